@@ -1,0 +1,21 @@
+# Installation: headers under include/penstock, the libraries, the command, and a package for find_package(penstock).
+include(CMakePackageConfigHelpers)
+
+install(DIRECTORY "${PROJECT_SOURCE_DIR}/penstock/schedule" DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/penstock"
+        FILES_MATCHING PATTERN "*.h" PATTERN "generators" EXCLUDE PATTERN "passes" EXCLUDE PATTERN "draw" EXCLUDE)
+set(penstock_targets penstock_schedule)
+if(PENSTOCK_TORCH)
+  list(APPEND penstock_targets penstock)
+endif()
+install(TARGETS ${penstock_targets} EXPORT penstock-targets)
+install(EXPORT penstock-targets NAMESPACE penstock:: DESTINATION "${CMAKE_INSTALL_LIBDIR}/cmake/penstock")
+if(PENSTOCK_BUILD_CLI)
+  install(TARGETS penstock_cli)
+endif()
+
+configure_package_config_file("${PROJECT_SOURCE_DIR}/cmake/penstock-config.cmake.in"
+                              "${PROJECT_BINARY_DIR}/penstock-config.cmake"
+                              INSTALL_DESTINATION "${CMAKE_INSTALL_LIBDIR}/cmake/penstock")
+write_basic_package_version_file("${PROJECT_BINARY_DIR}/penstock-config-version.cmake" COMPATIBILITY SameMinorVersion)
+install(FILES "${PROJECT_BINARY_DIR}/penstock-config.cmake" "${PROJECT_BINARY_DIR}/penstock-config-version.cmake"
+        DESTINATION "${CMAKE_INSTALL_LIBDIR}/cmake/penstock")

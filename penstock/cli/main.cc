@@ -1,0 +1,86 @@
+// The penstock command.
+#include <algorithm>
+#include <exception>
+#include <iostream>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "penstock/cli/command.h"
+#include "penstock/schedule/nearest.h"
+
+namespace penstock::cli {
+namespace {
+
+// The subcommand that the line got to before it went wrong.
+const CLI::App& deepest(const CLI::App& app) {
+  const auto chosen = app.get_subcommands();
+  return chosen.empty() ? app : deepest(*chosen.back());
+}
+
+std::string hint_for(const CLI::App& app, const std::string& word) {
+  std::vector<std::string> words;
+  if (word.starts_with('-')) {
+    for (const CLI::Option* option : app.get_options()) {
+      for (const std::string& name : option->get_lnames()) words.push_back("--" + name);
+    }
+  } else {
+    for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) words.push_back(command->get_name());
+  }
+  if (const auto near = nearest(word, words)) return "did you mean " + *near + "?";
+  return "see " + app.get_display_name() + " --help.";
+}
+
+// What went wrong with the line itself, with the nearest right word for a wrong one.
+void explain_usage(const CLI::App& root, const CLI::ParseError& error) {
+  const CLI::App& app = deepest(root);
+  const std::vector<std::string> left = app.remaining();
+  std::string path = "penstock";
+  for (const CLI::App* command = &root; !command->get_subcommands().empty();) {
+    command = command->get_subcommands().back();
+    path += " " + command->get_name();
+  }
+  if (!left.empty()) {
+    const auto option = std::find_if(left.begin(), left.end(), [](const std::string& word) { return word.starts_with('-'); });
+    const bool takes_commands = !app.get_subcommands([](const CLI::App*) { return true; }).empty();
+    const std::string& word = takes_commands || option == left.end() ? left.front() : *option;
+    const std::string name = word.substr(0, word.find('='));
+    const char* const kind = name.starts_with('-') ? "option" : takes_commands ? "command" : "argument";
+    std::cerr << path << ": there is no " << kind << " '" << name << "' here.\n  Hint: " << hint_for(app, name) << "\n";
+    return;
+  }
+  std::cerr << path << ": " << error.what() << "\n  Hint: see " << path << " --help.\n";
+}
+
+int run(int argc, char** argv) {
+  CLI::App app("Penstock: pipeline parallelism for PyTorch models.", "penstock");
+  app.require_subcommand(1);
+  app.set_version_flag("--version", std::string("penstock ") + PENSTOCK_VERSION);
+  app.set_help_flag("-h,--help", "Print this help and exit");
+  app.failure_message([](const CLI::App*, const CLI::Error&) { return std::string(); });
+  int exit = kYes;
+  add_schedule_command(app, exit);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::Success& wanted) {
+    return app.exit(wanted);
+  } catch (const CLI::ParseError& error) {
+    explain_usage(app, error);
+    return kBadUse;
+  }
+  return exit;
+}
+
+}  // namespace
+}  // namespace penstock::cli
+
+int main(int argc, char** argv) {
+  try {
+    return penstock::cli::run(argc, argv);
+  } catch (const std::bad_alloc&) {
+    std::cerr << "penstock: there is not enough memory for this.\n";
+  } catch (const std::exception& error) {
+    std::cerr << "penstock: " << error.what() << "\n";
+  }
+  return penstock::cli::kBadUse;
+}

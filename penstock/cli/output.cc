@@ -1,0 +1,91 @@
+#include "penstock/cli/output.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <sstream>
+#include <stdexcept>
+
+namespace penstock::cli {
+namespace {
+
+[[noreturn]] void fail(const std::string& path, const std::string& what) {
+  throw std::runtime_error(path + ": " + what);
+}
+
+std::string reason() {
+  return std::strerror(errno);
+}
+
+// A name beside the target that goes away unless it is renamed.
+class Aside {
+ public:
+  explicit Aside(const std::string& target) : path_(target + ".part" + std::to_string(::getpid())) {}
+  Aside(const Aside&) = delete;
+  Aside& operator=(const Aside&) = delete;
+  ~Aside() {
+    std::error_code ignored;
+    if (!renamed_) std::filesystem::remove(path_, ignored);
+  }
+
+  const std::string& path() const { return path_; }
+
+  void sync_and_rename(const std::string& target) {
+    const int file = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC);
+    if (file < 0 || ::fsync(file) != 0) fail(target, "could not be written: " + reason() + ".");
+    ::close(file);
+    std::error_code error;
+    std::filesystem::rename(path_, target, error);
+    if (error) fail(target, "could not be written: " + error.message() + ".");
+    renamed_ = true;
+  }
+
+ private:
+  std::string path_;
+  bool renamed_ = false;
+};
+
+}  // namespace
+
+void write_output(const std::string& path, const std::function<void(std::ostream&)>& write) {
+  if (path.empty() || path == "-") {
+    write(std::cout);
+    std::cout.flush();
+    if (!std::cout) throw std::runtime_error("standard output could not be written.");
+    return;
+  }
+  // A device or a pipe is written as it is: there is nothing to rename.
+  std::error_code ignored;
+  const bool special = std::filesystem::exists(path, ignored) && !std::filesystem::is_regular_file(path, ignored);
+  if (special) {
+    if (std::filesystem::is_directory(path, ignored)) fail(path, "is a folder; give the name of a file.");
+    std::ofstream out(path, std::ios::binary);
+    write(out);
+    if (!out.flush()) fail(path, "could not be written: " + reason() + ".");
+    return;
+  }
+  Aside aside(path);
+  {
+    std::ofstream out(aside.path(), std::ios::binary | std::ios::trunc);
+    if (!out) fail(path, "could not be written: " + reason() + ".");
+    write(out);
+    if (!out.flush()) fail(path, "could not be written: " + reason() + ".");
+  }
+  aside.sync_and_rename(path);
+}
+
+std::string read_file(const std::string& path) {
+  std::ifstream in(path, std::ios::binary);
+  if (!in) fail(path, "could not be read: " + reason() + ".");
+  std::ostringstream content;
+  content << in.rdbuf();
+  if (in.bad() || (content.fail() && in.tellg() != 0)) fail(path, "could not be read: " + reason() + ".");
+  return std::move(content).str();
+}
+
+}  // namespace penstock::cli

@@ -1,0 +1,135 @@
+#include "penstock/schedule/costs.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "penstock/schedule/error.h"
+#include "penstock/schedule/nearest.h"
+
+namespace penstock {
+namespace {
+
+using nlohmann::json;
+
+constexpr int kVersion = 1;
+
+// Reads objects of a costs file, and knows where it is for errors.
+class CostsReader {
+ public:
+  explicit CostsReader(std::string source) : source_(std::move(source)) {}
+
+  [[noreturn]] void fail(const std::string& path, const std::string& what) const {
+    throw ScheduleError(source_ + ": " + path + " " + what);
+  }
+
+  // Refuses a key that is not among `known`.
+  void require_keys(const json& object, const std::string& path, const std::vector<std::string>& known) const {
+    if (!object.is_object()) fail(path, "should be an object, but is " + std::string(object.type_name()) + ".");
+    for (const auto& [key, value] : object.items()) {
+      if (std::find(known.begin(), known.end(), key) != known.end()) continue;
+      const auto near = nearest(key, known);
+      std::string names;
+      for (const std::string& name : known) names += (names.empty() ? "" : ", ") + name;
+      fail(path, "has an unknown key '" + key + "'.\n  Hint: " + (near ? "did you mean " + *near + "?" : "the keys are " + names + "."));
+    }
+  }
+
+  void number(const json& object, const std::string& path, const char* key, double& value) const {
+    const auto found = object.find(key);
+    if (found == object.end()) return;
+    if (!found->is_number()) fail(path + "." + key, "should be a number, but is " + found->dump() + ".");
+    value = found->get<double>();
+    if (!std::isfinite(value) || value < 0) fail(path + "." + key, "should be a number that is not negative, but is " + found->dump() + ".");
+  }
+
+  int index(const json& object, const std::string& path, const char* key) const {
+    const auto found = object.find(key);
+    if (found == object.end()) fail(path, std::string("has no '") + key + "', the index of a rank.");
+    if (!found->is_number_integer() || found->get<double>() < 0 || found->get<double>() > 1e9) {
+      fail(path + "." + key, "should be the index of a rank, but is " + found->dump() + ".");
+    }
+    return found->get<int>();
+  }
+
+  const json* list(const json& root, const char* key) const {
+    const auto found = root.find(key);
+    if (found == root.end()) return nullptr;
+    if (!found->is_array()) fail(key, "should be a list, but is " + std::string(found->type_name()) + ".");
+    return &*found;
+  }
+
+ private:
+  std::string source_;
+};
+
+}  // namespace
+
+const LinkCosts& Costs::of_link(int from_rank, int to_rank) const {
+  const auto found = links.find({from_rank, to_rank});
+  return found == links.end() ? link : found->second;
+}
+
+Costs shared_out(const Costs& by_rank, const Placement& placement) {
+  Costs result = by_rank;
+  result.stages.clear();
+  for (const int rank : placement.ranks_by_stage()) {
+    const auto parts = static_cast<double>(placement.stages_of(rank).size());
+    StageCosts stage = by_rank.of_stage(rank);
+    stage.forward /= parts;
+    stage.input /= parts;
+    stage.weight /= parts;
+    stage.bytes_kept /= parts;
+    result.stages.push_back(stage);
+  }
+  return result;
+}
+
+Costs parse_costs(std::string_view text, const std::string& source, const Costs& defaults) {
+  const CostsReader reader(source);
+  json root;
+  try {
+    root = json::parse(text);
+  } catch (const json::parse_error& error) {
+    const std::size_t at = std::min(error.byte == 0 ? 0 : error.byte - 1, text.size());
+    const auto line = 1 + std::count(text.begin(), text.begin() + static_cast<std::ptrdiff_t>(at), '\n');
+    throw ScheduleError(source + ":" + std::to_string(line) + ": this is not JSON.\n  Hint: {\"version\": 1, \"stages\": [{\"forward\": 1}]}");
+  }
+  reader.require_keys(root, "the file", {"version", "stages", "links"});
+  const json version = root.value("version", json());
+  if (version != kVersion) {
+    reader.fail("version", "should be 1, but is " + (version.is_null() ? std::string("missing") : version.dump()) + ".");
+  }
+
+  Costs costs = defaults;
+  if (const json* stages = reader.list(root, "stages")) {
+    costs.stages.clear();
+    for (std::size_t i = 0; i < stages->size(); ++i) {
+      const json& object = (*stages)[i];
+      const std::string path = "stages[" + std::to_string(i) + "]";
+      reader.require_keys(object, path, {"forward", "input", "weight", "bytes_sent", "bytes_kept"});
+      StageCosts stage = defaults.stage;
+      reader.number(object, path, "forward", stage.forward);
+      reader.number(object, path, "input", stage.input);
+      reader.number(object, path, "weight", stage.weight);
+      reader.number(object, path, "bytes_sent", stage.bytes_sent);
+      reader.number(object, path, "bytes_kept", stage.bytes_kept);
+      costs.stages.push_back(stage);
+    }
+  }
+  if (const json* links = reader.list(root, "links")) {
+    for (std::size_t i = 0; i < links->size(); ++i) {
+      const json& object = (*links)[i];
+      const std::string path = "links[" + std::to_string(i) + "]";
+      reader.require_keys(object, path, {"from", "to", "latency", "bandwidth"});
+      LinkCosts link = defaults.link;
+      reader.number(object, path, "latency", link.latency);
+      reader.number(object, path, "bandwidth", link.bandwidth);
+      costs.links[{reader.index(object, path, "from"), reader.index(object, path, "to")}] = link;
+    }
+  }
+  return costs;
+}
+
+}  // namespace penstock

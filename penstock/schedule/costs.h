@@ -1,0 +1,59 @@
+// What actions and messages cost, for the simulator: by stage and by link, in any unit of time.
+#pragma once
+
+#include <map>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "penstock/schedule/placement.h"
+
+namespace penstock {
+
+// One stage and one microbatch.
+struct StageCosts {
+  double forward = 1;
+  double input = 1;
+  double weight = 1;
+  // What it sends along each of its edges, and gets back as a gradient.
+  double bytes_sent = 1;
+  // What it keeps from its forward to its weight gradient.
+  double bytes_kept = 1;
+};
+
+struct LinkCosts {
+  double latency = 0;
+  // Bytes in a unit of time; 0: without limit.
+  double bandwidth = 0;
+};
+
+struct Costs {
+  // By stage; a stage beyond the list costs what `stage` says.
+  std::vector<StageCosts> stages;
+  StageCosts stage;
+  // By (from rank, to rank); any other link costs what `link` says.
+  std::map<std::pair<int, int>, LinkCosts> links;
+  LinkCosts link;
+
+  const StageCosts& of_stage(int index) const {
+    return static_cast<std::size_t>(index) < stages.size() ? stages[static_cast<std::size_t>(index)] : stage;
+  }
+  const LinkCosts& of_link(int from_rank, int to_rank) const;
+};
+
+// Costs by stage out of costs by rank, `stages` of which are those of a rank's whole share of the model: each of a rank's
+// stages takes an equal part of its times and of what it keeps. So schedules with different numbers of stages a rank do
+// the same work.
+Costs shared_out(const Costs& by_rank, const Placement& placement);
+
+// Reads a costs file, on top of `defaults`:
+//
+//   {"version": 1,
+//    "stages": [{"forward": 1, "input": 1, "weight": 1, "bytes_sent": 4096, "bytes_kept": 65536}, …],
+//    "links": [{"from": 0, "to": 1, "latency": 0.1, "bandwidth": 1e9}, …]}
+//
+// Throws ScheduleError, which names `source` and the path to what is wrong.
+Costs parse_costs(std::string_view json, const std::string& source, const Costs& defaults = {});
+
+}  // namespace penstock

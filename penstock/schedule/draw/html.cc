@@ -1,0 +1,100 @@
+#include <nlohmann/json.hpp>
+#include <ostream>
+#include <stdexcept>
+#include <string_view>
+
+#include "penstock/schedule/draw/blocks.h"
+#include "penstock/schedule/draw/page.h"
+
+namespace penstock {
+namespace {
+
+using nlohmann::json;
+
+json rank_data(const Drawing& drawing, int rank) {
+  const RankTimes& times = drawing.timeline.ranks[static_cast<std::size_t>(rank)];
+  json kind = json::array();
+  json stage = json::array();
+  json microbatch = json::array();
+  json start = json::array();
+  json end = json::array();
+  json other = json::array();
+  json pair = json::array();
+  bool has_pairs = false;
+  for_each_block(drawing, rank, [&](const Block& block) {
+    kind.push_back(static_cast<int>(block.action.computation));
+    stage.push_back(block.action.stage);
+    microbatch.push_back(block.action.microbatch);
+    start.push_back(block.span.start);
+    end.push_back(block.span.end);
+    other.push_back(block.action.other_stage);
+    pair.push_back(block.pair);
+    has_pairs |= block.pair != 0;
+  });
+  json waiting = json::object();
+  for (const auto& [on, time] : times.waiting) waiting[std::to_string(on)] = time;
+  json data = {{"peak_activations", times.peak_activations},
+               {"peak_bytes", times.peak_bytes},
+               {"work", times.work},
+               {"idle", {{"fill", times.fill}, {"drain", times.drain}, {"waiting", waiting}}},
+               {"kind", std::move(kind)},
+               {"stage", std::move(stage)},
+               {"microbatch", std::move(microbatch)},
+               {"start", std::move(start)},
+               {"end", std::move(end)},
+               {"other", std::move(other)}};
+  if (has_pairs) data["pair"] = std::move(pair);
+  return data;
+}
+
+json page_data(const Drawing& drawing) {
+  const Schedule& schedule = drawing.schedule;
+  json kinds = json::array();
+  for (const Computation computation : plain_computations()) kinds.push_back(name_of(computation));
+  json edges = json::array();
+  for (const Edge& edge : schedule.graph().skips()) edges.push_back({edge.from, edge.to});
+  json shared = json::array();
+  for (const auto& group : schedule.graph().groups()) shared.push_back(group);
+  json ranks = json::array();
+  for (int rank = 0; rank < schedule.ranks(); ++rank) ranks.push_back(rank_data(drawing, rank));
+  const auto placement = schedule.placement().ranks_by_stage();
+  return {{"version", 1},
+          {"title", drawing.title},
+          {"subtitle", subtitle_of(drawing)},
+          {"stages", schedule.stages()},
+          {"microbatches", schedule.microbatches()},
+          {"placement", std::vector<int>(placement.begin(), placement.end())},
+          {"edges", std::move(edges)},
+          {"shared", std::move(shared)},
+          {"kinds", std::move(kinds)},
+          {"timelines", {{{"name", "simulated"},
+                          {"makespan", drawing.timeline.makespan},
+                          {"bubble", drawing.timeline.bubble},
+                          {"ranks", std::move(ranks)}}}},
+          {"unit", ""}};
+}
+
+// JSON inside a script element: a '<' could end the element.
+void write_escaped(std::ostream& out, std::string_view text) {
+  for (std::size_t at = text.find('<'); at != std::string_view::npos; at = text.find('<')) {
+    out << text.substr(0, at) << "\\u003c";
+    text.remove_prefix(at + 1);
+  }
+  out << text;
+}
+
+}  // namespace
+
+void draw_html(std::ostream& out, const Drawing& drawing) {
+  constexpr std::string_view kTitle = "@PENSTOCK_TITLE@";
+  constexpr std::string_view kData = "@PENSTOCK_DATA@";
+  const std::string_view page = page_template();
+  const std::size_t title = page.find(kTitle);
+  const std::size_t data = page.find(kData, title + kTitle.size());
+  if (title == std::string_view::npos || data == std::string_view::npos) throw std::logic_error("page.html has lost its place for title or data");
+  out << page.substr(0, title) << xml_text(drawing.title) << page.substr(title + kTitle.size(), data - title - kTitle.size());
+  write_escaped(out, page_data(drawing).dump(-1, ' ', false, json::error_handler_t::replace));
+  out << page.substr(data + kData.size());
+}
+
+}  // namespace penstock

@@ -1,0 +1,126 @@
+#include <algorithm>
+#include <cmath>
+#include <ostream>
+
+#include "penstock/schedule/draw/blocks.h"
+
+namespace penstock {
+namespace {
+
+constexpr double kMargin = 24;
+constexpr double kHead = 56;
+constexpr double kRow = 26;
+constexpr double kBlock = 20;
+constexpr double kLetter = 6.2;
+constexpr double kWidest = 16000;
+
+// Pixels for a unit of time, so that the shortest computation has room for its text, within reason.
+double pixels_per_unit(const Drawing& drawing) {
+  double scale = 0;
+  for (int rank = 0; rank < drawing.schedule.ranks(); ++rank) {
+    for_each_block(drawing, rank, [&](const Block& block) {
+      const double length = block.span.end - block.span.start;
+      if (!block.action.is_compute() || length <= 0) return;
+      scale = std::max(scale, (kLetter * static_cast<double>(to_string(block.action).size()) + 8) / length);
+    });
+  }
+  return std::min(scale, kWidest / std::max(drawing.timeline.makespan, 1e-300));
+}
+
+// A round step of the axis, for about a tick every 80 pixels.
+double tick_step(double pixels_per_unit) {
+  const double rough = 80 / std::max(pixels_per_unit, 1e-300);
+  const double power = std::pow(10, std::floor(std::log10(rough)));
+  for (const double factor : {1.0, 2.0, 5.0}) {
+    if (factor * power >= rough) return factor * power;
+  }
+  return 10 * power;
+}
+
+}  // namespace
+
+void draw_svg(std::ostream& out, const Drawing& drawing) {
+  const Schedule& schedule = drawing.schedule;
+  const double scale = pixels_per_unit(drawing);
+  const double left = kMargin + kLetter * static_cast<double>(("rank " + std::to_string(schedule.ranks() - 1)).size()) + 16;
+  const double axis = kHead + kRow * schedule.ranks();
+  const double width = std::max(left + scale * drawing.timeline.makespan + kMargin, 720.0);
+  const double height = axis + 76;
+
+  out << R"(<svg xmlns="http://www.w3.org/2000/svg" width=")" << number_text(width) << R"(" height=")" << number_text(height)
+      << R"(" viewBox="0 0 )" << number_text(width) << " " << number_text(height) << R"(" role="img">)" << "\n"
+      << "<title>" << xml_text(drawing.title) << ": " << subtitle_of(drawing) << "</title>\n"
+      << "<style>text{font:11px ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;fill:#1c2733}"
+         ".h{font-size:15px;font-weight:600}.q{fill:#5b6875}.l{stroke:#d5dbe1}.b text{fill:#10151a;text-anchor:middle}"
+         ".p{fill:none;stroke:#1c2733;stroke-width:1.2}.bg{fill:#fff}.r{fill:#f1f4f7}"
+         "@media(prefers-color-scheme:dark){text{fill:#e6ebf0}.q{fill:#9aa7b4}.l{stroke:#37424d}.bg{fill:#12171c}"
+         ".r{fill:#1b2228}.p{stroke:#e6ebf0}}</style>\n"
+      << R"(<rect class="bg" width="100%" height="100%"/>)" << "\n"
+      << R"(<text class="h" x=")" << kMargin << R"(" y="26">)" << xml_text(drawing.title) << "</text>\n"
+      << R"(<text class="q" x=")" << kMargin << R"(" y="43">)" << subtitle_of(drawing) << " · makespan "
+      << number_text(drawing.timeline.makespan) << " · bubble " << number_text(std::round(drawing.timeline.bubble * 1000) / 10)
+      << " % · peak activations " << most_activations(drawing.timeline) << " · peak bytes "
+      << number_text(most_bytes(drawing.timeline)) << "</text>\n";
+
+  const double step = tick_step(scale);
+  for (int tick = 0; tick * step <= drawing.timeline.makespan * (1 + 1e-9); ++tick) {
+    const double x = left + tick * step * scale;
+    out << R"(<line class="l" x1=")" << number_text(x) << R"(" x2=")" << number_text(x) << R"(" y1=")" << kHead << R"(" y2=")"
+        << axis + 4 << R"("/><text class="q" x=")" << number_text(x) << R"(" y=")" << axis + 17
+        << R"(" text-anchor="middle">)" << number_text(tick * step) << "</text>\n";
+  }
+
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    const double top = kHead + kRow * rank + (kRow - kBlock) / 2;
+    out << R"(<text class="q" x=")" << kMargin << R"(" y=")" << top + 14 << R"(">rank )" << rank << "</text>\n"
+        << R"(<rect class="r" x=")" << number_text(left) << R"(" y=")" << top << R"(" width=")"
+        << number_text(scale * drawing.timeline.makespan) << R"(" height=")" << kBlock << R"("/><g class="b">)" << "\n";
+    int open_pair = 0;
+    double pair_left = 0;
+    for_each_block(drawing, rank, [&](const Block& block) {
+      const double x = left + scale * block.span.start;
+      const double w = scale * (block.span.end - block.span.start);
+      const std::string text = to_string(block.action);
+      const std::string title = "<title>" + text + " " + std::string(describe(block.action.computation)) + ", rank " +
+                                std::to_string(rank) + ", " + number_text(block.span.start) + " to " + number_text(block.span.end) + "</title>";
+      if (!block.action.is_compute()) {
+        out << R"(<path class="p" d="M)" << number_text(x) << " " << top + kBlock - 5 << R"(v5">)" << title << "</path>\n";
+        return;
+      }
+      out << R"(<rect x=")" << number_text(x + 0.5) << R"(" y=")" << top << R"(" width=")" << number_text(std::max(w - 1, 0.2))
+          << R"(" height=")" << kBlock << R"(" rx="2" fill=")" << colour_of(drawing, block.action).hex << R"(">)" << title << "</rect>";
+      if (w >= kLetter * static_cast<double>(text.size())) {
+        out << R"(<text x=")" << number_text(x + w / 2) << R"(" y=")" << top + 14 << R"(">)" << text << "</text>";
+      }
+      if (block.pair != 0 && block.pair != open_pair) {
+        open_pair = block.pair;
+        pair_left = x;
+      } else if (block.pair != 0) {
+        out << R"(<rect class="p" x=")" << number_text(pair_left) << R"(" y=")" << top - 1 << R"(" width=")"
+            << number_text(x + w - pair_left) << R"(" height=")" << kBlock + 2 << R"(" rx="3"/>)";
+      }
+      out << "\n";
+    });
+    out << "</g>\n";
+  }
+
+  double x = kMargin;
+  for (const Computation computation : {Computation::Forward, Computation::InputBackward, Computation::WeightBackward, Computation::FullBackward}) {
+    const std::string label = std::string(name_of(computation)) + " " + std::string(describe(computation));
+    out << R"(<rect x=")" << x << R"(" y=")" << axis + 38 << R"(" width="14" height="14" rx="2" fill=")"
+        << colour_of(drawing, compute(schedule.placement().stages_of(schedule.placement().rank_of(0))[0], computation, 0)).hex
+        << R"("/><text x=")" << x + 20 << R"(" y=")" << axis + 49 << R"(">)" << label << "</text>\n";
+    x += 44 + 7 * static_cast<double>(label.size());
+  }
+  std::string extras;
+  for (const Edge& edge : schedule.graph().skips()) extras += "skip " + std::to_string(edge.from) + "→" + std::to_string(edge.to) + "  ";
+  for (const auto& group : schedule.graph().groups()) {
+    extras += "shared by stages";
+    for (const int stage : group) extras += " " + std::to_string(stage);
+    extras += "  ";
+  }
+  if (!extras.empty()) out << R"(<text class="q" x=")" << kMargin << R"(" y=")" << axis + 68 << R"(">)" << extras << "</text>\n";
+  out << "</svg>\n";
+}
+
+}  // namespace penstock

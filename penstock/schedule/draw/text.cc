@@ -1,0 +1,142 @@
+#include <algorithm>
+#include <cmath>
+#include <ostream>
+#include <vector>
+
+#include "penstock/schedule/draw/blocks.h"
+
+namespace penstock {
+namespace {
+
+constexpr int kMostRankFigures = 32;
+
+struct Column {
+  char letter = ' ';
+  // A terminal's colour, or 0.
+  int colour = 0;
+};
+using Row = std::vector<Column>;
+
+class TextPicture {
+ public:
+  TextPicture(const Drawing& drawing, const TextOptions& options) : drawing_(drawing), options_(options) {
+    margin_ = ("rank " + std::to_string(drawing.schedule.ranks() - 1)).size() + 3;
+    const auto room = static_cast<double>(std::max<std::ptrdiff_t>(20, options.width - static_cast<std::ptrdiff_t>(margin_)));
+    const double makespan = drawing.timeline.makespan;
+    scale_ = scale_for_labels();
+    labelled_ = scale_ * makespan <= room;
+    if (!labelled_) scale_ = room / makespan;
+  }
+
+  void draw(std::ostream& out) const {
+    out << drawing_.title << ": " << subtitle_of(drawing_) << "\n\n";
+    for (int rank = 0; rank < drawing_.schedule.ranks(); ++rank) draw_row(out, rank);
+    out << "\n";
+    draw_legend(out);
+    draw_figures(out);
+  }
+
+ private:
+  // Columns for a unit of time, so that every computation has room for its text and a gap.
+  double scale_for_labels() const {
+    double scale = 0;
+    for (int rank = 0; rank < drawing_.schedule.ranks(); ++rank) {
+      for_each_block(drawing_, rank, [&](const Block& block) {
+        const double length = block.span.end - block.span.start;
+        if (!block.action.is_compute() || length <= 0) return;
+        scale = std::max(scale, static_cast<double>(to_string(block.action).size() + 1) / length);
+      });
+    }
+    return scale;
+  }
+
+  std::size_t column(double time) const { return static_cast<std::size_t>(std::lround(time * scale_)); }
+
+  void draw_row(std::ostream& out, int rank) const {
+    Row row;
+    row.resize(column(drawing_.timeline.makespan) + 1);
+    for_each_block(drawing_, rank, [&](const Block& block) {
+      if (block.action.is_compute()) fill(row, block);
+    });
+    const std::string name = "rank " + std::to_string(rank);
+    out << name << std::string(margin_ - 2 - name.size(), ' ') << "| ";
+    write(out, row);
+    out << "\n";
+  }
+
+  void fill(Row& row, const Block& block) const {
+    const std::size_t begin = column(block.span.start);
+    const std::size_t end = column(block.span.end);
+    const int colour = colour_of(drawing_, block.action).terminal;
+    const std::string text = labelled_ ? to_string(block.action) : std::string(name_of(block.action.computation));
+    for (std::size_t i = begin; i < end; ++i) {
+      const std::size_t offset = i - begin;
+      // The last column of a labelled block is its gap.
+      const bool gap = labelled_ && i + 1 == end;
+      row[i] = gap ? Column{} : Column{offset < text.size() ? text[offset] : '-', colour};
+    }
+  }
+
+  void write(std::ostream& out, const Row& row) const {
+    std::size_t length = row.size();
+    while (length > 0 && row[length - 1].letter == ' ') --length;
+    int colour = 0;
+    for (std::size_t i = 0; i < length; ++i) {
+      const Column& at = row[i];
+      if (options_.colour && at.colour != colour) {
+        out << paint(at.colour);
+        colour = at.colour;
+      }
+      out << (options_.colour && at.letter == '-' ? ' ' : at.letter);
+    }
+    if (colour != 0) out << paint(0);
+  }
+
+  static std::string paint(int colour) {
+    return colour == 0 ? "\033[0m" : "\033[30;48;5;" + std::to_string(colour) + "m";
+  }
+
+  void draw_legend(std::ostream& out) const {
+    for (const Computation computation : {Computation::Forward, Computation::InputBackward, Computation::WeightBackward, Computation::FullBackward}) {
+      const Action sample = compute(drawing_.schedule.placement().stages_of(0).empty() ? 0 : drawing_.schedule.placement().stages_of(0)[0], computation, 0);
+      const std::string name(name_of(computation));
+      out << (options_.colour ? paint(colour_of(drawing_, sample).terminal) + " " + name + " " + paint(0) : name) << " "
+          << describe(computation) << (computation == Computation::FullBackward ? "\n" : "   ");
+    }
+    for (const Edge& edge : drawing_.schedule.graph().skips()) out << "skip " << edge.from << " -> " << edge.to << "   ";
+    for (const auto& group : drawing_.schedule.graph().groups()) {
+      out << "shared by stages";
+      for (const int stage : group) out << " " << stage;
+      out << "   ";
+    }
+    if (!drawing_.schedule.graph().skips().empty() || !drawing_.schedule.graph().groups().empty()) out << "\n";
+  }
+
+  void draw_figures(std::ostream& out) const {
+    const Timeline& timeline = drawing_.timeline;
+    out << "makespan " << number_text(timeline.makespan) << "   bubble " << number_text(std::round(timeline.bubble * 1000) / 10)
+        << " %   peak activations " << most_activations(timeline) << "   peak bytes " << number_text(most_bytes(timeline)) << "\n";
+    if (drawing_.schedule.ranks() > kMostRankFigures) return;
+    for (int rank = 0; rank < drawing_.schedule.ranks(); ++rank) {
+      const RankTimes& times = timeline.ranks[static_cast<std::size_t>(rank)];
+      out << "  rank " << rank << ": work " << number_text(times.work) << ", idle " << number_text(times.fill)
+          << " at the start, " << number_text(times.drain) << " at the end";
+      for (const auto& [other, time] : times.waiting) out << ", " << number_text(time) << " waiting for rank " << other;
+      out << "; keeps " << times.peak_activations << "\n";
+    }
+  }
+
+  const Drawing& drawing_;
+  const TextOptions& options_;
+  std::size_t margin_ = 0;
+  double scale_ = 1;
+  bool labelled_ = true;
+};
+
+}  // namespace
+
+void draw_text(std::ostream& out, const Drawing& drawing, const TextOptions& options) {
+  TextPicture(drawing, options).draw(out);
+}
+
+}  // namespace penstock

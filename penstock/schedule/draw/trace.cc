@@ -1,0 +1,53 @@
+// The trace event format of Chrome's tracing and of Perfetto: a process for each rank, a complete event for each
+// action, and a flow from each send to what receives it.
+#include <nlohmann/json.hpp>
+#include <ostream>
+
+#include "penstock/schedule/draw/blocks.h"
+
+namespace penstock {
+namespace {
+
+constexpr double kMicrosecondsPerUnit = 1000;
+
+std::string_view category_of(const Action& action) {
+  if (action.is_compute()) return "computation";
+  return action.is_message() ? "communication" : "parameters";
+}
+
+}  // namespace
+
+void draw_trace(std::ostream& out, const Drawing& drawing) {
+  const Schedule& schedule = drawing.schedule;
+  out << R"({"displayTimeUnit":"ms","otherData":{"version":1,"title":)" << nlohmann::json(drawing.title).dump()
+      << R"(,"makespan":)" << nlohmann::json(drawing.timeline.makespan).dump() << R"(,"bubble":)"
+      << nlohmann::json(drawing.timeline.bubble).dump() << "},\n\"traceEvents\":[\n";
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    out << R"({"name":"process_name","ph":"M","pid":)" << rank << R"(,"args":{"name":"rank )" << rank << "\"}},\n"
+        << R"({"name":"process_sort_index","ph":"M","pid":)" << rank << R"(,"args":{"sort_index":)" << rank << "}},\n";
+  }
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    for_each_block(drawing, rank, [&](const Block& block) {
+      const Action& action = block.action;
+      const double start = block.span.start * kMicrosecondsPerUnit;
+      const double length = (block.span.end - block.span.start) * kMicrosecondsPerUnit;
+      out << R"({"name":")" << to_string(action) << R"(","cat":")" << category_of(action) << R"(","ph":"X","ts":)"
+          << nlohmann::json(start).dump() << R"(,"dur":)" << nlohmann::json(length).dump() << R"(,"pid":)" << rank
+          << R"(,"tid":)" << rank << R"(,"args":{"computation":")" << describe(action.computation) << R"(","stage":)" << action.stage;
+      if (action.microbatch != kNone) out << R"(,"microbatch":)" << action.microbatch;
+      if (block.pair != 0) out << R"(,"pair":)" << block.pair;
+      out << "}},\n";
+      if (!action.is_message()) return;
+      const Action send = action.is_send() ? action : counterpart(action);
+      out << R"({"name":")" << to_string(send) << R"(","cat":"communication","ph":")" << (action.is_send() ? "s" : "f\",\"bp\":\"e")
+          << R"(","id":")" << to_string(send) << R"(","ts":)" << nlohmann::json(start).dump() << R"(,"pid":)" << rank << R"(,"tid":)" << rank
+          << "},\n";
+    });
+  }
+  // A last event, so that every one before it can end in a comma.
+  out << R"({"name":"end","ph":"i","s":"g","ts":)" << nlohmann::json(drawing.timeline.makespan * kMicrosecondsPerUnit).dump()
+      << R"(,"pid":0,"tid":0})"
+      << "\n]}\n";
+}
+
+}  // namespace penstock

@@ -1,0 +1,110 @@
+// DualPipeV: two stages a rank in a V, forwards and backwards in overlapped pairs, so that the communication of one
+// hides behind the computation of the other.
+//
+//   rank 0 | 0F0 0F1 0F2     3F0 3I0 3W0 3F1 (0F3;3B1) (3F2;0B0) …
+//   rank 1 |     1F0 2F0 1F1 2F1 1F2 2B0 (2F2;1B0) …
+//
+// From DeepSeek's DualPipe, cut in half; its eight phases are those below.
+#include <algorithm>
+#include <deque>
+#include <utility>
+
+#include "penstock/schedule/generators.h"
+#include "penstock/schedule/passes.h"
+
+namespace penstock {
+namespace {
+
+// One of a rank's two stages, and the microbatches that it has had.
+struct Chunk {
+  int stage;
+  int forwards = 0;
+  int backwards = 0;
+
+  Action next_forward() { return forward(stage, forwards++); }
+  Action next_backward() { return full_backward(stage, backwards++); }
+  Action next_input() { return input_backward(stage, backwards++); }
+};
+
+}  // namespace
+
+Schedule dual_pipe_v(int ranks, int microbatches) {
+  const int covered = std::max(2 * ranks, microbatches);
+  Schedule schedule(v_placement(ranks, /*stages_per_rank=*/2), covered);
+  for (int rank = 0; rank < ranks; ++rank) {
+    Chunk down{.stage = rank};
+    Chunk up{.stage = 2 * ranks - 1 - rank};
+    const int after = ranks - 1 - rank;
+    std::deque<Action> weights;
+    const auto add = [&](const Action& action) { schedule.add(rank, action); };
+    const auto add_input = [&](Chunk& chunk) {
+      const Action input = chunk.next_input();
+      weights.push_back(weight_backward(input.stage, input.microbatch));
+      add(input);
+    };
+    const auto add_weight = [&] {
+      if (weights.empty()) return;
+      add(weights.front());
+      weights.pop_front();
+    };
+    const auto add_pair = [&](Chunk& forwards, Chunk& backwards) {
+      const Action first = forwards.next_forward();
+      add(overlap(first, backwards.next_backward()));
+    };
+
+    // 1: forwards down.
+    for (int i = 0; i < 2 * after; ++i) add(down.next_forward());
+    // 2: forwards both ways.
+    for (int i = 0; i <= rank; ++i) {
+      add(down.next_forward());
+      add(up.next_forward());
+    }
+    // 3: the first backwards of the way up, split.
+    for (int i = 0; i < after; ++i) {
+      add_input(up);
+      add_weight();
+      add(up.next_forward());
+    }
+    // 4: the steady state, in pairs. The last rank has just made what its first backward needs: no pair there.
+    for (int i = 0; i < covered - 2 * ranks + rank + 1; ++i) {
+      if (i == 0 && rank == ranks - 1) {
+        add(down.next_forward());
+        add(up.next_backward());
+      } else {
+        add_pair(down, up);
+      }
+      add_pair(up, down);
+    }
+    // 5: no more forwards down.
+    for (int i = 0; i < after; ++i) {
+      add(up.next_backward());
+      add_pair(up, down);
+    }
+    // 6: backwards both ways; the later half leaves its weight gradients for the end.
+    bool split = false;
+    const auto add_backward = [&](Chunk& chunk) {
+      if (split) {
+        add_input(chunk);
+      } else {
+        add(chunk.next_backward());
+      }
+    };
+    const int half = (rank + 1) / 2;
+    for (int i = 0; i <= rank; ++i) {
+      split |= i == half && rank % 2 == 1;
+      add_backward(up);
+      split |= i == half && rank % 2 == 0;
+      add_backward(down);
+    }
+    // 7: the last backwards down, with weight gradients in between.
+    for (int i = 0; i < after; ++i) {
+      add_weight();
+      add_backward(down);
+    }
+    // 8: what weight gradients are left.
+    while (!weights.empty()) add_weight();
+  }
+  return keep_microbatches(std::move(schedule), microbatches);
+}
+
+}  // namespace penstock

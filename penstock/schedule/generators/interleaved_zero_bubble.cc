@@ -1,0 +1,46 @@
+// InterleavedZeroBubble: Interleaved1F1B with the backward split, so that weight gradients fill what would be idle. A
+// rank lets as many input backwards run ahead of their weight gradients as its number says: the last rank has the
+// longest wait at its end to fill.
+//
+//   rank 0 | 0F0 0F1 2F0 2F1         2I0 2W0 0F2 2I1 2W1 …
+//   rank 1 |     1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 …
+#include <utility>
+
+#include "penstock/schedule/generators.h"
+#include "penstock/schedule/generators/rounds.h"
+#include "penstock/schedule/passes.h"
+
+namespace penstock {
+
+Schedule interleaved_zero_bubble(int ranks, int stages_per_rank, int microbatches) {
+  const int covered = next_equal_rounds(ranks, microbatches);
+  Schedule schedule(loop_placement(ranks, stages_per_rank), covered);
+  const Rounds rounds(ranks, stages_per_rank, covered);
+  for (int rank = 0; rank < ranks; ++rank) {
+    MicrobatchCounter forwards(schedule.stages());
+    MicrobatchCounter inputs(schedule.stages());
+    MicrobatchCounter weights(schedule.stages());
+    int weights_done = 0;
+    const auto add_weight = [&] {
+      const int stage = rounds.backward_stage(rank, weights_done++);
+      schedule.add(rank, weight_backward(stage, weights.next(stage)));
+    };
+
+    const int warmup = rounds.warmup(rank, /*per_hop=*/1);
+    for (int k = 0; k < rounds.total() + warmup; ++k) {
+      if (k < rounds.total()) {
+        const int stage = rounds.forward_stage(rank, k);
+        schedule.add(rank, forward(stage, forwards.next(stage)));
+      }
+      if (k >= warmup) {
+        const int stage = rounds.backward_stage(rank, k - warmup);
+        schedule.add(rank, input_backward(stage, inputs.next(stage)));
+        if (k - warmup >= rank) add_weight();
+      }
+    }
+    while (weights_done < rounds.total()) add_weight();
+  }
+  return keep_microbatches(std::move(schedule), microbatches);
+}
+
+}  // namespace penstock

@@ -1,0 +1,96 @@
+#include "penstock/schedule/graph.h"
+
+#include <algorithm>
+#include <iterator>
+#include <string>
+#include <utility>
+
+#include "penstock/schedule/error.h"
+
+namespace penstock {
+
+Edge edge_under(const Action& message) {
+  const bool begins_here =
+      message.computation == Computation::SendForward || message.computation == Computation::RecvBackward;
+  return begins_here ? Edge{message.stage, message.other_stage} : Edge{message.other_stage, message.stage};
+}
+
+StageGraph::StageGraph(int stages) : stages_(stages), group_of_(static_cast<std::size_t>(std::max(stages, 0)), -1) {
+  if (stages < 1) throw ScheduleError("a graph needs at least one stage, not " + std::to_string(stages) + ".");
+  for (int stage = 1; stage < stages; ++stage) edges_.push_back({stage - 1, stage});
+  index_edges();
+}
+
+void StageGraph::add_edge(int from, int to) {
+  if (from < 0 || from >= to || to >= stages_) {
+    throw ScheduleError("no edge can lead from stage " + std::to_string(from) + " to stage " + std::to_string(to) +
+                        ": an edge leads from an earlier stage to a later one of the " + std::to_string(stages_) +
+                        " stages (0 to " + std::to_string(stages_ - 1) + ").");
+  }
+  if (edge_index(from, to) >= 0) return;
+  edges_.push_back({from, to});
+  index_edges();
+}
+
+void StageGraph::share(std::vector<int> stages) {
+  std::sort(stages.begin(), stages.end());
+  stages.erase(std::unique(stages.begin(), stages.end()), stages.end());
+  if (stages.size() < 2) throw ScheduleError("a group that shares parameters has at least two stages.");
+  if (stages.front() < 0 || stages.back() >= stages_) {
+    const int wrong = stages.front() < 0 ? stages.front() : stages.back();
+    throw ScheduleError("stage " + std::to_string(wrong) + " cannot share parameters: the stages are 0 to " +
+                        std::to_string(stages_ - 1) + ".");
+  }
+
+  // Groups with a stage in common become one.
+  const auto overlaps = [&](const std::vector<int>& group) {
+    return std::any_of(group.begin(), group.end(),
+                       [&](int stage) { return std::binary_search(stages.begin(), stages.end(), stage); });
+  };
+  std::vector<std::vector<int>> apart;
+  std::vector<int> merged = stages;
+  for (const std::vector<int>& group : groups_) {
+    if (overlaps(group)) {
+      merged.insert(merged.end(), group.begin(), group.end());
+    } else {
+      apart.push_back(group);
+    }
+  }
+  std::sort(merged.begin(), merged.end());
+  merged.erase(std::unique(merged.begin(), merged.end()), merged.end());
+  apart.push_back(std::move(merged));
+  std::sort(apart.begin(), apart.end());
+  groups_ = std::move(apart);
+
+  for (std::size_t index = 0; index < groups_.size(); ++index) {
+    for (const int stage : groups_[index]) group_of_[static_cast<std::size_t>(stage)] = static_cast<int>(index);
+  }
+}
+
+int StageGraph::edge_index(int from, int to) const {
+  if (from < 0 || to < 0 || from >= stages_ || to >= stages_) return -1;
+  for (const int index : in_edges(to)) {
+    if (edges_[static_cast<std::size_t>(index)].from == from) return index;
+  }
+  return -1;
+}
+
+std::vector<Edge> StageGraph::skips() const {
+  std::vector<Edge> result;
+  std::copy_if(edges_.begin(), edges_.end(), std::back_inserter(result),
+               [](const Edge& edge) { return edge.to != edge.from + 1; });
+  return result;
+}
+
+void StageGraph::index_edges() {
+  std::sort(edges_.begin(), edges_.end(),
+            [](const Edge& a, const Edge& b) { return std::pair(a.to, a.from) < std::pair(b.to, b.from); });
+  in_.assign(static_cast<std::size_t>(stages_), {});
+  out_.assign(static_cast<std::size_t>(stages_), {});
+  for (std::size_t index = 0; index < edges_.size(); ++index) {
+    in_[static_cast<std::size_t>(edges_[index].to)].push_back(static_cast<int>(index));
+    out_[static_cast<std::size_t>(edges_[index].from)].push_back(static_cast<int>(index));
+  }
+}
+
+}  // namespace penstock

@@ -1,0 +1,65 @@
+#include "penstock/schedule/schedule.h"
+
+#include <string>
+#include <utility>
+
+#include "penstock/schedule/error.h"
+
+namespace penstock {
+
+Schedule::Schedule(Placement placement, int microbatches)
+    : Schedule(placement, StageGraph(placement.stages()), microbatches) {}
+
+Schedule::Schedule(Placement placement, StageGraph graph, int microbatches)
+    : placement_(std::move(placement)),
+      graph_(std::move(graph)),
+      microbatches_(microbatches),
+      lists_(static_cast<std::size_t>(placement_.ranks())) {
+  if (graph_.stages() != placement_.stages()) {
+    throw ScheduleError("a placement of " + std::to_string(placement_.stages()) + " stages does not fit a graph of " +
+                        std::to_string(graph_.stages()) + ".");
+  }
+  if (microbatches < 1) {
+    throw ScheduleError("a schedule needs at least one microbatch, not " + std::to_string(microbatches) + ".");
+  }
+}
+
+std::size_t Schedule::size() const {
+  std::size_t total = 0;
+  for (const auto& list : lists_) total += list.size();
+  return total;
+}
+
+Schedule Schedule::with_graph(StageGraph graph) const {
+  Schedule result(placement_, std::move(graph), microbatches_);
+  result.lists_ = lists_;
+  return result;
+}
+
+Features features_of(const Schedule& schedule) {
+  Features features;
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    for (const Action& action : schedule.actions(rank)) {
+      switch (action.computation) {
+        case Computation::Forward: break;
+        case Computation::InputBackward:
+        case Computation::WeightBackward:
+        case Computation::FullBackward: features.backward = true; break;
+        case Computation::Overlap:
+          features.backward |= !is_forward(action.first()) || !is_forward(action.second());
+          break;
+        case Computation::Unshard:
+        case Computation::Reshard: features.sharding = true; break;
+        case Computation::ReduceGrad: features.reduction = true; break;
+        case Computation::SumShared: features.shared_sums = true; break;
+        case Computation::SendForward:
+        case Computation::RecvForward:
+        case Computation::SendBackward:
+        case Computation::RecvBackward: features.communication = true; break;
+      }
+    }
+  }
+  return features;
+}
+
+}  // namespace penstock

@@ -1,0 +1,360 @@
+// Ranks are run one after the other, each as far as what it needs is known; what it is stuck on wakes it again. Times do
+// not depend on the order in which ranks are run.
+#include "penstock/schedule/simulate.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "penstock/schedule/error.h"
+
+namespace penstock {
+namespace {
+
+enum class Way : std::uint8_t { Forward, Backward };
+
+class Simulator {
+ public:
+  Simulator(const Schedule& schedule, const Costs& costs)
+      : schedule_(schedule), graph_(schedule.graph()), implicit_messages_(!features_of(schedule).communication) {
+    for (int stage = 0; stage < schedule.stages(); ++stage) stage_costs_.push_back(costs.of_stage(stage));
+    for (const Way way : {Way::Forward, Way::Backward}) add_links(way, costs);
+    forward_end_.assign(schedule.cells(), kNotYet);
+    backward_end_.assign(schedule.cells(), kNotYet);
+    for (const Group& group : make_groups()) groups_.push_back(group);
+    ranks_.resize(static_cast<std::size_t>(schedule.ranks()));
+    timeline_.ranks.resize(static_cast<std::size_t>(schedule.ranks()));
+    for (int rank = 0; rank < schedule.ranks(); ++rank) times(rank).spans.reserve(schedule.actions(rank).size());
+  }
+
+  Timeline run() {
+    for (int rank = schedule_.ranks() - 1; rank >= 0; --rank) queue_.push_back(rank);
+    while (!queue_.empty()) {
+      const int rank = queue_.back();
+      queue_.pop_back();
+      advance(rank);
+    }
+    finish();
+    return std::move(timeline_);
+  }
+
+ private:
+  static constexpr double kNotYet = -1;
+
+  struct Message {
+    // When it left, and when its receive was posted, as far as known; when it arrived, once both are.
+    double time = 0;
+    enum class State : std::uint8_t { Unknown, Sent, Posted, Arrived } state = State::Unknown;
+  };
+
+  // An edge in one direction, with the link under it.
+  struct Channel {
+    int receiver_rank = 0;
+    // Index into link_free_, which edges between the same ranks share.
+    std::size_t link = 0;
+    double latency = 0;
+    double occupation = 0;
+    bool crosses = false;
+  };
+
+  struct Rank {
+    std::size_t next = 0;
+    double clock = 0;
+    double first_start = kNotYet;
+    double last_end = 0;
+    bool blocked = false;
+    // In the middle of a pair: the first part has run.
+    bool first_part_done = false;
+    double pair_start = 0;
+    int activations = 0;
+    double bytes = 0;
+  };
+
+  struct Group {
+    int missing = 0;
+    double met = 0;
+    std::vector<int> ranks;
+  };
+
+  RankTimes& times(int rank) { return timeline_.ranks[static_cast<std::size_t>(rank)]; }
+  Rank& state(int rank) { return ranks_[static_cast<std::size_t>(rank)]; }
+  Channel& channel(Way way, int edge) { return channels_[static_cast<std::size_t>(way)][static_cast<std::size_t>(edge)]; }
+  Message& message_of(Way way, int edge, int microbatch) {
+    return messages_[static_cast<std::size_t>(way)][static_cast<std::size_t>(edge) * static_cast<std::size_t>(schedule_.microbatches()) +
+                                                    static_cast<std::size_t>(microbatch)];
+  }
+
+  void add_links(Way way, const Costs& costs) {
+    auto& channels = channels_[static_cast<std::size_t>(way)];
+    for (const Edge& edge : graph_.edges()) {
+      const int from = schedule_.placement().rank_of(way == Way::Forward ? edge.from : edge.to);
+      const int to = schedule_.placement().rank_of(way == Way::Forward ? edge.to : edge.from);
+      const LinkCosts& link = costs.of_link(from, to);
+      const double bytes = costs.of_stage(edge.from).bytes_sent;
+      channels.push_back({.receiver_rank = to,
+                          .link = link_index_.try_emplace({from, to}, link_index_.size()).first->second,
+                          .latency = link.latency,
+                          .occupation = link.bandwidth > 0 ? bytes / link.bandwidth : 0,
+                          .crosses = from != to});
+    }
+    link_free_.resize(link_index_.size(), 0);
+    messages_[static_cast<std::size_t>(way)].resize(graph_.edges().size() * static_cast<std::size_t>(schedule_.microbatches()));
+  }
+
+  std::vector<Group> make_groups() const {
+    std::vector<Group> groups;
+    for (const auto& members : graph_.groups()) {
+      Group group;
+      for (const int stage : members) group.ranks.push_back(schedule_.placement().rank_of(stage));
+      std::sort(group.ranks.begin(), group.ranks.end());
+      group.ranks.erase(std::unique(group.ranks.begin(), group.ranks.end()), group.ranks.end());
+      group.missing = static_cast<int>(group.ranks.size());
+      groups.push_back(std::move(group));
+    }
+    return groups;
+  }
+
+  void advance(int rank) {
+    Rank& self = state(rank);
+    const auto actions = schedule_.actions(rank);
+    while (self.next < actions.size() && take(rank, self, actions[self.next])) ++self.next;
+  }
+
+  // Whether the action could run.
+  bool take(int rank, Rank& self, const Action& action) {
+    if (action.is_overlap()) {
+      if (!self.first_part_done) {
+        if (!compute(rank, self, action.first(), self.pair_start)) return false;
+        self.first_part_done = true;
+      }
+      double second_start = 0;
+      if (!compute(rank, self, action.second(), second_start)) return false;
+      self.first_part_done = false;
+      times(rank).spans.push_back({self.pair_start, self.clock});
+    } else if (action.is_compute()) {
+      double start = 0;
+      if (!compute(rank, self, action, start)) return false;
+      times(rank).spans.push_back({start, self.clock});
+    } else if (action.is_message()) {
+      const double time = pass_message(rank, self, action);
+      times(rank).spans.push_back({time, time});
+    } else if (action.computation == Computation::SumShared) {
+      if (!meet(rank, self, action)) return false;
+    } else {
+      times(rank).spans.push_back({self.clock, self.clock});
+    }
+    return true;
+  }
+
+  bool compute(int rank, Rank& self, const Action& part, double& start) {
+    const std::size_t cell = schedule_.cell(part.stage, part.microbatch);
+    const bool forwards = is_forward(part);
+    start = self.clock;
+    int waited_for = kNone;
+    if (forwards || makes_input_gradient(part)) {
+      const Way way = forwards ? Way::Forward : Way::Backward;
+      for (const int e : forwards ? graph_.in_edges(part.stage) : graph_.out_edges(part.stage)) {
+        if (!channel(way, e).crosses) continue;
+        const Message& input = message_of(way, e, part.microbatch);
+        if (input.state != Message::State::Arrived) {
+          self.blocked = true;
+          return false;
+        }
+        if (input.time > start) {
+          start = input.time;
+          const Edge& edge = graph_.edges()[static_cast<std::size_t>(e)];
+          waited_for = schedule_.placement().rank_of(forwards ? edge.from : edge.to);
+        }
+      }
+    }
+    account(rank, self, part, start, waited_for);
+    if (forwards) {
+      forward_end_[cell] = self.clock;
+    } else if (makes_input_gradient(part)) {
+      backward_end_[cell] = self.clock;
+    }
+    if (implicit_messages_) send_results(part, self.clock);
+    return true;
+  }
+
+  void account(int rank, Rank& self, const Action& part, double start, int waited_for) {
+    const StageCosts& costs = stage_costs_[static_cast<std::size_t>(part.stage)];
+    RankTimes& figures = times(rank);
+    if (self.first_start == kNotYet) {
+      self.first_start = start;
+    } else if (waited_for != kNone) {
+      figures.waiting[waited_for] += start - self.clock;
+    }
+    const double takes = duration(part.computation, costs);
+    self.clock = start + takes;
+    self.last_end = self.clock;
+    figures.work += takes;
+    if (is_forward(part)) {
+      figures.peak_activations = std::max(figures.peak_activations, ++self.activations);
+      figures.peak_bytes = std::max(figures.peak_bytes, self.bytes += costs.bytes_kept);
+    } else if (makes_weight_gradient(part)) {
+      --self.activations;
+      self.bytes -= costs.bytes_kept;
+    }
+  }
+
+  void send_results(const Action& part, double time) {
+    const auto pass = [&](Way way, int e) {
+      if (!channel(way, e).crosses) return;
+      post(way, e, part.microbatch, 0);
+      send(way, e, part.microbatch, time);
+    };
+    if (is_forward(part)) {
+      for (const int e : graph_.out_edges(part.stage)) pass(Way::Forward, e);
+    } else if (makes_input_gradient(part)) {
+      for (const int e : graph_.in_edges(part.stage)) pass(Way::Backward, e);
+    }
+  }
+
+  // When it was posted or sent.
+  double pass_message(int rank, const Rank& self, const Action& action) {
+    const Edge along = edge_under(action);
+    const int e = graph_.edge_index(along.from, along.to);
+    const bool forwards = action.computation == Computation::SendForward || action.computation == Computation::RecvForward;
+    const Way way = forwards ? Way::Forward : Way::Backward;
+    if (action.is_recv()) {
+      post(way, e, action.microbatch, self.clock);
+      return self.clock;
+    }
+    const double made = (forwards ? forward_end_ : backward_end_)[schedule_.cell(action.stage, action.microbatch)];
+    const double time = leaves_pair_early(rank, self, action) ? made : self.clock;
+    send(way, e, action.microbatch, time);
+    return time;
+  }
+
+  // Whether the send stands behind a pair, with messages at most in between, and sends what its first part made.
+  bool leaves_pair_early(int rank, const Rank& self, const Action& action) const {
+    const auto actions = schedule_.actions(rank);
+    for (std::size_t i = self.next; i-- > 0;) {
+      if (actions[i].is_message()) continue;
+      if (!actions[i].is_overlap()) return false;
+      const Action first = actions[i].first();
+      const bool makes_it =
+          action.computation == Computation::SendForward ? is_forward(first) : makes_input_gradient(first);
+      return makes_it && first.stage == action.stage && first.microbatch == action.microbatch;
+    }
+    return false;
+  }
+
+  void send(Way way, int e, int microbatch, double time) {
+    const Channel& under = channel(way, e);
+    double& free = link_free_[under.link];
+    const double leaves = std::max(time, free);
+    free = leaves + under.occupation;
+    Message& sent = message_of(way, e, microbatch);
+    if (sent.state == Message::State::Posted) {
+      sent = {std::max(leaves, sent.time) + under.occupation + under.latency, Message::State::Arrived};
+      wake(under.receiver_rank);
+    } else {
+      sent = {leaves, Message::State::Sent};
+    }
+  }
+
+  void post(Way way, int e, int microbatch, double time) {
+    const Channel& under = channel(way, e);
+    Message& posted = message_of(way, e, microbatch);
+    if (posted.state == Message::State::Sent) {
+      posted = {std::max(posted.time, time) + under.occupation + under.latency, Message::State::Arrived};
+    } else if (posted.state == Message::State::Unknown) {
+      posted = {time, Message::State::Posted};
+    }
+  }
+
+  bool meet(int rank, Rank& self, const Action& action) {
+    Group& group = groups_[static_cast<std::size_t>(graph_.group_of(action.stage))];
+    if (!self.blocked) {
+      group.met = std::max(group.met, self.clock);
+      --group.missing;
+    }
+    if (group.missing > 0) {
+      self.blocked = true;
+      return false;
+    }
+    self.blocked = false;
+    for (const int other : group.ranks) wake(other);
+    times(rank).spans.push_back({self.clock, group.met});
+    self.clock = group.met;
+    return true;
+  }
+
+  void wake(int rank) {
+    Rank& other = state(rank);
+    if (!other.blocked) return;
+    const auto actions = schedule_.actions(rank);
+    const bool meeting = actions[other.next].computation == Computation::SumShared;
+    // Who waits in a meeting has joined it, and stays marked until it is complete.
+    if (meeting && groups_[static_cast<std::size_t>(graph_.group_of(actions[other.next].stage))].missing > 0) return;
+    if (!meeting) other.blocked = false;
+    queue_.push_back(rank);
+  }
+
+  void finish() {
+    for (int rank = 0; rank < schedule_.ranks(); ++rank) {
+      const auto actions = schedule_.actions(rank);
+      if (state(rank).next < actions.size()) {
+        throw ScheduleError("the schedule does not run to its end: rank " + std::to_string(rank) + " is stuck at position " +
+                            std::to_string(state(rank).next) + ", " + to_string(actions[state(rank).next]) +
+                            ".\n  Hint: verify says why.");
+      }
+      timeline_.makespan = std::max(timeline_.makespan, state(rank).clock);
+    }
+    double work = 0;
+    for (int rank = 0; rank < schedule_.ranks(); ++rank) {
+      RankTimes& figures = times(rank);
+      work += figures.work;
+      figures.fill = std::max(0.0, state(rank).first_start);
+      figures.drain = timeline_.makespan - state(rank).last_end;
+    }
+    if (timeline_.makespan > 0) timeline_.bubble = 1 - work / (schedule_.ranks() * timeline_.makespan);
+  }
+
+  const Schedule& schedule_;
+  const StageGraph& graph_;
+  // A schedule of computations only: results are sent at once, to where a receive is always posted.
+  const bool implicit_messages_;
+
+  std::vector<StageCosts> stage_costs_;
+  std::map<std::pair<int, int>, std::size_t> link_index_;
+  std::vector<double> link_free_;
+  // By way and edge; by way, edge and microbatch.
+  std::vector<Channel> channels_[2];
+  std::vector<Message> messages_[2];
+  // By stage and microbatch.
+  std::vector<double> forward_end_;
+  std::vector<double> backward_end_;
+  std::vector<Group> groups_;
+
+  std::vector<Rank> ranks_;
+  std::vector<int> queue_;
+  Timeline timeline_;
+};
+
+}  // namespace
+
+double duration(Computation computation, const StageCosts& stage) {
+  switch (computation) {
+    case Computation::Forward: return stage.forward;
+    case Computation::InputBackward: return stage.input;
+    case Computation::WeightBackward: return stage.weight;
+    case Computation::FullBackward: return stage.input + stage.weight;
+    default: return 0;
+  }
+}
+
+PairSpans split_pair(const Action& pair, const Span& span, const Costs& costs) {
+  const double first = duration(pair.first_part, costs.of_stage(pair.stage));
+  const double second = duration(pair.second_part, costs.of_stage(pair.other_stage));
+  return {.first = {span.start, span.start + first}, .second = {span.end - second, span.end}};
+}
+
+Timeline simulate(const Schedule& schedule, const Costs& costs) {
+  return Simulator(schedule, costs).run();
+}
+
+}  // namespace penstock

@@ -1,0 +1,58 @@
+// Runs a schedule on paper: when each action starts and ends, how long the whole takes, who waits for whom, and how much
+// each rank keeps.
+//
+// Computations take the time that costs say: a full backward an input and a weight backward, a pair the times of its
+// parts in turn, each part's result leaving at the part's own end. Everything else takes the rank no time. A link
+// carries one message at a time in the order of sending, for bytes ÷ bandwidth, and delivers it a latency later; a
+// message whose receive is not posted yet stands aside and moves when it is. In a schedule of computations only, sends
+// follow at once and receives are always posted.
+#pragma once
+
+#include <map>
+#include <vector>
+
+#include "penstock/schedule/costs.h"
+#include "penstock/schedule/schedule.h"
+
+namespace penstock {
+
+struct Span {
+  double start = 0;
+  double end = 0;
+};
+
+struct RankTimes {
+  // One for each action of the rank.
+  std::vector<Span> spans;
+  // Time spent computing.
+  double work = 0;
+  // Idle time: before the first computation, after the last, and in between by the rank that was waited for.
+  double fill = 0;
+  double drain = 0;
+  std::map<int, double> waiting;
+  // At most at one time, from a forward's start to the end of its W or B.
+  int peak_activations = 0;
+  double peak_bytes = 0;
+};
+
+struct Timeline {
+  double makespan = 0;
+  // 1 − work ÷ (ranks × makespan).
+  double bubble = 0;
+  std::vector<RankTimes> ranks;
+};
+
+// When the parts of the pair that took `span` ran: the first at once, the second until the end.
+struct PairSpans {
+  Span first;
+  Span second;
+};
+PairSpans split_pair(const Action& pair, const Span& span, const Costs& costs);
+
+// What one computation takes on its stage.
+double duration(Computation computation, const StageCosts& stage);
+
+// Throws ScheduleError when the schedule does not run to its end; `verify` says why.
+Timeline simulate(const Schedule& schedule, const Costs& costs = {});
+
+}  // namespace penstock

@@ -1,0 +1,508 @@
+// Two looks at the lists. The first goes through each rank's list by itself: a stage's actions all lie on one rank, so
+// all that must come before an action on its own rank is known by then, and at the end all that is missing. The second
+// runs all lists against each other with blocking sends; whoever is stuck then waits for somebody who is stuck.
+#include "penstock/schedule/verify.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "penstock/schedule/draw.h"
+#include "penstock/schedule/error.h"
+
+namespace penstock {
+namespace {
+
+std::string stage_and_microbatch(int stage, int microbatch) {
+  return "stage " + std::to_string(stage) + ", microbatch " + std::to_string(microbatch);
+}
+
+// Thrown inside this file only, to leave nested checks.
+struct Found {
+  Violation violation;
+};
+
+// What has been seen of a stage and a microbatch, and of a message, as bits.
+enum ComputeBit : std::uint8_t { kForwardBit = 1, kInputBit = 2, kWeightBit = 4, kFullBit = 8 };
+
+std::uint8_t bit_of(Computation computation) {
+  return static_cast<std::uint8_t>(1U << static_cast<unsigned>(computation));
+}
+static_assert(static_cast<int>(Computation::Forward) == 0 && static_cast<int>(Computation::FullBackward) == 3);
+
+std::uint8_t message_bit(Computation computation) {
+  return static_cast<std::uint8_t>(
+      1U << (static_cast<unsigned>(computation) - static_cast<unsigned>(Computation::SendForward)));
+}
+
+class Verifier {
+ public:
+  Verifier(const Schedule& schedule, const Features& expected) : schedule_(schedule), expected_(expected) {}
+
+  void run() {
+    require_enough_actions();
+    computed_.assign(schedule_.cells(), 0);
+    messages_.assign(schedule_.graph().edges().size() * static_cast<std::size_t>(schedule_.microbatches()), 0);
+    weight_gradients_.assign(static_cast<std::size_t>(schedule_.stages()), 0);
+    gathered_.assign(static_cast<std::size_t>(schedule_.stages()), 0);
+    reduced_.assign(static_cast<std::size_t>(schedule_.stages()), 0);
+    joined_.assign(static_cast<std::size_t>(schedule_.ranks()) * schedule_.graph().groups().size(), 0);
+    for (int rank = 0; rank < schedule_.ranks(); ++rank) look_at(rank);
+    for (int stage = 0; stage < schedule_.stages(); ++stage) require_complete(stage);
+    execute();
+  }
+
+ private:
+  [[noreturn]] static void fail(int rank, std::size_t position, std::string what) {
+    throw Found{{rank, static_cast<int>(position), std::move(what)}};
+  }
+  [[noreturn]] void fail_here(std::string what) const { fail(rank_, position_, std::move(what)); }
+  // Something that should stand in a stage's list does not.
+  [[noreturn]] void fail_missing(int stage, const std::string& what) const {
+    const int rank = schedule_.placement().rank_of(stage);
+    fail(rank, schedule_.actions(rank).size(), what);
+  }
+
+  const StageGraph& graph() const { return schedule_.graph(); }
+  const Edge& edge(int index) const { return graph().edges()[static_cast<std::size_t>(index)]; }
+  int rank_of(int stage) const { return schedule_.placement().rank_of(stage); }
+  bool crosses(const Edge& edge) const { return rank_of(edge.from) != rank_of(edge.to); }
+
+  std::uint8_t& computed(int stage, int microbatch) { return computed_[schedule_.cell(stage, microbatch)]; }
+  std::uint8_t& message_state(int edge, int microbatch) {
+    return messages_[static_cast<std::size_t>(edge) * static_cast<std::size_t>(schedule_.microbatches()) +
+                     static_cast<std::size_t>(microbatch)];
+  }
+  char& joined(int rank, int group) {
+    return joined_[static_cast<std::size_t>(rank) * graph().groups().size() + static_cast<std::size_t>(group)];
+  }
+
+  // Before tables are made of stages × microbatches, which a hostile file can name at no cost.
+  void require_enough_actions() const {
+    std::size_t forwards = 0;
+    for (int rank = 0; rank < schedule_.ranks(); ++rank) {
+      for (const Action& action : schedule_.actions(rank)) {
+        for_each_part(action, [&](const Action& part) { forwards += is_forward(part) ? 1 : 0; });
+      }
+    }
+    if (forwards >= schedule_.cells()) return;
+    // Some forward is missing; find the first without a table of all.
+    std::vector<std::pair<int, int>> present;
+    for (int rank = 0; rank < schedule_.ranks(); ++rank) {
+      for (const Action& action : schedule_.actions(rank)) {
+        for_each_part(action, [&](const Action& part) {
+          if (is_forward(part)) present.emplace_back(part.stage, part.microbatch);
+        });
+      }
+    }
+    std::sort(present.begin(), present.end());
+    std::pair<int, int> wanted{0, 0};
+    for (const auto& found : present) {
+      if (found < wanted) continue;
+      if (found != wanted) break;
+      if (++wanted.second == schedule_.microbatches()) wanted = {wanted.first + 1, 0};
+    }
+    fail_missing(std::min(wanted.first, schedule_.stages() - 1),
+                 to_string(forward(wanted.first, wanted.second)) + " is missing: " +
+                     stage_and_microbatch(wanted.first, wanted.second) + " has no forward.");
+  }
+
+  void look_at(int rank) {
+    rank_ = rank;
+    for (position_ = 0; position_ < schedule_.actions(rank).size(); ++position_) {
+      const Action& action = schedule_.actions(rank)[position_];
+      require_in_range(action);
+      if (action.is_compute()) {
+        for_each_part(action, [&](const Action& part) { look_at_compute(part); });
+      } else if (action.is_message()) {
+        look_at_message(action);
+      } else {
+        look_at_parameters(action);
+      }
+    }
+  }
+
+  void require_in_range(const Action& action) const {
+    if (action.is_overlap() && (action.first_part > Computation::FullBackward || action.second_part > Computation::FullBackward)) {
+      fail_here("the parts of a pair are F, I, W or B.");
+    }
+    for_each_part(action, [&](const Action& part) {
+      if (part.stage < 0 || part.stage >= schedule_.stages()) {
+        fail_here("there is no stage " + std::to_string(part.stage) + "; the stages are 0 to " +
+                  std::to_string(schedule_.stages() - 1) + ".");
+      }
+      if (rank_of(part.stage) != rank_) {
+        fail_here("stage " + std::to_string(part.stage) + " lies on rank " + std::to_string(rank_of(part.stage)) + ".");
+      }
+      const bool takes_microbatch = part.is_compute() || part.is_message();
+      if (takes_microbatch && (part.microbatch < 0 || part.microbatch >= schedule_.microbatches())) {
+        fail_here("there is no microbatch " + std::to_string(part.microbatch) + "; the microbatches are 0 to " +
+                  std::to_string(schedule_.microbatches() - 1) + ".");
+      }
+    });
+  }
+
+  void look_at_compute(const Action& part) {
+    std::uint8_t& state = computed(part.stage, part.microbatch);
+    const std::uint8_t bit = bit_of(part.computation);
+    const auto text = [&] { return to_string(part); };
+    if (state & bit) fail_here(text() + " is here a second time" + first_place_of(part) + ".");
+    if (!is_forward(part) && !expected_.backward) fail_here(text() + " is a backward in a schedule of forwards alone.");
+    if (expected_.sharding && !gathered_[static_cast<std::size_t>(part.stage)]) {
+      fail_here(text() + " needs its stage's parameters, but stage " + std::to_string(part.stage) + " is sharded here.");
+    }
+    if (is_forward(part)) {
+      for (const int e : graph().in_edges(part.stage)) require_input(part, e, edge(e).from, kForwardBit, Computation::RecvForward);
+    } else if (makes_input_gradient(part)) {
+      if (!(state & kForwardBit)) fail_here(text() + " comes before its forward " + to_string(forward(part.stage, part.microbatch)) + ".");
+      if (state & (kInputBit | kFullBit)) {
+        fail_here(text() + " is a second backward: a microbatch has B, or I and W" + first_place_of(other_backward(part)) + ".");
+      }
+      for (const int e : graph().out_edges(part.stage)) {
+        require_input(part, e, edge(e).to, kInputBit | kFullBit, Computation::RecvBackward);
+      }
+    } else {
+      if (state & kFullBit) fail_here(text() + " is one too many: the full backward made that gradient already.");
+      if (!(state & kInputBit)) fail_here(text() + " comes before its input backward " + to_string(input_backward(part.stage, part.microbatch)) + ".");
+    }
+    state |= bit;
+    if (makes_weight_gradient(part)) ++weight_gradients_[static_cast<std::size_t>(part.stage)];
+  }
+
+  static Action other_backward(const Action& part) {
+    return part.computation == Computation::FullBackward ? input_backward(part.stage, part.microbatch)
+                                                         : full_backward(part.stage, part.microbatch);
+  }
+
+  // What a computation takes from another stage: made before on this rank, or posted before as a receive.
+  void require_input(const Action& part, int e, int source, std::uint8_t made, Computation receive) {
+    if (!crosses(edge(e))) {
+      if (!(computed(source, part.microbatch) & made)) {
+        fail_here(to_string(part) + " comes before stage " + std::to_string(source) + " of this rank has made its input.");
+      }
+    } else if (expected_.communication && !(message_state(e, part.microbatch) & message_bit(receive))) {
+      fail_here(to_string(part) + " has no " + to_string(message(part.stage, receive, part.microbatch, source)) + " before it.");
+    }
+  }
+
+  void look_at_message(const Action& action) {
+    const bool forwards = action.computation == Computation::SendForward || action.computation == Computation::RecvForward;
+    if (!expected_.communication) fail_here("a message in a schedule without communication.");
+    if (!forwards && !expected_.backward) fail_here("a gradient's message in a schedule of forwards alone.");
+    const Edge along = edge_under(action);
+    const int e = graph().edge_index(along.from, along.to);
+    if (e < 0) {
+      fail_here("no edge leads from stage " + std::to_string(along.from) + " to stage " + std::to_string(along.to) +
+                ".\n  Hint: a skip connection is declared with --edges FROM-TO.");
+    }
+    if (!crosses(along)) fail_here("stages " + std::to_string(along.from) + " and " + std::to_string(along.to) + " lie on one rank and need no message.");
+    std::uint8_t& state = message_state(e, action.microbatch);
+    const std::uint8_t bit = message_bit(action.computation);
+    if (state & bit) fail_here(to_string(action) + " is here a second time" + first_place_of(action) + ".");
+    if (action.is_send()) {
+      const std::uint8_t made = forwards ? kForwardBit : kInputBit | kFullBit;
+      if (!(computed(action.stage, action.microbatch) & made)) fail_here("it sends what has not been computed yet.");
+    }
+    state |= bit;
+  }
+
+  void look_at_parameters(const Action& action) {
+    const auto stage = static_cast<std::size_t>(action.stage);
+    const std::string name = "stage " + std::to_string(action.stage);
+    switch (action.computation) {
+      case Computation::Unshard:
+        if (!expected_.sharding) fail_here("UNSHARD in a schedule without sharding.");
+        if (std::exchange(gathered_[stage], 1)) fail_here(name + " is gathered already.");
+        break;
+      case Computation::Reshard:
+        if (!expected_.sharding) fail_here("RESHARD in a schedule without sharding.");
+        if (!std::exchange(gathered_[stage], 0)) fail_here(name + " is not gathered here.");
+        break;
+      case Computation::ReduceGrad:
+        if (!expected_.reduction) fail_here("REDUCE_GRAD in a schedule without reductions.");
+        if (std::exchange(reduced_[stage], 1)) fail_here(name + "'s gradients are reduced already" + first_place_of(action) + ".");
+        require_all_weight_gradients(action.stage);
+        break;
+      default: look_at_sum(action.stage); break;
+    }
+  }
+
+  void require_all_weight_gradients(int stage) const {
+    const int made = weight_gradients_[static_cast<std::size_t>(stage)];
+    if (made == schedule_.microbatches()) return;
+    fail_here("only " + std::to_string(made) + " of stage " + std::to_string(stage) + "'s " +
+              std::to_string(schedule_.microbatches()) + " weight gradients have been made here.");
+  }
+
+  void look_at_sum(int stage) {
+    if (!expected_.shared_sums) fail_here("SUM_SHARED in a schedule without sums of shared parameters.");
+    const int group = graph().group_of(stage);
+    if (group < 0) {
+      fail_here("stage " + std::to_string(stage) +
+                " shares no parameters.\n  Hint: stages that share parameters are declared with --shared 0,3.");
+    }
+    if (std::exchange(joined(rank_, group), 1)) fail_here("the rank has joined that group's sum already.");
+    for (const int member : graph().groups()[static_cast<std::size_t>(group)]) {
+      if (rank_of(member) != rank_) continue;
+      require_all_weight_gradients(member);
+      if (expected_.reduction && !reduced_[static_cast<std::size_t>(member)]) {
+        fail_here("stage " + std::to_string(member) + "'s gradients are not reduced yet.");
+      }
+    }
+  }
+
+  // ", first at position 3", for a message about a second time; in a message only, so it may search.
+  std::string first_place_of(const Action& wanted) const {
+    const auto actions = schedule_.actions(rank_);
+    for (std::size_t i = 0; i < position_; ++i) {
+      bool found = false;
+      for_each_part(actions[i], [&](const Action& part) { found |= part == wanted; });
+      if (found) return ", first at position " + std::to_string(i);
+    }
+    return "";
+  }
+
+  void require_complete(int stage) {
+    for (int mb = 0; mb < schedule_.microbatches(); ++mb) {
+      const std::uint8_t state = computed(stage, mb);
+      const auto require = [&](bool present, const Action& action) {
+        if (!present) fail_missing(stage, to_string(action) + " is missing: " + stage_and_microbatch(stage, mb) + " has no " + std::string(describe(action.computation)) + ".");
+      };
+      require(state & kForwardBit, forward(stage, mb));
+      if (expected_.backward) {
+        if (state & kInputBit) {
+          require(state & kWeightBit, weight_backward(stage, mb));
+        } else {
+          require(state & kFullBit, full_backward(stage, mb));
+        }
+      }
+    }
+    if (expected_.communication) {
+      for (const int e : graph().in_edges(stage)) require_messages(e);
+    }
+    if (gathered_[static_cast<std::size_t>(stage)]) fail_missing(stage, "stage " + std::to_string(stage) + " is gathered and never resharded.");
+    if (expected_.reduction && !reduced_[static_cast<std::size_t>(stage)]) {
+      fail_missing(stage, to_string(parameters(stage, Computation::ReduceGrad)) + " is missing: the stage's gradients are never reduced.");
+    }
+    const int group = graph().group_of(stage);
+    if (expected_.shared_sums && group >= 0 && !joined(rank_of(stage), group)) {
+      fail_missing(stage, to_string(parameters(stage, Computation::SumShared)) + " is missing: the rank never joins the sum of its shared parameters.");
+    }
+  }
+
+  void require_messages(int e) {
+    if (!crosses(edge(e))) return;
+    const auto [from, to] = edge(e);
+    for (int mb = 0; mb < schedule_.microbatches(); ++mb) {
+      const std::uint8_t state = message_state(e, mb);
+      const auto require = [&](const Action& action) {
+        if (state & message_bit(action.computation)) return;
+        fail_missing(action.stage, to_string(action) + " is missing: its other end is " + to_string(counterpart(action)) + " on rank " + std::to_string(rank_of(action.other_stage)) + ".");
+      };
+      require(message(from, Computation::SendForward, mb, to));
+      require(message(to, Computation::RecvForward, mb, from));
+      if (expected_.backward) {
+        require(message(to, Computation::SendBackward, mb, from));
+        require(message(from, Computation::RecvBackward, mb, to));
+      }
+    }
+  }
+
+  // What a rank waits for: an action of another rank.
+  struct Wait {
+    Action for_action;
+    int on_rank;
+  };
+
+  void execute() {
+    std::fill(computed_.begin(), computed_.end(), 0);
+    std::fill(messages_.begin(), messages_.end(), 0);
+    std::fill(joined_.begin(), joined_.end(), 0);
+    const auto ranks = static_cast<std::size_t>(schedule_.ranks());
+    next_.assign(ranks, 0);
+    queued_.assign(ranks, 1);
+    queue_.clear();
+    for (int rank = schedule_.ranks() - 1; rank >= 0; --rank) queue_.push_back(rank);
+    while (!queue_.empty()) {
+      const int rank = queue_.back();
+      queue_.pop_back();
+      queued_[static_cast<std::size_t>(rank)] = 0;
+      advance(rank);
+    }
+    for (int rank = 0; rank < schedule_.ranks(); ++rank) {
+      if (next_[static_cast<std::size_t>(rank)] < schedule_.actions(rank).size()) fail_deadlock(rank);
+    }
+  }
+
+  void advance(int rank) {
+    std::size_t& next = next_[static_cast<std::size_t>(rank)];
+    const auto actions = schedule_.actions(rank);
+    for (; next < actions.size(); ++next) {
+      arrive(actions[next], rank);
+      if (waits_for(actions[next], rank)) return;
+      complete(actions[next]);
+    }
+  }
+
+  void wake(int rank) {
+    if (std::exchange(queued_[static_cast<std::size_t>(rank)], 1)) return;
+    queue_.push_back(rank);
+  }
+
+  // What others see of an action as soon as its rank comes to it.
+  void arrive(const Action& action, int rank) {
+    if (action.computation != Computation::SumShared) return;
+    const int group = graph().group_of(action.stage);
+    if (std::exchange(joined(rank, group), 1)) return;
+    for (const int member : graph().groups()[static_cast<std::size_t>(group)]) {
+      if (rank_of(member) != rank) wake(rank_of(member));
+    }
+  }
+
+  std::optional<Wait> waits_for(const Action& action, int rank) {
+    if (action.is_send()) {
+      const Action receive = counterpart(action);
+      if (message_state(edge_of(action), action.microbatch) & message_bit(receive.computation)) return std::nullopt;
+      return Wait{receive, rank_of(receive.stage)};
+    }
+    if (action.computation == Computation::SumShared) {
+      const int group = graph().group_of(action.stage);
+      for (const int member : graph().groups()[static_cast<std::size_t>(group)]) {
+        if (!joined(rank_of(member), group)) return Wait{parameters(member, Computation::SumShared), rank_of(member)};
+      }
+      return std::nullopt;
+    }
+    if (action.is_overlap()) {
+      auto first = input_of(action.first(), rank);
+      return first ? first : input_of(action.second(), rank);
+    }
+    return action.is_compute() ? input_of(action, rank) : std::nullopt;
+  }
+
+  // The first input from another rank that is not there yet.
+  std::optional<Wait> input_of(const Action& part, int rank) {
+    const bool forwards = is_forward(part);
+    if (!forwards && !makes_input_gradient(part)) return std::nullopt;
+    for (const int e : forwards ? graph().in_edges(part.stage) : graph().out_edges(part.stage)) {
+      const int source = forwards ? edge(e).from : edge(e).to;
+      if (rank_of(source) == rank) continue;
+      const Computation send = forwards ? Computation::SendForward : Computation::SendBackward;
+      if (expected_.communication) {
+        if (message_state(e, part.microbatch) & message_bit(send)) continue;
+        return Wait{message(source, send, part.microbatch, part.stage), rank_of(source)};
+      }
+      if (computed(source, part.microbatch) & (forwards ? kForwardBit : kInputBit | kFullBit)) continue;
+      return Wait{forwards ? forward(source, part.microbatch) : input_backward(source, part.microbatch), rank_of(source)};
+    }
+    return std::nullopt;
+  }
+
+  int edge_of(const Action& action) const {
+    const Edge along = edge_under(action);
+    return graph().edge_index(along.from, along.to);
+  }
+
+  void complete(const Action& action) {
+    if (action.is_message()) {
+      message_state(edge_of(action), action.microbatch) |= message_bit(action.computation);
+      wake(rank_of(action.other_stage));
+    } else if (action.is_compute()) {
+      for_each_part(action, [&](const Action& part) {
+        computed(part.stage, part.microbatch) |= bit_of(part.computation);
+        if (expected_.communication) return;
+        for (const int e : graph().out_edges(part.stage)) wake(rank_of(edge(e).to));
+        for (const int e : graph().in_edges(part.stage)) wake(rank_of(edge(e).from));
+      });
+    }
+  }
+
+  // Every rank that is stuck waits for one that is stuck: following them ends in a circle.
+  [[noreturn]] void fail_deadlock(int rank) {
+    std::vector<int> way;
+    while (std::find(way.begin(), way.end(), rank) == way.end()) {
+      way.push_back(rank);
+      rank = waits_for(schedule_.actions(rank)[next_[static_cast<std::size_t>(rank)]], rank)->on_rank;
+    }
+    way.erase(way.begin(), std::find(way.begin(), way.end(), rank));
+    std::string what = "the ranks wait for each other in a circle";
+    what += expected_.communication ? " (a send waits until its receive is posted):" : ":";
+    for (const int member : way) {
+      const std::size_t position = next_[static_cast<std::size_t>(member)];
+      const Action& action = schedule_.actions(member)[position];
+      const Wait wait = *waits_for(action, member);
+      what += "\n  rank " + std::to_string(member) + ", position " + std::to_string(position) + ": " + to_string(action) +
+              " waits for " + wait_text(wait) + " on rank " + std::to_string(wait.on_rank);
+    }
+    fail(way.front(), next_[static_cast<std::size_t>(way.front())], std::move(what));
+  }
+
+  // A wait for a gradient is for whichever backward makes it.
+  std::string wait_text(const Wait& wait) const {
+    const Action full = full_backward(wait.for_action.stage, wait.for_action.microbatch);
+    if (wait.for_action.computation == Computation::InputBackward) {
+      bool has_full = false;
+      for (const Action& action : schedule_.actions(wait.on_rank)) {
+        for_each_part(action, [&](const Action& part) { has_full |= part == full; });
+      }
+      if (has_full) return to_string(full);
+    }
+    return to_string(wait.for_action);
+  }
+
+  const Schedule& schedule_;
+  const Features expected_;
+
+  // Where the first look is.
+  int rank_ = 0;
+  std::size_t position_ = 0;
+
+  // By stage and microbatch; by edge and microbatch.
+  std::vector<std::uint8_t> computed_;
+  std::vector<std::uint8_t> messages_;
+  // By stage.
+  std::vector<int> weight_gradients_;
+  std::vector<char> gathered_;
+  std::vector<char> reduced_;
+  // By rank and group.
+  std::vector<char> joined_;
+
+  // The second look: each rank's next action, and the ranks that may be able to go on.
+  std::vector<std::size_t> next_;
+  std::vector<int> queue_;
+  std::vector<char> queued_;
+};
+
+}  // namespace
+
+std::optional<Violation> verify(const Schedule& schedule) {
+  return verify(schedule, features_of(schedule));
+}
+
+std::optional<Violation> verify(const Schedule& schedule, const Features& expected) {
+  try {
+    Verifier(schedule, expected).run();
+    return std::nullopt;
+  } catch (Found& found) {
+    return std::move(found.violation);
+  }
+}
+
+std::string explain(const Schedule& schedule, const Violation& violation) {
+  const auto actions = schedule.actions(violation.rank);
+  const auto position = static_cast<std::size_t>(violation.position);
+  std::string text = "rank " + std::to_string(violation.rank) + ", ";
+  text += position < actions.size() ? "position " + std::to_string(position) + ", " + to_string(actions[position])
+                                    : "at the end of its " + std::to_string(actions.size()) + " actions";
+  return text + ": " + violation.what + "\n\n" +
+         table_of(schedule, {.mark_rank = violation.rank,
+                             .mark_position = violation.position,
+                             .steps_around = 5,
+                             .most_ranks = 8});
+}
+
+void require_valid(const Schedule& schedule) {
+  if (const auto violation = verify(schedule)) throw ScheduleError(explain(schedule, *violation));
+}
+
+}  // namespace penstock
