@@ -17,8 +17,8 @@ struct CsvOptions {
   // Named in errors.
   std::string source = "schedule.csv";
   // Edges besides the chain and those that messages in the file name; groups of stages that share parameters.
-  std::vector<Edge> skips;
-  std::vector<std::vector<int>> shared;
+  std::vector<Edge> skips = {};
+  std::vector<std::vector<int>> shared = {};
 };
 
 // The schedule that a CSV says; stages lie where their actions stand, and idle slots are left out. The file is read for

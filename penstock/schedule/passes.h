@@ -24,7 +24,8 @@ Schedule add_reductions(const Schedule& schedule);
 Schedule drop_reductions(const Schedule& schedule);
 
 // SEND and RECV for every edge between stages on different ranks. Sends follow at once what they send. Receives are
-// posted ahead, as many an edge as are in flight and one more, so that the next message moves while this one is used.
+// posted ahead, as many an edge as are in flight and one more, so that the next message moves while this one is used; and
+// between two ranks in the order of sending.
 Schedule add_communication(const Schedule& schedule);
 
 // The first microbatches, or the first stages, of a schedule without communication.

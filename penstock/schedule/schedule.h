@@ -15,6 +15,7 @@
 
 #include <cstddef>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "penstock/schedule/action.h"
@@ -36,7 +37,9 @@ class Schedule {
   const Placement& placement() const { return placement_; }
   const StageGraph& graph() const { return graph_; }
 
-  std::span<const Action> actions(int rank) const { return lists_[static_cast<std::size_t>(rank)]; }
+  std::span<const Action> actions(int rank) const& { return lists_[static_cast<std::size_t>(rank)]; }
+  // The list of a schedule that is about to go away.
+  std::span<const Action> actions(int rank) && = delete;
   // Of all ranks together.
   std::size_t size() const;
 

@@ -4,7 +4,8 @@
 // action in its turn when its inputs are there. That is one order in which all can run; it shows for each edge and
 // direction how many messages are under way at most: sent, and not used yet. A receive is posted when the message so
 // many uses earlier, and one more, has been used, but not before the rank itself has done its part of that microbatch's
-// way to the sender.
+// way to the sender, nor before the receives of what the same rank sends it earlier: between two ranks, messages are
+// received in the order of sending, for transports that know no other.
 //
 // So at every send of that walk the receive is posted already. Who waits for whom does not depend on the order in which
 // ranks run, so no order deadlocks, even if sends block. And the receives outstanding are never more than messages under
@@ -57,6 +58,9 @@ class Communication {
   struct Receive {
     // Behind this action of the rank's list, or kNowhere: before all.
     int after;
+    // Who sends it, and when: two for each action of the sender's list, since a pair sends first what its first part made.
+    int sender_rank;
+    int sent_at;
     Action action;
   };
 
@@ -163,11 +167,13 @@ class Communication {
       for (const int e : schedule_.graph().in_edges(stage)) {
         if (crosses(edge(e))) add_receives(receives, Way::Forward, e);
       }
+    }
+    for (const int stage : schedule_.placement().stages_of(rank)) {
       for (const int e : schedule_.graph().out_edges(stage)) {
         if (crosses(edge(e))) add_receives(receives, Way::Backward, e);
       }
     }
-    std::ranges::stable_sort(receives, {}, &Receive::after);
+    put_into_order_of_sending(receives);
 
     std::vector<Action> list;
     list.reserve(actions.size() + 2 * receives.size());
@@ -182,6 +188,16 @@ class Communication {
       for_each_part(actions[static_cast<std::size_t>(position)], [&](const Action& part) { add_sends(list, part); });
     }
     return list;
+  }
+
+  static void put_into_order_of_sending(std::vector<Receive>& receives) {
+    // Of one action, edges are served in the order in which they stand here already.
+    std::ranges::stable_sort(receives, {}, [](const Receive& r) { return std::pair(r.sender_rank, r.sent_at); });
+    for (std::size_t i = 1; i < receives.size(); ++i) {
+      const Receive& before = receives[i - 1];
+      if (before.sender_rank == receives[i].sender_rank) receives[i].after = std::max(receives[i].after, before.after);
+    }
+    std::ranges::stable_sort(receives, {}, &Receive::after);
   }
 
   void add_sends(std::vector<Action>& list, const Action& part) const {
@@ -215,8 +231,16 @@ class Communication {
       int after = own_part(way, stage, sender, mb);
       if (k >= ahead) after = std::max(after, at[schedule_.cell(stage, by_use[static_cast<std::size_t>(k - ahead)])]);
       const Computation computation = forwards ? Computation::RecvForward : Computation::RecvBackward;
-      receives.push_back({after, message(stage, computation, mb, sender)});
+      receives.push_back({after, schedule_.placement().rank_of(sender), sent_at(way, sender, mb), message(stage, computation, mb, sender)});
     }
+  }
+
+  int sent_at(Way way, int sender, int mb) const {
+    const int position = (way == Way::Forward ? forward_at_ : backward_at_)[schedule_.cell(sender, mb)];
+    const Action& action = schedule_.actions(schedule_.placement().rank_of(sender))[static_cast<std::size_t>(position)];
+    const Action first = action.is_overlap() ? action.first() : action;
+    const bool by_first = first.stage == sender && first.microbatch == mb && is_forward(first) == (way == Way::Forward);
+    return 2 * position + (by_first ? 0 : 1);
   }
 
   // The last action of this rank that a microbatch passes on its way to the sender.

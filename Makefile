@@ -1,0 +1,82 @@
+# The ways in. CMakePresets.json has the builds behind them; scripts/setup installs what is missing.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+JOBS ?= $(shell nproc)
+# How long `make fuzz` tries each fuzzer; `make soak` takes the long way.
+FUZZ_RUNS ?= 100000
+
+# What is formatted and linted, whether committed yet or not.
+SOURCES = find $(wildcard penstock tests bench examples) -name node_modules -prune -o -name '*.h' -print -o -name '*.cc' -print
+
+# $(call quietly,command): its output only when it fails.
+quietly = log=$$(mktemp); trap 'rm -f "$$log"' EXIT; $(1) >"$$log" 2>&1 || { cat "$$log"; exit 1; }
+# $(call build,preset): configured without a word, then built.
+define build
+@$(call quietly,cmake --preset $(1))
+@cmake --build --preset $(1) -j $(JOBS)
+endef
+
+.PHONY: help setup build demo test lint format bench fuzz soak clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: build ## schedules, drawn and compared
+	@scripts/demo
+
+test: build ## all tests, and those of the schedule room once more under the sanitizers
+	@$(call quietly,cmake --preset asan-schedule)
+	@$(call quietly,cmake --build --preset asan-schedule -j $(JOBS))
+	@$(call quietly,ctest --preset asan-schedule --output-on-failure -j $(JOBS))
+	@echo "The schedule room's tests pass under the address and undefined-behaviour sanitizers."
+	@ctest --preset release --output-on-failure -j $(JOBS)
+
+build: setup ## the library and the command, into build/release
+	$(call build,release)
+
+lint: ## the form of the sources, and clang-tidy
+	@scripts/setup lint
+	@$(SOURCES) | xargs -r clang-format-19 --dry-run -Werror
+	@$(call quietly,cmake --preset lint)
+	@$(call quietly,run-clang-tidy-19 -p build/lint -j $(JOBS) -quiet -extra-arg=-Wno-unknown-warning-option \
+	  '^(?!.*/build/lint/).*/(penstock|tests|bench|examples)/')
+
+format: ## the sources brought into form
+	@scripts/setup lint
+	@$(SOURCES) | xargs -r clang-format-19 -i
+
+bench: build ## timings, beside those of torch.distributed.pipelining
+	@.venv/bin/python bench/schedule.py --bench build/release/bin/penstock_schedule_bench
+
+# Each fuzzer starts from a copy of its corpus, so that what it adds stays out of the tree. What it finds is kept.
+fuzz: ## the fuzzers, FUZZ_RUNS inputs each
+	@scripts/setup soak
+	$(call build,fuzz)
+	@mkdir -p build/fuzz/found; \
+	corpora=$$(mktemp -d); \
+	trap 'rm -rf "$$corpora"' EXIT; \
+	for subject in action csv; do \
+	  cp -r tests/fuzz/corpus/$$subject "$$corpora/$$subject"; \
+	  echo "fuzz_$$subject: $(FUZZ_RUNS) inputs"; \
+	  build/fuzz/bin/fuzz_$$subject -runs=$(FUZZ_RUNS) -max_len=4096 -timeout=10 \
+	    -artifact_prefix=build/fuzz/found/$$subject- "$$corpora/$$subject" >"$$corpora/log" 2>&1 || \
+	    { tail -n 60 "$$corpora/log"; echo "fuzz_$$subject: the input is in build/fuzz/found"; exit 1; }; \
+	  tail -n 1 "$$corpora/log"; \
+	done
+
+soak: build ## what takes long: thread sanitizer, a million inputs for each fuzzer, 200,000 mutations
+	@scripts/setup soak
+	$(call build,tsan)
+	@ctest --preset tsan --output-on-failure -j $(JOBS)
+	@$(MAKE) fuzz FUZZ_RUNS=1000000
+	@PENSTOCK_CASES=200000 build/release/bin/penstock_schedule_test --gtest_filter='Mutation*'
+
+clean: ## without build/; .venv stays
+	@rm -rf build
+
+setup:
+	@scripts/setup

@@ -1,0 +1,122 @@
+"""Schedules: how fast ours are made, lowered and simulated, beside torch.distributed.pipelining ("the peer").
+
+    schedule.py --bench build/release/bin/penstock_schedule_bench [--python .venv/bin/python] [--runs 3]
+
+Ours and the peer's take turns in one run, so that what else the machine does hits both. Times are medians, with the
+fastest and the slowest run beside them as a measure of the noise.
+"""
+
+import argparse
+import contextlib
+import pathlib
+import statistics
+import subprocess
+import sys
+
+LOWERED = ((4, 2, 16), (8, 2, 64), (8, 2, 256), (16, 2, 512), (32, 4, 256))
+SIMULATED = ((8, 2, 256), (32, 4, 256), (1024, 2, 4096))
+
+
+class Answering:
+    """A process that answers each line with a line of numbers."""
+
+    def __init__(self, *command):
+        self.command = command
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        # One that has died already breaks the pipe.
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.wait()
+
+    def numbers(self, count, *words):
+        question = " ".join(map(str, words))
+        answer = ""
+        with contextlib.suppress(BrokenPipeError):
+            print(question, file=self.process.stdin, flush=True)
+            answer = self.process.stdout.readline()
+        try:
+            numbers = [float(word) for word in answer.split()]
+        except ValueError:
+            numbers = []
+        if len(numbers) != count:
+            raise SystemExit(f"{' '.join(self.command)}: '{question}' should give {count} numbers, and gave '{answer.strip()}'.")
+        return numbers
+
+
+def short(seconds):
+    for unit, factor in (("s", 1), ("ms", 1e3)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+def with_noise(times):
+    return f"{short(statistics.median(times))} ({short(min(times))}–{short(max(times))})"
+
+
+def size(case):
+    return "x".join(map(str, case))
+
+
+def print_table(rows):
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]
+        print("  ".join(cells))
+
+
+def compare_lowering(bench, peer, runs):
+    rows = [("ranks x stages a rank x microbatches", "ours", "the peer", "ratio")]
+    # The first of all pays for caches and allocators.
+    bench.numbers(1, "lower", 4, 2, 8)
+    peer.numbers(1, 4, 2, 8)
+    for case in LOWERED:
+        ours, theirs = [], []
+        for _ in range(runs):
+            ours += bench.numbers(1, "lower", *case)
+            theirs += peer.numbers(1, *case)
+        ratio = statistics.median(theirs) / statistics.median(ours)
+        rows.append((size(case), with_noise(ours), with_noise(theirs), f"{ratio:.0f}x"))
+    print_table(rows)
+
+
+def measure_simulation(path, runs):
+    rows = [("ranks x stages a rank x microbatches", "actions", "time", "million actions/s", "peak memory")]
+    for case in SIMULATED:
+        times = []
+        for _ in range(runs):
+            # A process for each, as the peak is of its whole life.
+            with Answering(path) as bench:
+                seconds, actions, peak = bench.numbers(3, "simulate", *case)
+            times.append(seconds)
+        speed = actions / statistics.median(times) / 1e6
+        rows.append((size(case), f"{actions:,.0f}", with_noise(times), f"{speed:.1f}", f"{peak / 2**30:.2f} GiB"))
+    print_table(rows)
+
+
+def main():
+    arguments = argparse.ArgumentParser(description="Times our schedules beside the peer's.")
+    arguments.add_argument("--bench", required=True, help="the penstock_schedule_bench program")
+    arguments.add_argument("--python", default=sys.executable, help="one with the peer (default: this one)")
+    arguments.add_argument("--runs", type=int, default=3, help="of each case (default: %(default)s)")
+    options = arguments.parse_args()
+    if options.runs < 1:
+        arguments.error("--runs is at least 1")
+
+    peer = pathlib.Path(__file__).with_name("peer_schedule.py")
+    print(f"Interleaved1F1B, median of {options.runs} runs (fastest–slowest)\n")
+    print("made and lowered")
+    with Answering(options.bench) as bench, Answering(options.python, str(peer)) as answering_peer:
+        compare_lowering(bench, answering_peer, options.runs)
+    print("\nsimulated, lowered")
+    measure_simulation(options.bench, options.runs)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

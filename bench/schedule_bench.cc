@@ -1,0 +1,61 @@
+// Our side of bench/schedule.py: reads what to measure from standard input, a line each, and answers with a line.
+//
+//   lower RANKS STAGES_PER_RANK MICROBATCHES      seconds to generate and lower Interleaved1F1B
+//   simulate RANKS STAGES_PER_RANK MICROBATCHES   seconds to simulate it lowered, actions, the process's peak memory
+#include <sys/resource.h>
+
+#include <chrono>
+#include <cstddef>
+#include <exception>
+#include <iostream>
+#include <string>
+
+#include "penstock/schedule/generators.h"
+#include "penstock/schedule/passes.h"
+#include "penstock/schedule/simulate.h"
+
+namespace {
+
+template <class Act>
+double seconds(const Act& act) {
+  const auto start = std::chrono::steady_clock::now();
+  act();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+std::size_t peak_memory() {
+  rusage usage{};
+  ::getrusage(RUSAGE_SELF, &usage);
+  return static_cast<std::size_t>(usage.ru_maxrss) * 1024;
+}
+
+}  // namespace
+
+int main() {
+  using namespace penstock;
+  std::string what;
+  int ranks = 0;
+  int stages_per_rank = 0;
+  int microbatches = 0;
+  try {
+    while (std::cin >> what >> ranks >> stages_per_rank >> microbatches) {
+      if (what == "lower") {
+        std::size_t actions = 0;
+        const double time = seconds([&] { actions = lower(interleaved_1f1b(ranks, stages_per_rank, microbatches)).size(); });
+        std::cout << time << " " << actions << std::endl;
+      } else if (what == "simulate") {
+        const Schedule lowered = lower(interleaved_1f1b(ranks, stages_per_rank, microbatches));
+        double makespan = 0;
+        const double time = seconds([&] { makespan = simulate(lowered).makespan; });
+        std::cout << time << " " << lowered.size() << " " << peak_memory() << " " << makespan << std::endl;
+      } else {
+        std::cerr << "'" << what << "' is neither lower nor simulate\n";
+        return 2;
+      }
+    }
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << "\n";
+    return 1;
+  }
+  return 0;
+}

@@ -1,0 +1,34 @@
+// The CSV reader: any text is a schedule or an error. A schedule comes back from its own text; one that is valid lowers
+// to a valid one and runs to its end.
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <string_view>
+
+#include "penstock/schedule/csv.h"
+#include "penstock/schedule/error.h"
+#include "penstock/schedule/passes.h"
+#include "penstock/schedule/simulate.h"
+#include "penstock/schedule/verify.h"
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  using namespace penstock;
+  const std::string_view text(reinterpret_cast<const char*>(data), size);
+  try {
+    const Schedule schedule = parse_csv(text);
+    if (parse_csv(to_csv(schedule)) != schedule) std::abort();
+    if (const auto violation = verify(schedule)) {
+      if (explain(schedule, *violation).empty()) std::abort();
+      return 0;
+    }
+    simulate(schedule);
+    const Features features = features_of(schedule);
+    if (features.communication || features.sharding || features.reduction || features.shared_sums) return 0;
+    const Schedule lowered = lower(schedule);
+    if (verify(lowered)) std::abort();
+    simulate(lowered);
+  } catch (const ScheduleError&) {
+    return 0;
+  }
+  return 0;
+}

@@ -1,0 +1,609 @@
+// The page that `penstock schedule show --format html` writes, in a real browser.
+//
+//   npm ci && PENSTOCK=/path/to/penstock node --test
+//
+// PENSTOCK_SHOTS=DIR keeps screenshots there. What the command does not draw (two timelines, hostile texts) is put into
+// the template by hand.
+import assert from 'node:assert/strict';
+import { execFileSync } from 'node:child_process';
+import { mkdirSync, mkdtempSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
+import { tmpdir } from 'node:os';
+import { join } from 'node:path';
+import { after, before, describe, test } from 'node:test';
+import { fileURLToPath, pathToFileURL } from 'node:url';
+import { chromium } from 'playwright-core';
+
+const TEMPLATE = fileURLToPath(new URL('../../penstock/schedule/draw/page.html', import.meta.url));
+const SCHEDULES = {
+  zbv: ['ZBVZeroBubble', '--ranks', '4', '--microbatches', '8'],
+  dual: ['DualPipeV', '--ranks', '4', '--microbatches', '10'],
+  lowered: ['ZBVZeroBubble', '--ranks', '4', '--microbatches', '8', '--lowered', '--latency', '0.1'],
+  large: ['1F1B', '--ranks', '256', '--microbatches', '512'],
+};
+const WIDE = { width: 1280, height: 800 }, NARROW = { width: 480, height: 800 };
+const folder = mkdtempSync(join(tmpdir(), 'penstock-page-'));
+const shots = process.env.PENSTOCK_SHOTS;
+let browser;
+
+before(async () => {
+  assert.ok(process.env.PENSTOCK, 'PENSTOCK is not set. Hint: PENSTOCK=build/penstock node --test');
+  for (const [name, schedule] of Object.entries(SCHEDULES)) {
+    const file = join(folder, `${name}.html`);
+    execFileSync(process.env.PENSTOCK, ['schedule', 'show', ...schedule, '--format', 'html', '-o', file]);
+  }
+  const html = readFileSync(TEMPLATE, 'utf8').replace('@PENSTOCK_TITLE@', 'by hand');
+  const json = JSON.stringify(byHand()).replaceAll('<', '\\u003c');
+  writeFileSync(join(folder, 'hand.html'), html.replace('@PENSTOCK_DATA@', () => json));
+  if (shots) mkdirSync(shots, { recursive: true });
+  browser = await chromium.launch({
+    executablePath: '/usr/bin/chromium',
+    args: ['--headless', '--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run',
+      '--disable-background-networking', '--disable-component-update', '--disable-sync'],
+  });
+});
+after(async () => {
+  await browser?.close();
+  rmSync(folder, { recursive: true, force: true });
+});
+
+// Two ranks in two timelines. Stage 0 also feeds stage 2, so rank 0 sends to it off the chain.
+function byHand() {
+  const kinds = ['F', 'I', 'W', 'B', 'UNSHARD', 'RESHARD', 'REDUCE_GRAD', 'SUM_SHARED', 'SEND_F', 'RECV_F', 'SEND_B',
+    'RECV_B'];
+  const rank = (actions) => ({
+    peak_activations: 2, peak_bytes: 3.5 * 2 ** 30, work: 6, idle: { fill: 0, drain: 1, waiting: { 1: 2 } },
+    kind: actions.map(([kind]) => kinds.indexOf(kind)), stage: actions.map(([, stage]) => stage),
+    microbatch: actions.map(([, , microbatch]) => microbatch), start: actions.map(([, , , start]) => start),
+    end: actions.map(([, , , , end]) => end), other: actions.map(([, , , , , other = -1]) => other),
+  });
+  const ranks = [
+    rank([['UNSHARD', 0, -1, 0, 0], ['F', 0, 0, 0, 1], ['SEND_F', 0, 0, 1, 1, 1], ['SEND_F', 0, 0, 1, 1, 2],
+      ['RECV_F', 2, 0, 2, 2, 1], ['F', 2, 0, 2, 3], ['B', 2, 0, 3, 5], ['SEND_B', 2, 0, 5, 5, 1], ['B', 0, 0, 7, 9],
+      ['REDUCE_GRAD', 0, -1, 9, 9]]),
+    rank([['RECV_F', 1, 0, 1, 1, 0], ['F', 1, 0, 1, 2], ['SEND_F', 1, 0, 2, 2, 2], ['RECV_B', 1, 0, 5, 5, 2],
+      ['B', 1, 0, 5, 7], ['SEND_B', 1, 0, 7, 7, 0]]),
+  ];
+  const timeline = { makespan: 40, bubble: 0.8, ranks };
+  return {
+    version: 1, title: '</script><b>by hand</b>', subtitle: '2 ranks', stages: 3, microbatches: 1, placement: [0, 1, 0],
+    edges: [[0, 2]], shared: [[0, 2]], kinds, unit: 'ms',
+    timelines: [{ name: 'simulated', ...timeline }, { name: 'measured', ...timeline, makespan: 30 }],
+  };
+}
+
+async function open(t, name, { viewport = WIDE, colorScheme = 'light', reducedMotion = 'reduce', prepare } = {}) {
+  const context = await browser.newContext({ viewport, colorScheme, reducedMotion });
+  t.after(() => context.close());
+  const page = await context.newPage();
+  page.trouble = [];
+  page.asked = [];
+  page.on('console', (message) => page.trouble.push(message.text()));
+  page.on('pageerror', (error) => page.trouble.push(error.stack));
+  page.on('request', (request) => page.asked.push(request.url()));
+  if (prepare) await page.addInitScript(prepare);
+  page.url = pathToFileURL(join(folder, `${name}.html`)).href;
+  await page.goto(page.url);
+  await settled(page);
+  return page;
+}
+const settled = (page) => page.evaluate(() => penstock.settled());
+const view = (page) => page.evaluate(() => penstock.view);
+const fit = (page) => page.evaluate(() => penstock.fit);
+const focused = (page) => page.evaluate(() => penstock.focused?.text ?? null);
+const rankOf = (page, rank) => page.evaluate((at) => penstock.data.timelines[0].ranks[at], rank);
+const boxOf = (page, rank, index, timeline = 0) =>
+  page.evaluate((place) => penstock.boxOf(...place), [timeline, rank, index]);
+async function press(page, ...keys) {
+  for (const key of keys) await page.keyboard.press(key);
+  await settled(page);
+}
+async function hover(page, rank, index) {
+  const box = await boxOf(page, rank, index);
+  await page.mouse.move(box.x + box.width / 2, box.y + box.height / 2);
+  await settled(page);
+  return box;
+}
+// The card as an object: its title, its words, and a value for each of its facts.
+const card = (page) => page.evaluate(() => {
+  const box = document.getElementById('card');
+  if (box.hidden) return null;
+  const texts = (selector) => [...box.querySelectorAll(selector)].map((element) => element.textContent);
+  const values = texts('dd');
+  return {
+    title: box.querySelector('h3').textContent, words: box.querySelector('p').textContent,
+    ...Object.fromEntries(texts('dt').map((name, at) => [name, values[at]])),
+  };
+});
+const rgb = (text) => text.match(/[\d.]+/g).slice(0, 3).map(Number);
+function contrast(a, b) {
+  const [low, high] = [a, b].map((colour) => {
+    const linear = (v) => (v <= 10.31 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4);
+    const [red, green, blue] = rgb(colour).map(linear);
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+  }).sort((x, y) => x - y);
+  return (high + 0.05) / (low + 0.05);
+}
+// What a canvas (0: the timeline, 1: what lies over it) holds at a point of the window: red, green, blue, alpha.
+const pixel = (page, layer, x, y) => page.evaluate(([at, px, py]) => {
+  const canvas = document.querySelectorAll('#chart canvas')[at], area = canvas.getBoundingClientRect();
+  return [...canvas.getContext('2d').getImageData(px - area.left, py - area.top, 1, 1).data];
+}, [layer, x, y]);
+// The card rounds to four digits.
+function near(actual, expected, what) {
+  const apart = Math.abs(actual - expected);
+  assert.ok(apart <= 1e-3 * Math.max(1, Math.abs(expected)), `${what}: ${actual}, not ${expected}`);
+}
+
+describe('Every page', () => {
+  for (const name of [...Object.keys(SCHEDULES), 'hand']) {
+    for (const [size, viewport] of Object.entries({ wide: WIDE, narrow: NARROW })) {
+      for (const colorScheme of ['light', 'dark']) {
+        test(`${name}, ${size}, ${colorScheme}: loads silently, asks for nothing, and fits the window`, async (t) => {
+          const page = await open(t, name, { viewport, colorScheme });
+          if (shots) await page.screenshot({ path: join(shots, `${name}-${size}-${colorScheme}.png`) });
+          assert.deepEqual(page.trouble, []);
+          assert.deepEqual(page.asked, [page.url]);
+          const [needed, given] = await page.evaluate(() => [document.documentElement.scrollWidth, innerWidth]);
+          assert.ok(needed <= given, `the page is ${needed} wide in a window of ${given}`);
+          assert.ok((await page.evaluate(() => penstock.frame.blocks)) > 0, 'nothing was painted');
+        });
+      }
+    }
+  }
+
+  test('shows the figures of its data', async (t) => {
+    for (const name of Object.keys(SCHEDULES)) {
+      const page = await open(t, name);
+      const { makespan, bubble, ranks } = await page.evaluate(() => penstock.data.timelines[0]);
+      const pairs = await page.locator('#figures dl').evaluateAll((figures) => figures.map((figure) =>
+        [figure.querySelector('dt').textContent, figure.querySelector('b').textContent]));
+      const shown = Object.fromEntries(pairs);
+      const rounded = (value, digits) => value.toLocaleString('en', { maximumFractionDigits: digits });
+      assert.equal(shown.Makespan.replaceAll(',', ''), String(Number(makespan.toPrecision(4))));
+      assert.equal(shown.Bubble, `${rounded(bubble * 100, 1)}\u00a0%`);
+      assert.equal(shown['Peak activations'], String(Math.max(...ranks.map((rank) => rank.peak_activations))));
+      assert.match(shown['Peak memory'], /^[\d.,]+\u00a0([KMGTP]i)?B$/);
+    }
+  });
+
+  test('tells its figures to a screen reader, and each rank’s in a table', async (t) => {
+    const page = await open(t, 'zbv');
+    const summary = await page.textContent('#summary');
+    assert.match(summary, /ZBVZeroBubble.*Makespan.*Bubble.*Peak activations/);
+    assert.equal(await page.locator('details tbody tr').count(), 4);
+    const large = await open(t, 'large');
+    assert.equal(await large.locator('details tbody tr').count(), 0);
+    await large.click('summary');
+    await large.waitForSelector('details tbody tr');
+    assert.equal(await large.locator('details tbody tr').count(), 256);
+  });
+});
+
+describe('The pointer', () => {
+  test('finds every block where it is drawn', async (t) => {
+    for (const name of ['zbv', 'dual']) {
+      const page = await open(t, name);
+      const [wrong, blocks] = await page.evaluate(() => {
+        const missed = [];
+        let count = 0;
+        penstock.data.timelines[0].ranks.forEach(({ start, end }, rank) => start.forEach((_, index) => {
+          if (end[index] <= start[index]) return;
+          const box = penstock.boxOf(0, rank, index);
+          const hit = penstock.blockAt(box.x + box.width / 2, box.y + box.height / 2);
+          count += 1;
+          if (hit?.rank !== rank || hit.index !== index) missed.push({ rank, index, box, hit });
+        }));
+        return [missed, count];
+      });
+      assert.deepEqual(wrong, []);
+      assert.ok(blocks >= 4 * 2 * 8 * 2, `only ${blocks} blocks`);
+    }
+  });
+
+  test('brings a card that says what the block is, where and when', async (t) => {
+    const page = await open(t, 'zbv');
+    const words = {
+      F: 'Forward of', I: 'Backward to the input of', W: 'Backward to the weights of', B: 'Whole backward of',
+    };
+    for (const rank of [0, 3]) {
+      const row = await rankOf(page, rank);
+      for (const index of [0, row.kind.length >> 1, row.kind.length - 1]) {
+        const kind = (await page.evaluate(() => penstock.data.kinds))[row.kind[index]];
+        if (!words[kind]) continue;
+        await hover(page, rank, index);
+        const told = await card(page);
+        assert.equal(told.title, `${row.stage[index]}${kind}${row.microbatch[index]}`);
+        assert.equal(told.words, `${words[kind]} stage ${row.stage[index]}, microbatch ${row.microbatch[index]}`);
+        assert.match(told.Rank, new RegExp(`^${rank}, its stage [12] of 2$`));
+        near(Number(told.Start), row.start[index], 'start');
+        near(Number(told.End), row.end[index], 'end');
+        near(Number(told.Duration), row.end[index] - row.start[index], 'duration');
+      }
+    }
+  });
+
+  test('learns from the card how long the rank was idle, and for which action', async (t) => {
+    const page = await open(t, 'zbv'), row = await rankOf(page, 1);
+    const first = row.kind.findIndex((_, index) => row.end[index] > row.start[index]);
+    await hover(page, 1, first);
+    const told = await card(page);
+    assert.equal(told.title, '1F0');
+    near(Number(told['Idle before']), row.start[first], 'idle');
+    assert.equal(told['Waited for'], '0F0 on rank 0');
+    await hover(page, 0, (await rankOf(page, 0)).kind.findIndex((kind) => kind === 0));
+    assert.equal((await card(page))['Idle before'], undefined);
+  });
+
+  test('learns about idle time and ranks too', async (t) => {
+    const page = await open(t, 'zbv'), box = await boxOf(page, 3, 0), area = await page.locator('#chart').boundingBox();
+    await page.mouse.move(box.x - 4, box.y + box.height / 2);
+    await settled(page);
+    const idle = await card(page);
+    assert.equal(idle.title, 'idle');
+    assert.equal(idle['Waited for'], '2F0 on rank 2');
+    assert.equal(await page.evaluate(([x, y]) => penstock.blockAt(x, y), [box.x - 4, box.y + 4]), null);
+    await page.mouse.move(area.x + 10, box.y + box.height / 2);
+    await settled(page);
+    assert.equal((await card(page)).title, 'rank 3');
+    await page.mouse.move(area.x + 10, area.y - 40);
+    await settled(page);
+    assert.equal(await card(page), null);
+  });
+
+  test('lights up the way of the microbatch on every rank, and dims the rest', async (t) => {
+    const page = await open(t, 'zbv'), row = await rankOf(page, 0), chosen = row.microbatch[row.kind.indexOf(0)];
+    await hover(page, 0, row.kind.indexOf(0));
+    for (const rank of [1, 2, 3]) {
+      const { microbatch, kind } = await rankOf(page, rank);
+      const same = await boxOf(page, rank, microbatch.findIndex((of, index) => of === chosen && kind[index] < 4));
+      const other = await boxOf(page, rank, microbatch.findIndex((of, index) => of === chosen + 2 && kind[index] < 4));
+      const lit = await pixel(page, 1, same.x + same.width / 2, same.y + 4);
+      assert.equal(lit[3], 255, `rank ${rank}: ${lit}`);
+      assert.deepEqual(lit, await pixel(page, 0, same.x + same.width / 2, same.y + 4));
+      // The line that shows the way may cross a block, but not all of it.
+      const points = [0.25, 0.5, 0.75].map((part) => pixel(page, 1, other.x + part * other.width, other.y + 4));
+      const dimmed = Math.min(...(await Promise.all(points)).map(([, , , alpha]) => alpha));
+      assert.ok(dimmed > 100 && dimmed < 220, `rank ${rank}: ${dimmed}`);
+    }
+  });
+
+  test('tells the two parts of an overlapped pair of each other', async (t) => {
+    const page = await open(t, 'dual'), ranks = await page.evaluate(() => penstock.data.timelines[0].ranks);
+    const rank = ranks.findIndex(({ pair }) => pair?.some((id) => id > 0));
+    assert.ok(rank >= 0, 'DualPipeV has no pairs');
+    const { pair, stage, microbatch, kind } = ranks[rank], one = pair.findIndex((id) => id > 0);
+    const other = pair.findIndex((id, index) => id === pair[one] && index !== one);
+    const names = await page.evaluate(() => penstock.data.kinds);
+    await hover(page, rank, one);
+    assert.equal((await card(page))['Paired with'], `${stage[other]}${names[kind[other]]}${microbatch[other]}`);
+  });
+});
+
+describe('The view', () => {
+  test('zooms at the pointer, pans by drag and by shift and wheel, and grows its rows by alt and wheel', async (t) => {
+    const page = await open(t, 'large'), area = await page.locator('#chart').boundingBox();
+    const x = Math.round(area.x + area.width / 3), y = Math.round(area.y + area.height / 2), whole = await view(page);
+    assert.deepEqual(whole, await fit(page));
+    const before = await page.evaluate(([px, py]) => penstock.blockAt(px, py), [x, y]);
+    await page.mouse.move(x, y);
+    for (let turn = 0; turn < 8; ++turn) await page.mouse.wheel(0, -200);
+    await settled(page);
+    const closer = await view(page);
+    assert.ok(closer.to - closer.from < (whole.to - whole.from) / 8, JSON.stringify(closer));
+    assert.deepEqual(await page.evaluate(([px, py]) => penstock.blockAt(px, py), [x, y]), before);
+
+    await page.mouse.down();
+    await page.mouse.move(x - 100, y, { steps: 4 });
+    await page.mouse.up();
+    await settled(page);
+    const dragged = await view(page);
+    assert.ok(dragged.from > closer.from, `${dragged.from} after ${closer.from}`);
+    near(dragged.to - dragged.from, closer.to - closer.from, 'span');
+
+    await page.keyboard.down('Shift');
+    await page.mouse.wheel(0, 200);
+    await page.keyboard.up('Shift');
+    await settled(page);
+    assert.ok((await view(page)).from > dragged.from);
+
+    await page.keyboard.down('Alt');
+    for (let turn = 0; turn < 6; ++turn) await page.mouse.wheel(0, -240);
+    await page.keyboard.up('Alt');
+    await settled(page);
+    const taller = await view(page);
+    assert.ok(taller.row > 4 * whole.row && taller.scroll > 0, JSON.stringify(taller));
+  });
+
+  test('zooms, pans and resets by keyboard', async (t) => {
+    const page = await open(t, 'large'), whole = await view(page);
+    await page.locator('#chart').focus();
+    await press(page, '+', '+', '+', ']', ']', ']', ']');
+    const closer = await view(page);
+    assert.ok(closer.to - closer.from < (whole.to - whole.from) / 4, JSON.stringify(closer));
+    assert.ok(closer.row > 2 * whole.row, JSON.stringify(closer));
+    await press(page, 'Shift+ArrowRight', 'Shift+ArrowDown');
+    const panned = await view(page);
+    assert.ok(panned.from > closer.from && panned.scroll > closer.scroll, JSON.stringify(panned));
+    await press(page, '-');
+    assert.ok((await view(page)).to - (await view(page)).from > closer.to - closer.from);
+    await press(page, '0');
+    assert.deepEqual(await view(page), whole);
+    await press(page, '+', ']', 'Home');
+    assert.deepEqual(await view(page), whole);
+  });
+
+  test('never leaves the schedule', async (t) => {
+    const page = await open(t, 'zbv'), { makespan } = await page.evaluate(() => penstock.data.timelines[0]);
+    await page.locator('#chart').focus();
+    await press(page, '+', ...Array(12).fill('Shift+ArrowRight'));
+    near((await view(page)).to, makespan, 'end');
+    await press(page, ...Array(12).fill('Shift+ArrowLeft'), ...Array(9).fill('-'));
+    assert.deepEqual(await view(page), await fit(page));
+    await press(page, ...Array(80).fill('+'));
+    const { from, to } = await view(page);
+    assert.ok(from >= 0 && to <= makespan && to > from, `${from} to ${to}`);
+    assert.deepEqual(page.trouble, []);
+  });
+
+  test('glides to its place, but jumps for those who want less motion', async (t) => {
+    const pressed = () => {
+      dispatchEvent(new KeyboardEvent('keydown', { key: '+' }));
+      return penstock.view.to - penstock.view.from < penstock.fit.to;
+    };
+    const still = await open(t, 'zbv'), gliding = await open(t, 'zbv', { reducedMotion: 'no-preference' });
+    assert.equal(await still.evaluate(pressed), true);
+    assert.equal(await gliding.evaluate(pressed), false);
+    await settled(gliding);
+    assert.deepEqual(await view(gliding), await view(still));
+  });
+});
+
+describe('The keyboard', () => {
+  test('reaches the tools, the legend and the timeline, in this order and visibly', async (t) => {
+    const page = await open(t, 'zbv'), stops = [];
+    const groups = (buttons) => buttons.map(({ dataset }) => dataset.group);
+    const legend = await page.locator('[data-group]').evaluateAll(groups);
+    for (let stop = 0; stop < 16; ++stop) {
+      await page.keyboard.press('Tab');
+      const [name, outline] = await page.evaluate(() => {
+        const at = document.activeElement;
+        return [at.dataset.does ?? at.dataset.group ?? (at.id || at.localName), getComputedStyle(at).outlineStyle];
+      });
+      if (name === 'body') break;
+      stops.push(name);
+      assert.notEqual(outline, 'none', `${name} does not show its focus`);
+    }
+    assert.deepEqual(stops, ['closer', 'farther', 'fit', 'theme', 'keys', ...legend, 'chart', 'summary']);
+  });
+
+  test('moves from block to block, and the card and the spoken words follow', async (t) => {
+    const page = await open(t, 'zbv'), names = await page.evaluate(() => penstock.data.kinds);
+    const row = await rankOf(page, 0), text = (of, i) => `${of.stage[i]}${names[of.kind[i]]}${of.microbatch[i]}`;
+    const blocks = row.kind.flatMap((_, index) => (row.end[index] > row.start[index] ? [index] : []));
+    await page.locator('#legend button').last().focus();
+    await press(page, 'Tab');
+    assert.equal(await focused(page), text(row, blocks[0]));
+    await press(page, 'ArrowRight', 'ArrowRight');
+    assert.equal(await focused(page), text(row, blocks[2]));
+    assert.equal((await card(page)).title, text(row, blocks[2]));
+    const spoken = await page.textContent('#live');
+    assert.ok(spoken.startsWith(`${text(row, blocks[2])}: Forward of stage`), spoken);
+    assert.match(spoken, /Rank 0.*Start .*End .*Duration /);
+    await press(page, 'ArrowLeft');
+    assert.equal(await focused(page), text(row, blocks[1]));
+    await press(page, 'ArrowDown');
+    assert.equal(await page.evaluate(() => penstock.focused.rank), 1);
+    assert.ok((await page.textContent('#live')).includes('Rank 1'));
+    await press(page, 'ArrowUp');
+    assert.equal(await page.evaluate(() => penstock.focused.rank), 0);
+    await press(page, 'Escape');
+    assert.equal(await focused(page), null);
+    assert.equal(await card(page), null);
+  });
+
+  test('takes the view along', async (t) => {
+    const page = await open(t, 'large');
+    await page.locator('#chart').focus();
+    await press(page, 'ArrowRight', ...Array(10).fill('+'), ...Array(12).fill(']'));
+    const start = await view(page);
+    await press(page, ...Array(30).fill('ArrowDown'), ...Array(12).fill('ArrowRight'));
+    const end = await view(page), { rank, index } = await page.evaluate(() => penstock.focused);
+    assert.equal(rank, 30);
+    assert.ok(end.from > start.from && end.scroll > start.scroll, JSON.stringify(end));
+    const box = await boxOf(page, rank, index), area = await page.locator('#chart').boundingBox();
+    assert.ok(box.x + box.width > area.x && box.x < area.x + area.width, JSON.stringify(box));
+    assert.ok(box.y >= area.y && box.y + box.height <= area.y + area.height, JSON.stringify(box));
+  });
+
+  test('shows the keys on ?, and hides them on Esc', async (t) => {
+    const page = await open(t, 'zbv'), keys = page.locator('#keys');
+    await press(page, '?');
+    assert.ok(await keys.isVisible());
+    if (shots) await page.screenshot({ path: join(shots, 'keys.png') });
+    await press(page, 'Escape');
+    assert.ok(!(await keys.isVisible()));
+  });
+});
+
+describe('The colours', () => {
+  test('are readable, light and dark, on the page and in the blocks', async (t) => {
+    for (const colorScheme of ['light', 'dark']) {
+      const page = await open(t, 'zbv', { colorScheme });
+      await hover(page, 1, 3);
+      const pairs = await page.evaluate(() => {
+        const paper = getComputedStyle(document.body).backgroundColor;
+        const on = { '#card p': '#card', '#card dd': '#card', '#card dt': '#card' };
+        const texts = ['h1', '#subtitle', '#figures dt', '#figures dd', '#figures b', '#legend button', '#legend small',
+          '#legend > span', '#hint', 'thead th', 'td', '#tools button', ...Object.keys(on)];
+        return texts.map((selector) => [selector, getComputedStyle(document.querySelector(selector)).color,
+          on[selector] ? getComputedStyle(document.querySelector(on[selector])).backgroundColor : paper]);
+      });
+      for (const { group, stage, fill, label } of await page.evaluate(() => penstock.palette)) {
+        const hex = [1, 3, 5].map((at) => parseInt(label.slice(at, at + 2), 16)).join(' ');
+        pairs.push([`label of ${group} on stage ${stage}`, `rgb(${hex})`, fill]);
+      }
+      for (const [what, text, ground] of pairs) {
+        const found = contrast(text, ground);
+        assert.ok(found >= 4.5, `${colorScheme}, ${what}: ${text} on ${ground} is ${found}`);
+      }
+    }
+  });
+
+  test('differ for each computation and stage of a rank', async (t) => {
+    const page = await open(t, 'zbv'), palette = await page.evaluate(() => penstock.palette);
+    const fills = palette.filter(({ group }) => 'FIWB'.includes(group)).map(({ fill }) => fill);
+    assert.equal(fills.length, 8);
+    for (const [at, one] of fills.entries()) {
+      for (const other of fills.slice(0, at)) {
+        const apart = Math.hypot(...rgb(one).map((value, channel) => value - rgb(other)[channel]));
+        assert.ok(apart > 40, `${one} and ${other}`);
+      }
+    }
+    const { kind, stage } = await rankOf(page, 0), box = [];
+    for (const of of [0, 7]) box.push(await boxOf(page, 0, kind.findIndex((k, i) => k === 0 && stage[i] === of)));
+    const [first, last] = await Promise.all(box.map(({ x, y, width }) => pixel(page, 0, x + width / 2, y + 4)));
+    assert.notDeepEqual(first, last);
+  });
+
+  test('follow the system, and the toggle', async (t) => {
+    const page = await open(t, 'zbv', { colorScheme: 'dark' }), box = await boxOf(page, 3, 0);
+    const ground = () => page.evaluate(() => getComputedStyle(document.body).backgroundColor);
+    const look = async () => [await ground(), (await pixel(page, 0, box.x - 12, box.y + 20)).join(' ')];
+    const night = await look();
+    await page.click('[data-does=theme]');
+    await settled(page);
+    const day = await look();
+    assert.ok(contrast(night[0], day[0]) > 12, `${night[0]} and ${day[0]}`);
+    assert.notEqual(day[1], night[1]);
+    await press(page, 't');
+    assert.deepEqual(await look(), night);
+    await page.emulateMedia({ colorScheme: 'light' });
+    await page.waitForFunction(() => document.documentElement.dataset.theme === 'light');
+    await settled(page);
+    assert.deepEqual(await look(), day);
+  });
+
+  test('stand in a legend that emphasises a computation when pressed', async (t) => {
+    const page = await open(t, 'zbv'), { kind } = await rankOf(page, 0);
+    assert.match(await page.textContent('#legend'), /Forward.*Backward, input.*Backward, weights.*Idle/);
+    const [forward, weights] = [await boxOf(page, 0, kind.indexOf(0)), await boxOf(page, 0, kind.indexOf(2))];
+    const look = () => Promise.all([forward, weights].map(({ x, y, width }) => pixel(page, 0, x + width / 2, y + 4)));
+    const plain = await look();
+    await page.click('[data-group=W]');
+    await settled(page);
+    assert.equal(await page.getAttribute('[data-group=W]', 'aria-pressed'), 'true');
+    const pressed = await look();
+    assert.notDeepEqual(pressed[0], plain[0]);
+    assert.deepEqual(pressed[1], plain[1]);
+    await page.click('[data-group=W]');
+    await settled(page);
+    assert.deepEqual(await look(), plain);
+  });
+
+  test('turn to light paper in print, without the tools', async (t) => {
+    const page = await open(t, 'zbv', { colorScheme: 'dark' });
+    await page.emulateMedia({ media: 'print', colorScheme: 'dark' });
+    await page.evaluate(() => dispatchEvent(new Event('beforeprint')));
+    assert.equal(await page.evaluate(() => getComputedStyle(document.body).backgroundColor), 'rgb(255, 255, 255)');
+    assert.ok(!(await page.locator('#tools').isVisible()));
+    await page.evaluate(() => dispatchEvent(new Event('afterprint')));
+    assert.equal(await page.evaluate(() => document.documentElement.dataset.theme), 'dark');
+  });
+});
+
+describe('256 ranks', () => {
+  test('are all in view at once, on a wide and on a narrow window', async (t) => {
+    for (const viewport of [WIDE, NARROW]) {
+      const page = await open(t, 'large', { viewport }), area = await page.locator('#chart').boundingBox();
+      assert.ok(area.y + area.height <= viewport.height, `the timeline ends at ${area.y + area.height}`);
+      const centres = await page.evaluate(() => penstock.data.timelines[0].ranks.map((_, rank) => {
+        const { x, y } = penstock.boxOf(0, rank, 0), middle = y + penstock.view.row / 2;
+        return { y: middle, hit: penstock.rankAt(x, middle)?.rank };
+      }));
+      assert.equal(centres.length, 256);
+      centres.forEach(({ y, hit }, rank) => {
+        assert.equal(hit, rank);
+        assert.ok(y > area.y && y < area.y + area.height, `rank ${rank} at ${y}`);
+      });
+    }
+  });
+
+  // A time would depend on the machine; the work does not.
+  test('are painted in few strokes, whatever the number of actions', async (t) => {
+    const page = await open(t, 'large', {
+      prepare: () => {
+        window.strokes = 0;
+        for (const name of ['fill', 'fillRect', 'fillText', 'stroke', 'strokeRect', 'drawImage']) {
+          const original = CanvasRenderingContext2D.prototype[name];
+          CanvasRenderingContext2D.prototype[name] = function counted(...values) {
+            window.strokes += 1;
+            return original.apply(this, values);
+          };
+        }
+      },
+    });
+    const { blocks, mode, ms } = await page.evaluate(() => penstock.frame);
+    assert.ok(blocks >= 256 * 512 * 2, `${blocks} blocks`);
+    assert.equal(mode, 'pixels');
+    assert.ok((await page.evaluate(() => window.strokes)) < 2000);
+    t.diagnostic(`${blocks} blocks painted in ${ms.toFixed(1)} ms`);
+  });
+
+  test('show blocks and labels again when zoomed in', async (t) => {
+    const page = await open(t, 'large');
+    await page.locator('#chart').focus();
+    await press(page, ...Array(14).fill('+'), ...Array(12).fill(']'));
+    const { mode, blocks } = await page.evaluate(() => penstock.frame);
+    assert.equal(mode, 'blocks');
+    assert.ok(blocks > 0 && blocks < 3000, `${blocks} blocks`);
+    if (shots) await page.screenshot({ path: join(shots, 'large-zoomed.png') });
+  });
+});
+
+describe('A lowered schedule in two timelines', () => {
+  const closer = async (page) => {
+    await page.locator('#chart').focus();
+    for (let turn = 0; turn < 20 && !(await page.evaluate(() => penstock.marks)); ++turn) await press(page, '+');
+  };
+
+  test('shows both timelines under their names, with figures for each', async (t) => {
+    const page = await open(t, 'hand');
+    assert.equal(await page.textContent('h1'), '</script><b>by hand</b>');
+    assert.deepEqual(await page.locator('#figures h2').allTextContents(), ['simulated', 'measured']);
+    const [above, below] = [await boxOf(page, 1, 1, 0), await boxOf(page, 0, 1, 1)];
+    assert.ok(below.y > above.y + above.height, `${below.y} under ${above.y}`);
+    assert.equal((await boxOf(page, 0, 1, 0)).x, below.x);
+    assert.match(await page.textContent('#notes'), /Skip connections: 0 → 2\. Stages 0, 2 share parameters\./);
+    assert.ok((await page.textContent('#figures')).includes('3.5\u00a0GiB'));
+    assert.ok((await page.textContent('#figures')).includes('40\u00a0ms'));
+  });
+
+  test('keeps transfers out of sight until there is room, then tells what they are', async (t) => {
+    const page = await open(t, 'hand', { viewport: NARROW });
+    assert.equal(await page.evaluate(() => penstock.marks), false);
+    await closer(page);
+    assert.equal(await page.evaluate(() => penstock.marks), true);
+    await press(page, 'Escape', ...Array(20).fill('Shift+ArrowLeft'));
+    const row = await rankOf(page, 0), titles = { 0: '0UNSHARD', 2: '0SEND_F0', 3: '0SEND_F0@2', 4: '2RECV_F0' };
+    for (const [index, title] of Object.entries(titles)) {
+      await hover(page, 0, Number(index));
+      assert.equal((await card(page)).title, title);
+    }
+    assert.equal((await card(page))['Waited for'], '1F0 on rank 1');
+    assert.equal((await card(page)).Start, `${row.start[4]}\u00a0ms`);
+    if (shots) await page.screenshot({ path: join(shots, 'hand-marks.png') });
+  });
+
+  test('lets the keyboard step on transfers only while they are drawn', async (t) => {
+    const page = await open(t, 'hand', { viewport: NARROW });
+    await page.locator('#chart').focus();
+    await press(page, 'Escape', 'ArrowRight');
+    assert.equal(await focused(page), '0F0');
+    await press(page, 'ArrowRight');
+    assert.equal(await focused(page), '2F0');
+    await press(page, 'ArrowLeft');
+    await closer(page);
+    await press(page, 'ArrowRight');
+    assert.equal(await focused(page), '0SEND_F0');
+  });
+});

@@ -1,0 +1,300 @@
+"""Asks the installed torch.distributed.pipelining ("the peer") for its schedules, and writes them down for our tests.
+
+    schedules.py OUTDIR [--seed N]
+
+Nothing is kept in the repository: the answers are made when the tests run, by the version that is installed. A file is
+a sequence of records, a record a line that starts with `case` and then, in most files, a CSV row for each rank:
+
+    orders.txt     case NAME RANKS STAGES_PER_RANK MICROBATCHES accepted    the computations, in the order they run in
+                   case NAME RANKS STAGES_PER_RANK MICROBATCHES refused     no rows: the peer's constructor raises
+    lowered.txt    case NAME RANKS STAGES_PER_RANK MICROBATCHES eager       all that a rank executes, receives as early
+                   case NAME RANKS STAGES_PER_RANK MICROBATCHES deferred    as can be, or with defer_pp_recv=True
+    sharding.txt   case NAME RANKS STAGES_PER_RANK MICROBATCHES MAX_ACTIVE  UNSHARD and RESHARD added, nothing else
+    merged.txt     case NAME RANKS STAGES_PER_RANK MICROBATCHES             adjacent I and W as one B
+    simulated.txt  case NAME RANKS STAGES_PER_RANK MICROBATCHES TICKS       no rows
+
+Which stage lies on which rank can be read from the rows.
+"""
+
+import argparse
+import contextlib
+import os
+import random
+import sys
+import types
+import warnings
+from collections import Counter
+
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+
+from torch.distributed.pipelining import schedules as peer
+
+SINGLE_STAGE = {
+    "ForwardOnly": peer._ScheduleForwardOnly,
+    "GPipe": peer.ScheduleGPipe,
+    "1F1B": peer.Schedule1F1B,
+}
+MULTI_STAGE = {
+    "LoopedBFS": peer.ScheduleLoopedBFS,
+    "Interleaved1F1B": peer.ScheduleInterleaved1F1B,
+    "InterleavedZeroBubble": peer.ScheduleInterleavedZeroBubble,
+    "ZBVZeroBubble": peer.ScheduleZBVZeroBubble,
+    "DualPipeV": peer.ScheduleDualPipeV,
+}
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+# What its constructors raise to refuse. Anything else is a stand-in of ours that no longer fits, and ends the script.
+REFUSALS = (ValueError, AssertionError, RuntimeError)
+
+
+def stages_per_rank(name, most):
+    if name in SINGLE_STAGE:
+        return range(1, 2)
+    if name in V_SHAPED:
+        return range(2, 3)
+    return range(1, most + 1)
+
+
+def stand_ins(ranks, stages_per_rank):
+    """The local stages of rank 0, as far as a constructor looks at them. Every rank makes the lists of all ranks."""
+    return [
+        types.SimpleNamespace(num_stages=ranks * stages_per_rank, group_size=ranks, group_rank=0, submod=None)
+        for _ in range(stages_per_rank)
+    ]
+
+
+class RecordingStage:
+    """A stage that computes nothing, talks to nobody, and remembers what it was told to compute."""
+
+    def __init__(self, index, count):
+        self.stage_index = index
+        self.num_stages = self.group_size = count
+        self.group_rank = index
+        self.is_first = index == 0
+        self.is_last = index == count - 1
+        self.has_backward = True
+        self.submod = None
+        self.ran = []
+
+    def forward_one_chunk(self, microbatch, args, kwargs, save_forward_output=True):
+        self.ran.append(peer._Action(self.stage_index, peer.F, microbatch))
+
+    def backward_one_chunk(self, microbatch, loss=None, full_backward=True, last_backward=False):
+        self.ran.append(peer._Action(self.stage_index, peer.B if full_backward else peer.I, microbatch))
+
+    def backward_weight_one_chunk(self, microbatch, last_backward=False):
+        self.ran.append(peer._Action(self.stage_index, peer.W, microbatch))
+
+    def no_messages(self, microbatch):
+        return []
+
+    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = no_messages
+
+    def perform_reduce_grad(self, scale):
+        pass
+
+
+def construct_single_stage(name, rank, ranks, microbatches):
+    loss = None if name == "ForwardOnly" else lambda output, target: 0.0
+    return SINGLE_STAGE[name](RecordingStage(rank, ranks), microbatches, loss_fn=loss)
+
+
+def run_single_stage(schedules, microbatches):
+    """What each rank computes when its loop is called. These schedules run no list, so there is none to read: their
+    pipeline_order is a drawing, and a wrong one for the last rank of 1F1B (faults.py)."""
+    lists = []
+    for schedule in schedules:
+        training = schedule._loss_fn is not None
+        schedule._initialize_stage = lambda *args: None
+        schedule._step_microbatches(
+            arg_mbs=[()] * microbatches,
+            kwarg_mbs=[{}] * microbatches,
+            target_mbs=[0.0] * microbatches if training else None,
+        )
+        lists.append(schedule._stage.ran)
+    return lists
+
+
+def construct(name, ranks, stages_per_rank, microbatches, **options):
+    return MULTI_STAGE[name](stand_ins(ranks, stages_per_rank), microbatches, **options)
+
+
+def computations(schedule):
+    """What runs is pipeline_order_with_comms; that it has the computations of pipeline_order, idle slots left out, is
+    what lets the passes below start from the latter."""
+    lists = []
+    for rank in range(schedule.pp_group_size):
+        ordered = [action for action in schedule.pipeline_order[rank] if action is not None]
+        runs = [action for action in schedule.pipeline_order_with_comms[rank] if action.is_compute_op]
+        if ordered != runs:
+            raise SystemExit(f"{type(schedule).__name__}, rank {rank}: the peer orders {ordered} and runs {runs}.")
+        lists.append(ordered)
+    return lists
+
+
+def order_of(name, ranks, stages_per_rank, microbatches):
+    """The computations of each rank, or None when the peer refuses."""
+    try:
+        if name in SINGLE_STAGE:
+            constructed = [construct_single_stage(name, rank, ranks, microbatches) for rank in range(ranks)]
+        else:
+            constructed = construct(name, ranks, stages_per_rank, microbatches)
+    except REFUSALS:
+        return None
+    return run_single_stage(constructed, microbatches) if name in SINGLE_STAGE else computations(constructed)
+
+
+@contextlib.contextmanager
+def written_aside(directory, name):
+    """A file that appears under its name only when it is whole."""
+    aside = os.path.join(directory, f"{name}.{os.getpid()}.part")
+    try:
+        with open(aside, "w") as file:
+            yield file
+        os.replace(aside, os.path.join(directory, name))
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(aside)
+
+
+def write_case(file, case, lists=()):
+    print("case", *case, file=file)
+    for actions in lists:
+        print(",".join(map(str, actions)), file=file)
+
+
+def write_orders(file, seed):
+    """Every small case, and large ones at random: as many as give eight accepted ones a schedule. Returns the lists of
+    the small ones and the tally of both."""
+    orders = {}
+    tally = Counter()
+
+    def write(case):
+        lists = order_of(*case)
+        answer = "refused" if lists is None else "accepted"
+        tally[case[0], answer] += 1
+        write_case(file, (*case, answer), lists or ())
+        return lists
+
+    names = [*SINGLE_STAGE, *MULTI_STAGE]
+    for name in names:
+        for ranks in range(1, 9):
+            for local in stages_per_rank(name, 4):
+                for microbatches in range(1, 17):
+                    case = (name, ranks, local, microbatches)
+                    lists = write(case)
+                    if lists is not None:
+                        orders[case] = lists
+
+    draw = random.Random(seed)
+    for name in names:
+        accepted = 0
+        drawn = set()
+        while accepted < 8:
+            case = (name, draw.randint(2, 16), draw.choice(stages_per_rank(name, 6)), draw.randint(17, 64))
+            if case not in drawn:
+                drawn.add(case)
+                accepted += write(case) is not None
+            if len(drawn) == 200:
+                raise SystemExit(f"{name}: the peer accepts {accepted} of 200 random cases, which is too few to be true.")
+    return orders, tally
+
+
+def write_lowered(file):
+    count = 0
+    for name in MULTI_STAGE:
+        for ranks in range(1, 7):
+            for local in stages_per_rank(name, 3):
+                for microbatches in (1, 2, 3, 4, 6, 8, 12, 16):
+                    for placement in ("eager", "deferred"):
+                        try:
+                            schedule = construct(
+                                name, ranks, local, microbatches, defer_pp_recv=placement == "deferred"
+                            )
+                        except REFUSALS:
+                            continue
+                        lists = schedule.pipeline_order_with_comms
+                        case = (name, ranks, local, microbatches, placement)
+                        write_case(file, case, [lists[rank] for rank in range(ranks)])
+                        count += 1
+    return count
+
+
+def write_sharding(file):
+    """The peer evicts in the iteration order of a Python set, which nobody promises. It shows only where two stages
+    are evicted at once, which takes a pair followed by no computation of either of its stages: none of its schedules
+    has that, and the check here says so if one ever does."""
+    count = 0
+    for name in MULTI_STAGE:
+        for ranks, microbatches in ((1, 3), (2, 4), (3, 6), (4, 8)):
+            for local in stages_per_rank(name, 6):
+                lists = order_of(name, ranks, local, microbatches)
+                if lists is None:
+                    continue
+                for most in range(1, 6):
+                    sharded = [peer._add_unshard_reshard(actions, max_active_stages=most) for actions in lists]
+                    case = (name, ranks, local, microbatches, most)
+                    for actions in sharded:
+                        for one, next_one in zip(actions, actions[1:]):
+                            if one.computation_type == next_one.computation_type == peer.RESHARD:
+                                raise SystemExit(f"sharding of {case}: the order of {one} and {next_one} is chance.")
+                    write_case(file, case, sharded)
+                    count += 1
+    return count
+
+
+def write_merged(file, orders):
+    count = 0
+    for case, lists in orders.items():
+        if case[0] in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
+            # _merge_bw eats the list that it is given.
+            write_case(file, case, [peer._merge_bw(list(actions)) for actions in lists])
+            count += 1
+    return count
+
+
+def write_simulated(file, orders):
+    """Ticks of the peer's simulator, which knows computations and messages only, and no pairs (so no DualPipeV)."""
+    count = 0
+    for case, lists in orders.items():
+        name, ranks, local, microbatches = case
+        if name not in MULTI_STAGE or name == "DualPipeV" or ranks > 4 or local > 3 or microbatches > 8:
+            continue
+        rank_of = {action.stage_index: rank for rank, actions in enumerate(lists) for action in actions}
+        messages = peer._add_send_recv(
+            {rank: list(actions) for rank, actions in enumerate(lists)}, rank_of.__getitem__, ranks * local
+        )
+        ticks = peer._simulate_comms_compute(messages, rank_of.__getitem__, ranks * local)
+        write_case(file, (*case, max(map(len, ticks.values()))))
+        count += 1
+    return count
+
+
+def main():
+    arguments = argparse.ArgumentParser(description="Writes what the installed peer answers, for our tests to read.")
+    arguments.add_argument("directory", metavar="OUTDIR")
+    arguments.add_argument("--seed", type=int, default=1, help="of the large random cases (default: %(default)s)")
+    options = arguments.parse_args()
+    os.makedirs(options.directory, exist_ok=True)
+
+    counts = {}
+    with written_aside(options.directory, "orders.txt") as file:
+        orders, tally = write_orders(file, options.seed)
+    with written_aside(options.directory, "lowered.txt") as file:
+        counts["lowered"] = write_lowered(file)
+    with written_aside(options.directory, "sharding.txt") as file:
+        counts["sharding"] = write_sharding(file)
+    with written_aside(options.directory, "merged.txt") as file:
+        counts["merged"] = write_merged(file, orders)
+    with written_aside(options.directory, "simulated.txt") as file:
+        counts["simulated"] = write_simulated(file, orders)
+
+    answers = ", ".join(
+        f"{name} {tally[name, 'accepted']}/{tally[name, 'refused']}" for name in (*SINGLE_STAGE, *MULTI_STAGE)
+    )
+    others = ", ".join(f"{count} {name}" for name, count in counts.items())
+    print(f"seed {options.seed}; accepted/refused: {answers}; {others}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,262 @@
+"""Reads the #includes below penstock/ and fails on any edge between rooms that the table does not allow.
+
+Also: no tracked file names a path of the machine that it was written on.
+
+    python3 tests/rooms/rooms_test.py
+"""
+
+import re
+import subprocess
+import tempfile
+import unittest
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Which rooms a room may use besides itself.
+ROOMS = {
+    "schedule": [],
+    "tensor": [],
+    "transport": ["tensor"],
+    "stage": ["tensor", "transport"],
+    "program": ["schedule", "tensor", "stage"],
+    "runtime": ["schedule", "tensor", "transport", "stage"],
+    "plan": ["schedule", "program", "runtime"],
+    "train": ["schedule", "tensor", "transport", "stage", "program", "runtime", "plan"],
+    "cli": ["schedule", "tensor", "transport", "stage", "program", "runtime", "plan", "train"],
+}
+
+SOURCES = {".h", ".hpp", ".cuh", ".inc", ".cc", ".cpp", ".cu"}
+STANDARD = re.compile(r"[a-z0-9_]+")
+TORCH = re.compile(r"(torch|ATen|c10|caffe2)/")
+
+# Comments, raw strings, strings and characters, so that an #include inside one of them is not taken for one.
+NO_CODE = re.compile(
+    r"""//[^\n]*|/\*.*?\*/|R"([^(\s]*)\(.*?\)\1"|(?P<kept>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')""", re.DOTALL
+)
+INCLUDE = re.compile(r"^[ \t]*#[ \t]*include(?:_next)?\b[ \t]*(?P<target>.*?)[ \t\r]*$", re.MULTILINE)
+
+
+def includes_of(text):
+    """Yields (line, what is included, with its brackets or quotes)."""
+    code = NO_CODE.sub(lambda match: match["kept"] or "\n" * match[0].count("\n"), text)
+    for match in INCLUDE.finditer(code):
+        yield code.count("\n", 0, match.start()) + 1, match["target"]
+
+
+def objection_to(room, is_header, include):
+    """Why `room` may not have this include, and what it may have; None if it may."""
+    quoted = re.fullmatch(r'"(.+)"', include)
+    angled = re.fullmatch(r"<(.+)>", include)
+    if not quoted and not angled:
+        return "cannot be read without a preprocessor.", 'an include names its file: <vector>, "penstock/…"'
+    name = (quoted or angled)[1]
+
+    if name.startswith("penstock/"):
+        own_way = f'"penstock/ROOM/…" with one of the rooms {", ".join(ROOMS)}'
+        if angled:
+            return "is a header of ours in angle brackets.", own_way
+        parts = name.split("/")
+        if len(parts) < 3 or parts[1] not in ROOMS or ".." in parts:
+            return "is in no room.", own_way
+        allowed = [room, *ROOMS[room]]
+        if parts[1] not in allowed:
+            return f"leads from {room} to {parts[1]}.", f"{room} may use {', '.join(allowed)}"
+        return None
+    if quoted:
+        return "is not named from the root.", 'headers of ours as "penstock/ROOM/…", any other in angle brackets'
+
+    if name.startswith("CLI/") and room != "cli":
+        return f"leads from {room} to CLI11.", "only cli may use CLI11"
+    if room == "schedule":
+        allowed = "schedule may use the standard library" + ("" if is_header else " and nlohmann::json")
+        if TORCH.match(name):
+            return "leads from schedule to libtorch.", allowed
+        if name.startswith("nlohmann/"):
+            return ("is in a header, so that all who use it would need nlohmann::json.", allowed) if is_header else None
+        if not STANDARD.fullmatch(name):
+            return "is not of the standard library.", allowed
+    return None
+
+
+def wrong_edges(root):
+    """One message for each include or file below root/penstock that breaks the rules."""
+    messages = []
+    rooms = f"the rooms are {', '.join(ROOMS)}"
+    for folder in sorted((root / "penstock").iterdir()):
+        if folder.is_dir() and folder.name not in ROOMS:
+            messages.append(f"penstock/{folder.name}: is not a room.\n  Allowed: {rooms}; a new one gets a row here")
+    for path in sorted((root / "penstock").rglob("*")):
+        if path.suffix not in SOURCES or not path.is_file():
+            continue
+        place = path.relative_to(root)
+        if len(place.parts) < 3:
+            messages.append(f"{place}: is in no room.\n  Allowed: {rooms}")
+        room = place.parts[1]
+        if len(place.parts) < 3 or room not in ROOMS:
+            continue
+        is_header = path.suffix not in {".cc", ".cpp", ".cu"}
+        for line, include in includes_of(path.read_text(encoding="utf-8")):
+            objection = objection_to(room, is_header, include)
+            if objection:
+                messages.append(f"{place}:{line}: #include {include} {objection[0]}\n  Allowed: {objection[1]}")
+    return messages
+
+
+def tracked_files(root):
+    """Paths of the files that git tracks below root, or None without git."""
+    command = ["git", "-c", "safe.directory=*", "-C", str(root), "ls-files", "-z"]
+    try:
+        listed = subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return [root / name for name in listed.decode().split("\0") if name]
+
+
+def machine_paths(files, root, own=(ROOT, Path.home())):
+    """One message for each line that names a home, or one of the folders `own`."""
+    homes = r"root\b|work/|home/[a-z]|Users/[A-Za-z]|opt/[a-z]"
+    # Short ones such as / or /src would be found everywhere.
+    folders = [re.escape(str(path)) for path in own if len(path.parts) > 2]
+    pattern = re.compile(rf"(?<![\w.$)}}*/-])(?:/(?:{homes})|{'|'.join([*folders, '(?!)'])})")
+    messages = []
+    for path in files:
+        if not path.is_file() or path.is_symlink():
+            continue
+        content = path.read_bytes()
+        if b"\0" in content[:8192]:
+            continue
+        for line, text in enumerate(content.decode("utf-8", "replace").splitlines(), 1):
+            found = pattern.search(text)
+            if found:
+                messages.append(
+                    f"{path.relative_to(root)}:{line}: {text[found.start():][:60]!r} is a path of one machine.\n"
+                    "  Allowed: paths relative to the repository, or found at run time"
+                )
+    return messages
+
+
+class Rooms(unittest.TestCase):
+    def test_each_room_uses_only_what_its_row_names(self):
+        messages = wrong_edges(ROOT)
+        if messages:
+            self.fail("\n" + "\n".join(messages))
+
+    def test_the_table_only_leads_down(self):
+        names = list(ROOMS)
+        for room, uses in ROOMS.items():
+            for used in uses:
+                self.assertLess(names.index(used), names.index(room), f"{room} uses {used}, which stands below it")
+
+    def test_there_is_something_to_read(self):
+        headers = [path for path in (ROOT / "penstock").rglob("*.h") if list(includes_of(path.read_text("utf-8")))]
+        self.assertTrue(headers, "no header below penstock/ includes anything")
+
+
+class MachinePaths(unittest.TestCase):
+    def test_no_tracked_file_names_one(self):
+        files = tracked_files(ROOT)
+        if files is None:
+            self.skipTest("not a git checkout")
+        messages = machine_paths(files, ROOT)
+        if messages:
+            self.fail("\n" + "\n".join(messages))
+
+
+class InATree(unittest.TestCase):
+    """The test itself, on trees that it has to object to."""
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name)
+
+    def write(self, name, text):
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    def assert_reported(self, name, text, *parts):
+        self.write(name, text)
+        messages = wrong_edges(self.root)
+        self.assertEqual(len(messages), 1, messages)
+        for part in parts:
+            self.assertIn(part, messages[0])
+
+    def test_an_edge_upwards_is_reported_with_place_and_remedy(self):
+        self.assert_reported(
+            "penstock/stage/stage.h",
+            '#pragma once\n\n#include <vector>\n#include "penstock/runtime/pipeline.h"\n',
+            'penstock/stage/stage.h:4: #include "penstock/runtime/pipeline.h" leads from stage to runtime.',
+            "Allowed: stage may use stage, tensor, transport",
+        )
+
+    def test_an_edge_that_only_skips_a_row_is_reported(self):
+        self.assert_reported(
+            "penstock/plan/plan.cc", '#include "penstock/tensor/value.h"\n', "leads from plan to tensor", "runtime"
+        )
+
+    def test_torch_in_schedule_is_reported(self):
+        for name in ["torch/torch.h", "ATen/ATen.h", "c10/util/Exception.h", "caffe2/serialize/inline_container.h"]:
+            with self.subTest(name):
+                self.assert_reported("penstock/schedule/a.cc", f"#include <{name}>\n", name, "schedule to libtorch")
+
+    def test_a_library_that_schedule_has_no_use_for_is_reported(self):
+        self.assert_reported("penstock/schedule/a.cc", "#include <unistd.h>\n", "<unistd.h> is not of the standard")
+
+    def test_json_is_for_the_sources_of_schedule(self):
+        self.write("penstock/schedule/costs.cc", "#include <nlohmann/json.hpp>\n")
+        self.assertEqual(wrong_edges(self.root), [])
+        self.assert_reported("penstock/schedule/costs.h", "#include <nlohmann/json.hpp>\n", "costs.h:1", "in a header")
+
+    def test_cli11_is_for_cli(self):
+        self.write("penstock/cli/main.cc", "#include <CLI/CLI.hpp>\n")
+        self.assertEqual(wrong_edges(self.root), [])
+        self.assert_reported("penstock/train/loop.cc", "#include <CLI/CLI.hpp>\n", "leads from train to CLI11")
+
+    def test_a_header_that_is_not_named_from_the_root_is_reported(self):
+        self.assert_reported("penstock/schedule/csv.cc", '#include "csv.h"\n', "not named from the root", "penstock/ROOM")
+
+    def test_a_header_of_ours_in_angle_brackets_is_reported(self):
+        self.assert_reported("penstock/cli/main.cc", "#include <penstock/schedule/csv.h>\n", "angle brackets")
+
+    def test_a_way_around_the_rooms_is_reported(self):
+        self.assert_reported("penstock/tensor/a.cc", '#include "penstock/tensor/../runtime/a.h"\n', "in no room")
+
+    def test_an_include_by_macro_is_reported(self):
+        self.assert_reported("penstock/tensor/a.cc", "#include HEADER\n", "a.cc:1", "HEADER cannot be read")
+
+    def test_an_unknown_folder_is_reported(self):
+        self.assert_reported("penstock/helpers/strings.h", "#include <string>\n", "penstock/helpers: is not a room")
+
+    def test_a_source_outside_of_the_rooms_is_reported(self):
+        self.assert_reported("penstock/penstock.h", "#include <string>\n", "penstock/penstock.h: is in no room")
+
+    def test_comments_and_texts_are_not_read(self):
+        self.write(
+            "penstock/schedule/a.cc",
+            '// #include <torch/torch.h>\n/*\n#include <torch/torch.h>\n*/\n'
+            'auto text = R"x(\n#include <torch/torch.h>\n)x";\nauto glob = "/*";\n',
+        )
+        self.assertEqual(wrong_edges(self.root), [])
+        self.assert_reported(
+            "penstock/schedule/b.cc", "/* a\nb */\n#  include <torch/torch.h>  // why\n", "b.cc:3", "<torch/torch.h>"
+        )
+
+    def test_paths_of_a_machine_are_reported(self):
+        for path in ["/" + "root/.cache", "/" + "home/ada/src", "/" + "work/main", "/" + "Users/Ada/src", str(self.root)]:
+            with self.subTest(path):
+                file = self.write("notes.md", f"first\nsee {path} for it\n")
+                messages = machine_paths([file], self.root, own=(self.root,))
+                self.assertEqual(len(messages), 1, path)
+                self.assertIn(f"notes.md:2: '{path}", messages[0])
+
+    def test_other_paths_are_not(self):
+        text = "/usr/include /tmp/x $PREFIX/work/ ${HOME}/root build/work/x https://example.org/home/ada `/`\n"
+        file = self.write("notes.md", text)
+        self.assertEqual(machine_paths([file], self.root, own=(self.root, Path("/"))), [])
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,72 @@
+#include "penstock/schedule/csv.h"
+
+#include <gtest/gtest.h>
+
+#include "penstock/schedule/generators.h"
+#include "penstock/schedule/passes.h"
+#include "penstock/schedule/verify.h"
+#include "tests/schedule/expect.h"
+
+namespace penstock {
+namespace {
+
+TEST(ScheduleCsv, ComesBackAsItWas) {
+  for (const Generator& generator : generators()) {
+    const Schedule schedule = generate(generator.name, {.ranks = 3, .microbatches = 7});
+    EXPECT_EQ(parse_csv(to_csv(schedule)), schedule) << generator.name;
+    EXPECT_EQ(parse_csv(to_csv(lower(schedule))), lower(schedule)) << generator.name;
+  }
+}
+
+TEST(ScheduleCsv, CarriesEdgesOffTheChainInItsMessages) {
+  StageGraph graph(4);
+  graph.add_edge(0, 3);
+  const Schedule lowered = lower(gpipe(4, 2).with_graph(graph));
+  EXPECT_EQ(parse_csv(to_csv(lowered)), lowered);
+}
+
+TEST(ScheduleCsv, TakesGraphFromOptions) {
+  const Schedule schedule = parse_csv("0F0,0B0\n1F0,1B0\n2F0,2B0\n", {.skips = {{0, 2}}, .shared = {{0, 2}}});
+  EXPECT_EQ(schedule.graph().skips(), (std::vector<Edge>{{0, 2}}));
+  EXPECT_EQ(schedule.graph().groups().size(), 1U);
+  expect_error([] { parse_csv("0F0\n", {.skips = {{0, 2}}}); }, "no edge can lead from stage 0 to stage 2");
+}
+
+TEST(ScheduleCsv, LeavesOutIdleSlotsAndTakesEveryKindOfLine) {
+  const Schedule expected = parse_csv("0F0,0B0\n1F0,1B0\n");
+  for (const char* text : {",0F0,,0B0,,\r\n,,1F0,1B0\r\n", "\xEF\xBB\xBF" "0F0,0B0\n1F0,1B0", " 0F0 , 0B0\n\t1F0,1B0\n", "\"0F0\",\"0B0\"\n1F0,1B0\n"}) {
+    EXPECT_EQ(parse_csv(text), expected) << text;
+  }
+}
+
+TEST(ScheduleCsv, TakesAnEmptyLineForARankWithoutActions) {
+  const Schedule schedule = parse_csv("0F0\n\n1F0\n");
+  EXPECT_EQ(schedule.ranks(), 3);
+  EXPECT_EQ(schedule.placement().rank_of(1), 2);
+}
+
+TEST(ScheduleCsv, NamesLineAndColumnOfABadAction) {
+  expect_error([] { parse_csv("0F0,0F1\n1F0,1F1\n2F0,,,,,,2F1,2X4\n", {.source = "schedule.csv"}); },
+               "schedule.csv:3:14: '2X4' is not an action: unknown computation 'X'.\n  Hint: the computations are ");
+}
+
+TEST(ScheduleCsv, RefusesWhatIsNoSchedule) {
+  expect_error([] { parse_csv(""); }, "schedule.csv: there is no action in it");
+  expect_error([] { parse_csv("\n,,\n"); }, "there is no action in it");
+  expect_error([] { parse_csv("0F0\n0B0\n"); }, "schedule.csv:2:1: '0B0' stands in the row of rank 1, but stage 0 has actions on rank 0 already");
+  expect_error([] { parse_csv("0F0,2F0,0F1\n"); }, "stage 1 has no action, but stage 2 has");
+  expect_error([] { parse_csv("0F0\n2147483647F2147483646\n"); }, "schedule.csv:2:1: '2147483647F2147483646' counts further than the file has actions");
+  expect_error([] { parse_csv("0F0,0SEND_F0@9\n"); }, "schedule.csv:1:5: '0SEND_F0@9': no edge can lead from stage 0 to stage 9");
+  expect_error([] { parse_csv("PK\x03\x04\n"); }, "schedule.csv:1:1: 'PK");
+}
+
+TEST(ScheduleCsv, LoadsMoreThanAMillionActions) {
+  const Schedule lowered = lower(interleaved_1f1b(16, 4, 4096));
+  const Schedule loaded = parse_csv(to_csv(lowered));
+  EXPECT_GT(loaded.size(), 1'000'000U);
+  EXPECT_EQ(loaded, lowered);
+  EXPECT_FALSE(verify(loaded));
+}
+
+}  // namespace
+}  // namespace penstock

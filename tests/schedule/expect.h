@@ -1,0 +1,37 @@
+// What the tests of this room share: checks of error messages, and schedules drawn at random.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <random>
+#include <string>
+
+#include "penstock/schedule/error.h"
+#include "penstock/schedule/schedule.h"
+
+namespace penstock {
+
+// `act` throws a ScheduleError whose message contains `words`.
+inline void expect_error(const std::function<void()>& act, const std::string& words) {
+  try {
+    act();
+    ADD_FAILURE() << "no error, instead of: " << words;
+  } catch (const ScheduleError& error) {
+    EXPECT_NE(std::string(error.what()).find(words), std::string::npos)
+        << "message: " << error.what() << "\nwanted:  " << words;
+  }
+}
+
+using Random = std::mt19937;
+
+inline int between(Random& random, int low, int high) {
+  return std::uniform_int_distribution<int>(low, high)(random);
+}
+
+// A chain of stages with skips and groups at random.
+StageGraph random_graph(Random& random, int stages);
+// Stages on ranks at random, each rank with one at least if there are enough.
+Placement random_placement(Random& random, int ranks, int stages);
+
+}  // namespace penstock

@@ -1,0 +1,144 @@
+#include "penstock/schedule/simulate.h"
+
+#include <gtest/gtest.h>
+
+#include "penstock/schedule/csv.h"
+#include "penstock/schedule/generators.h"
+#include "penstock/schedule/passes.h"
+#include "tests/schedule/expect.h"
+
+namespace penstock {
+namespace {
+
+Costs with_link(double latency, double bandwidth = 0) {
+  Costs costs;
+  costs.link = {latency, bandwidth};
+  return costs;
+}
+
+TEST(Simulator, AddsUpASmallPipelineByHand) {
+  const Timeline timeline = simulate(gpipe(2, 2));
+  EXPECT_EQ(timeline.makespan, 9);
+  EXPECT_NEAR(timeline.bubble, 1 - 12.0 / 18, 1e-12);
+  EXPECT_EQ(timeline.ranks[0].work, 6);
+  EXPECT_EQ(timeline.ranks[0].fill, 0);
+  EXPECT_EQ(timeline.ranks[0].waiting, (std::map<int, double>{{1, 3}}));
+  EXPECT_EQ(timeline.ranks[1].fill, 1);
+  EXPECT_EQ(timeline.ranks[1].drain, 2);
+  const auto& spans = timeline.ranks[1].spans;
+  EXPECT_EQ(spans[0].start, 1);
+  EXPECT_EQ(spans[3].end, 7);
+}
+
+TEST(Simulator, CountsLatencyOnEveryHop) {
+  EXPECT_EQ(simulate(gpipe(3, 1), with_link(0.25)).makespan, 9 + 4 * 0.25);
+  EXPECT_EQ(simulate(lower(gpipe(3, 1)), with_link(0.25)).makespan, 9 + 4 * 0.25);
+}
+
+TEST(Simulator, LetsALinkCarryOneMessageAtATime) {
+  // Two activations of three units each, sent at 1 and 2: the second leaves at 4 and is there at 7.
+  Costs costs = with_link(0, 2);
+  costs.stage.bytes_sent = 6;
+  const Timeline timeline = simulate(parse_csv("0F0,0F1\n1F0,1F1\n"), costs);
+  EXPECT_EQ(timeline.ranks[1].spans[0].start, 4);
+  EXPECT_EQ(timeline.ranks[1].spans[1].start, 7);
+}
+
+TEST(Simulator, MovesAMessageOnlyWhenItsReceiveIsPosted) {
+  const Timeline late = simulate(parse_csv("0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F0,1F0,1RECV_F1,1F1\n"), with_link(0.5));
+  EXPECT_EQ(late.ranks[1].spans[3].start, 3);
+  const Timeline early = simulate(parse_csv("0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F0,1RECV_F1,1F0,1F1\n"), with_link(0.5));
+  EXPECT_EQ(early.ranks[1].spans[3].start, 2.5);
+}
+
+TEST(Simulator, TakesCostsByStageAndByLink) {
+  Costs costs;
+  costs.stages = {{.forward = 2}, {.forward = 5}};
+  costs.links[{0, 1}] = {.latency = 0.5};
+  const Timeline timeline = simulate(parse_csv("0F0\n1F0\n2F0\n"), costs);
+  EXPECT_EQ(timeline.makespan, 2 + 0.5 + 5 + 1);
+}
+
+TEST(Simulator, RunsThePartsOfAPairInTurnEachReleasingAtItsOwnEnd) {
+  const Schedule schedule = parse_csv("0F0,0F1,0B0,(0F2;0B1)OVERLAP_F_B,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n");
+  const Timeline timeline = simulate(schedule);
+  const Span pair = timeline.ranks[0].spans[3];
+  const PairSpans parts = split_pair(schedule.actions(0)[3], pair, {});
+  EXPECT_EQ(parts.first.end - parts.first.start, 1);
+  EXPECT_EQ(parts.second.end - parts.second.start, 2);
+  // Stage 1 goes on at the end of the first part, not of the pair, also when messages are written out.
+  EXPECT_EQ(timeline.ranks[1].spans[4].start, std::max(timeline.ranks[1].spans[3].end, parts.first.end));
+  EXPECT_EQ(simulate(lower(schedule)).makespan, timeline.makespan);
+}
+
+TEST(Simulator, KeepsActivationsFromForwardToWeightGradient) {
+  Costs costs;
+  costs.stage.bytes_kept = 10;
+  const Timeline split = simulate(parse_csv("0F0,0I0,0F1,0I1,0W0,0W1\n"), costs);
+  EXPECT_EQ(split.ranks[0].peak_activations, 2);
+  EXPECT_EQ(split.ranks[0].peak_bytes, 20);
+  const Timeline whole = simulate(parse_csv("0F0,0B0,0F1,0B1\n"), costs);
+  EXPECT_EQ(whole.ranks[0].peak_activations, 1);
+}
+
+TEST(Simulator, LetsRanksMeetForSharedParameters) {
+  const Timeline timeline = simulate(lower(gpipe(2, 1).with_graph([] {
+    StageGraph graph(2);
+    graph.share({0, 1});
+    return graph;
+  }())));
+  EXPECT_EQ(timeline.ranks[1].spans.back().end, timeline.makespan);
+  EXPECT_EQ(timeline.ranks[1].drain, 2);
+}
+
+TEST(Simulator, SaysWhereAScheduleSticks) {
+  expect_error([] { simulate(parse_csv("0F0,0B0\n1F1,1F0,1B0,1B1\n")); },
+               "does not run to its end: rank 0 is stuck at position 1, 0B0.\n  Hint: verify says why.");
+}
+
+TEST(Simulator, CanDoWhatTheTwoPlacesOfThePeerCannot) {
+  for (const char* name : {"DualPipeV", "ZBVZeroBubble", "Interleaved1F1B"}) {
+    EXPECT_GT(simulate(lower(generate(name, {.ranks = 4, .microbatches = 8}))).makespan, 0) << name;
+  }
+}
+
+TEST(Costs, AreReadFromAFile) {
+  const Costs costs = parse_costs(R"({"version": 1, "stages": [{"forward": 2, "bytes_kept": 7}, {}],
+                                      "links": [{"from": 0, "to": 1, "latency": 0.5}]})", "costs.json", with_link(3, 4));
+  EXPECT_EQ(costs.of_stage(0).forward, 2);
+  EXPECT_EQ(costs.of_stage(0).bytes_kept, 7);
+  EXPECT_EQ(costs.of_stage(0).input, 1);
+  EXPECT_EQ(costs.of_stage(5).forward, 1);
+  EXPECT_EQ(costs.of_link(0, 1).latency, 0.5);
+  EXPECT_EQ(costs.of_link(0, 1).bandwidth, 4);
+  EXPECT_EQ(costs.of_link(1, 0).latency, 3);
+}
+
+TEST(Costs, NameWhatIsWrongInAFile) {
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {"{\n]", "costs.json:2: this is not JSON"},
+      {"[]", "costs.json: the file should be an object, but is array"},
+      {"{}", "costs.json: version should be 1, but is missing"},
+      {R"({"version": 2})", "version should be 1, but is 2"},
+      {R"({"version": 1, "stage": []})", "the file has an unknown key 'stage'.\n  Hint: did you mean stages?"},
+      {R"({"version": 1, "stages": 3})", "stages should be a list, but is number"},
+      {R"({"version": 1, "stages": [{}, {"foward": 1}]})", "stages[1] has an unknown key 'foward'.\n  Hint: did you mean forward?"},
+      {R"({"version": 1, "stages": [{"forward": "x"}]})", "stages[0].forward should be a number, but is \"x\""},
+      {R"({"version": 1, "stages": [{"forward": -1}]})", "stages[0].forward should be a number that is not negative, but is -1"},
+      {R"({"version": 1, "links": [{"to": 1}]})", "links[0] has no 'from', the index of a rank"},
+      {R"({"version": 1, "links": [{"from": 0.5, "to": 1}]})", "links[0].from should be the index of a rank, but is 0.5"},
+  };
+  for (const auto& [text, words] : cases) expect_error([&] { parse_costs(text, "costs.json"); }, words);
+}
+
+TEST(Costs, OfARanksShareAreDividedByItsStages) {
+  Costs by_rank;
+  by_rank.stages = {{.forward = 4, .bytes_kept = 8}, {.forward = 6}};
+  const Costs costs = shared_out(by_rank, Placement({0, 1, 1, 0}));
+  EXPECT_EQ(costs.of_stage(3).forward, 2);
+  EXPECT_EQ(costs.of_stage(3).bytes_kept, 4);
+  EXPECT_EQ(costs.of_stage(1).forward, 3);
+}
+
+}  // namespace
+}  // namespace penstock
