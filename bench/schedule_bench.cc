@@ -41,7 +41,8 @@ int main() {
     while (std::cin >> what >> ranks >> stages_per_rank >> microbatches) {
       if (what == "lower") {
         std::size_t actions = 0;
-        const double time = seconds([&] { actions = lower(interleaved_1f1b(ranks, stages_per_rank, microbatches)).size(); });
+        const double time =
+            seconds([&] { actions = lower(interleaved_1f1b(ranks, stages_per_rank, microbatches)).size(); });
         std::cout << time << " " << actions << std::endl;
       } else if (what == "simulate") {
         const Schedule lowered = lower(interleaved_1f1b(ranks, stages_per_rank, microbatches));

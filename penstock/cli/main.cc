@@ -25,7 +25,8 @@ std::string hint_for(const CLI::App& app, const std::string& word) {
       for (const std::string& name : option->get_lnames()) words.push_back("--" + name);
     }
   } else {
-    for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) words.push_back(command->get_name());
+    for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; }))
+      words.push_back(command->get_name());
   }
   if (const auto near = nearest(word, words)) return "did you mean " + *near + "?";
   return "see " + app.get_display_name() + " --help.";
@@ -41,7 +42,8 @@ void explain_usage(const CLI::App& root, const CLI::ParseError& error) {
     path += " " + command->get_name();
   }
   if (!left.empty()) {
-    const auto option = std::find_if(left.begin(), left.end(), [](const std::string& word) { return word.starts_with('-'); });
+    const auto option =
+        std::find_if(left.begin(), left.end(), [](const std::string& word) { return word.starts_with('-'); });
     const bool takes_commands = !app.get_subcommands([](const CLI::App*) { return true; }).empty();
     const std::string& word = takes_commands || option == left.end() ? left.front() : *option;
     const std::string name = word.substr(0, word.find('='));

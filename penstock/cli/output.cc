@@ -8,7 +8,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iostream>
-#include <sstream>
+#include <iterator>
 #include <stdexcept>
 
 namespace penstock::cli {
@@ -80,12 +80,13 @@ void write_output(const std::string& path, const std::function<void(std::ostream
 }
 
 std::string read_file(const std::string& path) {
+  std::error_code ignored;
+  if (std::filesystem::is_directory(path, ignored)) fail(path, "could not be read: it is a folder.");
   std::ifstream in(path, std::ios::binary);
   if (!in) fail(path, "could not be read: " + reason() + ".");
-  std::ostringstream content;
-  content << in.rdbuf();
-  if (in.bad() || (content.fail() && in.tellg() != 0)) fail(path, "could not be read: " + reason() + ".");
-  return std::move(content).str();
+  std::string content{std::istreambuf_iterator<char>(in), {}};
+  if (in.bad()) fail(path, "could not be read: " + reason() + ".");
+  return content;
 }
 
 }  // namespace penstock::cli

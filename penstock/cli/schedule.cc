@@ -13,6 +13,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "penstock/cli/command.h"
@@ -21,6 +22,7 @@
 #include "penstock/schedule/draw.h"
 #include "penstock/schedule/error.h"
 #include "penstock/schedule/generators.h"
+#include "penstock/schedule/nearest.h"
 #include "penstock/schedule/passes.h"
 #include "penstock/schedule/simulate.h"
 #include "penstock/schedule/verify.h"
@@ -43,8 +45,20 @@ CLI::Validator cost() {
   return {[](const std::string& text) {
             double value = 0;
             const auto read = std::from_chars(text.data(), text.data() + text.size(), value);
-            const bool good = read.ec == std::errc() && read.ptr == text.data() + text.size() && std::isfinite(value) && value >= 0;
+            const bool good =
+                read.ec == std::errc() && read.ptr == text.data() + text.size() && std::isfinite(value) && value >= 0;
             return good ? std::string() : "'" + text + "' should be a number that is not negative";
+          },
+          ""};
+}
+
+CLI::Validator one_of(std::vector<std::string> words) {
+  return {[words = std::move(words)](const std::string& word) {
+            if (std::ranges::find(words, word) != words.end()) return std::string();
+            std::string all;
+            for (const std::string& each : words) all += (all.empty() ? "" : ", ") + each;
+            const auto near = nearest(word, words);
+            return "'" + word + "' is none of " + all + (near ? "; did you mean " + *near + "?" : "");
           },
           ""};
 }
@@ -61,21 +75,28 @@ struct Spec {
 
   void add_to(CLI::App& command) {
     auto* const by_name = command.add_option("NAME", name, "A schedule; `penstock schedule list` names them");
-    auto* const by_file = command.add_option("--csv", csv, "A file with a schedule, a row for each rank")->option_text("FILE");
+    auto* const by_file =
+        command.add_option("--csv", csv, "A file with a schedule, a row for each rank")->option_text("FILE");
     by_name->excludes(by_file);
     add_size_to(command);
     command.add_option("--stages-per-rank", stages_per_rank, "Stages a rank: 1 for GPipe and 1F1B, else 2")
-        ->option_text("V")->check(whole_number())->excludes(by_file);
+        ->option_text("V")
+        ->check(whole_number())
+        ->excludes(by_file);
     command.get_option("--ranks")->excludes(by_file);
     command.get_option("--microbatches")->excludes(by_file);
     command.add_option("--edges", edges, "Skip connections between stages, such as 0-3,1-2")->option_text("LIST");
     command.add_option("--shared", shared, "Stages that share parameters, such as 0,3; may be given again")
-        ->option_text("LIST")->expected(1)->take_all();
+        ->option_text("LIST")
+        ->expected(1)
+        ->take_all();
   }
 
   void add_size_to(CLI::App& command) {
     command.add_option("--ranks", ranks, "How many ranks")->option_text("P")->check(whole_number());
-    command.add_option("--microbatches", microbatches, "How many microbatches")->option_text("M")->check(whole_number());
+    command.add_option("--microbatches", microbatches, "How many microbatches")
+        ->option_text("M")
+        ->check(whole_number());
   }
 
   std::string title() const { return csv.empty() ? std::string(find_generator(name).name) : csv; }
@@ -84,10 +105,12 @@ struct Spec {
     if (!csv.empty()) {
       return parse_csv(read_file(csv), {.source = csv, .skips = parse_edges(), .shared = parse_groups()});
     }
-    if (name.empty()) throw ScheduleError("which schedule? Give its name, or a file with --csv.\n  Hint: penstock schedule list");
+    if (name.empty())
+      throw ScheduleError("which schedule? Give its name, or a file with --csv.\n  Hint: penstock schedule list");
     find_generator(name);
     require_size();
-    const Schedule schedule = generate(name, {.ranks = ranks, .stages_per_rank = stages_per_rank, .microbatches = microbatches});
+    const Schedule schedule =
+        generate(name, {.ranks = ranks, .stages_per_rank = stages_per_rank, .microbatches = microbatches});
     StageGraph graph = schedule.graph();
     for (const Edge& edge : parse_edges()) graph.add_edge(edge.from, edge.to);
     for (const std::vector<int>& group : parse_groups()) graph.share(group);
@@ -101,7 +124,8 @@ struct Spec {
 
  private:
   // The numbers in a text such as "0,3", or with another sign between them.
-  static std::vector<int> numbers(const std::string& text, char between, const std::string& option, const std::string& example) {
+  static std::vector<int> numbers(const std::string& text, char between, const std::string& option,
+                                  const std::string& example) {
     std::vector<int> result;
     const char* at = text.data();
     const char* const end = at + text.size();
@@ -109,7 +133,8 @@ struct Spec {
       int value = 0;
       const auto read = std::from_chars(at, end, value);
       const bool good = read.ec == std::errc() && value >= 0 && (read.ptr == end || *read.ptr == between);
-      if (!good) throw ScheduleError(option + " '" + text + "' is no list of stages.\n  Hint: " + option + " " + example);
+      if (!good)
+        throw ScheduleError(option + " '" + text + "' is no list of stages.\n  Hint: " + option + " " + example);
       result.push_back(value);
       if (read.ptr == end) return result;
       at = read.ptr + 1;
@@ -121,7 +146,8 @@ struct Spec {
     for (std::size_t begin = 0; begin < edges.size();) {
       const std::size_t end = std::min(edges.find(',', begin), edges.size());
       const std::vector<int> ends = numbers(edges.substr(begin, end - begin), '-', "--edges", "0-3,1-2");
-      if (ends.size() != 2) throw ScheduleError("--edges '" + edges + "' is no list of edges.\n  Hint: --edges 0-3,1-2");
+      if (ends.size() != 2)
+        throw ScheduleError("--edges '" + edges + "' is no list of edges.\n  Hint: --edges 0-3,1-2");
       result.push_back({ends[0], ends[1]});
       begin = end + 1;
     }
@@ -158,7 +184,8 @@ struct CostOptions {
 // What is executed: the lists as they are in a lowered file, else lowered.
 Schedule lowered(const Schedule& schedule) {
   const Features features = features_of(schedule);
-  if (!features.communication && !features.sharding && !features.reduction && !features.shared_sums) return lower(schedule);
+  if (!features.communication && !features.sharding && !features.reduction && !features.shared_sums)
+    return lower(schedule);
   require_valid(schedule);
   return schedule;
 }
@@ -180,8 +207,8 @@ bool is_send(const Action& action) {
 
 std::string size_text(const Schedule& schedule) {
   return std::to_string(schedule.ranks()) + " ranks, " + std::to_string(schedule.stages()) + " stages, " +
-         std::to_string(schedule.microbatches()) + " microbatches, " + std::to_string(count_actions(schedule, is_compute)) +
-         " computations";
+         std::to_string(schedule.microbatches()) + " microbatches, " +
+         std::to_string(count_actions(schedule, is_compute)) + " computations";
 }
 
 int terminal_width() {
@@ -198,7 +225,8 @@ void write_columns(std::ostream& out, const std::vector<std::vector<std::string>
   }
   for (const auto& row : rows) {
     for (std::size_t i = 0; i < row.size(); ++i) {
-      out << (i == 0 ? "" : "  ") << (i == 0 ? std::left : std::right) << std::setw(static_cast<int>(widths[i])) << row[i];
+      out << (i == 0 ? "" : "  ") << (i == 0 ? std::left : std::right) << std::setw(static_cast<int>(widths[i]))
+          << row[i];
     }
     out << "\n";
   }
@@ -234,8 +262,11 @@ void add_show(CLI::App& parent) {
   options->spec.add_to(*command);
   options->costs.add_to(*command, "one stage and one microbatch");
   command->add_option("--format", options->format, "text, svg, html (one page to zoom in) or trace (Chrome, Perfetto)")
-      ->check(CLI::IsMember({"text", "svg", "html", "trace"}))->option_text("FORMAT")->capture_default_str();
-  command->add_flag("--lowered", options->is_lowered, "With messages, sharding and reductions; as text, a table of the lists");
+      ->check(one_of({"text", "svg", "html", "trace"}))
+      ->option_text("FORMAT")
+      ->capture_default_str();
+  command->add_flag("--lowered", options->is_lowered,
+                    "With messages, sharding and reductions; as text, a table of the lists");
   command->add_option("-o,--output", options->output, "Write to a file")->option_text("FILE");
   command->callback([options] {
     const Schedule given = options->spec.schedule();
@@ -256,7 +287,8 @@ void add_show(CLI::App& parent) {
       } else if (options->format == "trace") {
         draw_trace(out, drawing);
       } else {
-        draw_text(out, drawing, {.colour = to_terminal && std::getenv("NO_COLOR") == nullptr, .width = terminal_width()});
+        draw_text(out, drawing,
+                  {.colour = to_terminal && std::getenv("NO_COLOR") == nullptr, .width = terminal_width()});
       }
     });
   });
@@ -283,7 +315,8 @@ void add_export(CLI::App& parent) {
 
 void add_verify(CLI::App& parent, int& exit) {
   const auto spec = std::make_shared<Spec>();
-  auto* const command = parent.add_subcommand("verify", "Prove that a schedule is complete, in order and free of deadlock");
+  auto* const command =
+      parent.add_subcommand("verify", "Prove that a schedule is complete, in order and free of deadlock");
   spec->add_to(*command);
   command->callback([spec, &exit] {
     const Schedule given = spec->schedule();
@@ -306,7 +339,8 @@ void add_simulate(CLI::App& parent) {
     bool json = false;
   };
   const auto options = std::make_shared<Options>();
-  auto* const command = parent.add_subcommand("simulate", "Reckon how long a schedule takes, who waits for whom, and what ranks keep");
+  auto* const command =
+      parent.add_subcommand("simulate", "Reckon how long a schedule takes, who waits for whom, and what ranks keep");
   options->spec.add_to(*command);
   options->costs.add_to(*command, "one stage and one microbatch");
   command->add_flag("--json", options->json, "As JSON");
@@ -334,16 +368,19 @@ void add_simulate(CLI::App& parent) {
       std::cout << result.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << "\n";
       return;
     }
-    std::cout << options->spec.title() << ": " << size_text(executed) << ", " << count_actions(executed, is_send) << " messages\n"
-              << "makespan " << rounded(timeline.makespan, 3) << "   bubble " << rounded(100 * timeline.bubble, 1) << " %\n\n";
-    std::vector<std::vector<std::string>> rows = {{"rank", "work", "fill", "drain", "waiting", "peak activations", "peak bytes", "waits most for"}};
+    std::cout << options->spec.title() << ": " << size_text(executed) << ", " << count_actions(executed, is_send)
+              << " messages\n"
+              << "makespan " << rounded(timeline.makespan, 3) << "   bubble " << rounded(100 * timeline.bubble, 1)
+              << " %\n\n";
+    std::vector<std::vector<std::string>> rows = {
+        {"rank", "work", "fill", "drain", "waiting", "peak activations", "peak bytes", "waits most for"}};
     for (std::size_t rank = 0; rank < timeline.ranks.size(); ++rank) {
       const RankTimes& times = timeline.ranks[rank];
       double waiting = 0;
       for (const auto& [other, time] : times.waiting) waiting += time;
       const auto most = std::ranges::max_element(times.waiting, {}, [](const auto& entry) { return entry.second; });
-      rows.push_back({std::to_string(rank), rounded(times.work, 3), rounded(times.fill, 3), rounded(times.drain, 3), rounded(waiting, 3),
-                      std::to_string(times.peak_activations), rounded(times.peak_bytes, 0),
+      rows.push_back({std::to_string(rank), rounded(times.work, 3), rounded(times.fill, 3), rounded(times.drain, 3),
+                      rounded(waiting, 3), std::to_string(times.peak_activations), rounded(times.peak_bytes, 0),
                       waiting > 0 ? "rank " + std::to_string(most->first) : "-"});
     }
     write_columns(std::cout, rows);
@@ -356,7 +393,8 @@ void add_compare(CLI::App& parent) {
     CostOptions costs;
   };
   const auto options = std::make_shared<Options>();
-  auto* const command = parent.add_subcommand("compare", "All schedules side by side, the best first, with the same work for each rank");
+  auto* const command =
+      parent.add_subcommand("compare", "All schedules side by side, the best first, with the same work for each rank");
   options->size.add_size_to(*command);
   options->costs.add_to(*command, "a rank's whole share of the model, which its stages divide");
   command->callback([options] {
@@ -370,21 +408,23 @@ void add_compare(CLI::App& parent) {
     const Costs by_rank = options->costs.get();
     std::vector<Row> rows;
     for (const Generator& generator : generators()) {
-      const Schedule schedule = generate(generator.name, {.ranks = options->size.ranks, .microbatches = options->size.microbatches});
+      const Schedule schedule =
+          generate(generator.name, {.ranks = options->size.ranks, .microbatches = options->size.microbatches});
       // Without a backward it is not the same work.
       if (!features_of(schedule).backward) continue;
       const Schedule executed = lower(schedule);
-      rows.push_back({&generator, simulate(executed, shared_out(by_rank, executed.placement())), count_actions(executed, is_send),
-                      generator.default_stages_per_rank()});
+      rows.push_back({&generator, simulate(executed, shared_out(by_rank, executed.placement())),
+                      count_actions(executed, is_send), generator.default_stages_per_rank()});
     }
     std::ranges::stable_sort(rows, {}, [](const Row& row) { return row.timeline.makespan; });
-    std::vector<std::vector<std::string>> table = {{"schedule", "stages a rank", "makespan", "bubble", "peak activations", "peak bytes", "messages"}};
+    std::vector<std::vector<std::string>> table = {
+        {"schedule", "stages a rank", "makespan", "bubble", "microbatches kept", "messages"}};
     for (const Row& row : rows) {
-      const auto& ranks = row.timeline.ranks;
-      table.push_back({std::string(row.generator->name), std::to_string(row.stages_per_rank), rounded(row.timeline.makespan, 3),
-                       rounded(100 * row.timeline.bubble, 1) + " %",
-                       std::to_string(std::ranges::max(ranks, {}, &RankTimes::peak_activations).peak_activations),
-                       rounded(std::ranges::max(ranks, {}, &RankTimes::peak_bytes).peak_bytes, 1), std::to_string(row.messages)});
+      // In whole shares of a rank, since a stage's is smaller the more of them there are.
+      const int peak = std::ranges::max(row.timeline.ranks, {}, &RankTimes::peak_activations).peak_activations;
+      table.push_back({std::string(row.generator->name), std::to_string(row.stages_per_rank),
+                       rounded(row.timeline.makespan, 3), rounded(100 * row.timeline.bubble, 1) + " %",
+                       rounded(1.0 * peak / row.stages_per_rank, 1), std::to_string(row.messages)});
     }
     write_columns(std::cout, table);
   });
@@ -393,7 +433,8 @@ void add_compare(CLI::App& parent) {
 }  // namespace
 
 void add_schedule_command(CLI::App& app, int& exit) {
-  auto* const schedule = app.add_subcommand("schedule", "Make, draw, verify, simulate and compare schedules; needs no libtorch");
+  auto* const schedule =
+      app.add_subcommand("schedule", "Make, draw, verify, simulate and compare schedules; needs no libtorch");
   schedule->require_subcommand(1);
   add_list(*schedule);
   add_show(*schedule);

@@ -128,9 +128,9 @@ class Reader {
     for (const Computation candidate : plain_computations()) {
       hint += std::string(name_of(candidate)) + (candidate == plain_computations().back() ? "." : ", ");
     }
-    fail((word.empty() ? std::string("no computation behind the stage.")
-                       : "unknown computation " + quoted(word) + ".") +
-         hint);
+    fail(
+        (word.empty() ? std::string("no computation behind the stage.") : "unknown computation " + quoted(word) + ".") +
+        hint);
   }
 
   int number(const std::string& if_missing) {
@@ -210,7 +210,8 @@ std::string to_string(const Action& action) {
 
 Action parse_action(std::string_view text) {
   const std::string_view body = trimmed(text);
-  if (body.empty()) throw ScheduleError("an empty text is not an action.\n  Hint: 0F1 is stage 0, forward, microbatch 1.");
+  if (body.empty())
+    throw ScheduleError("an empty text is not an action.\n  Hint: 0F1 is stage 0, forward, microbatch 1.");
   return Reader(body).action();
 }
 

@@ -60,25 +60,15 @@ struct Action {
   Computation second_part = Computation::Forward;
 
   // F, I, W, B, or a pair of them.
-  bool is_compute() const {
-    return computation <= Computation::FullBackward || computation == Computation::Overlap;
-  }
-  bool is_send() const {
-    return computation == Computation::SendForward || computation == Computation::SendBackward;
-  }
-  bool is_recv() const {
-    return computation == Computation::RecvForward || computation == Computation::RecvBackward;
-  }
+  bool is_compute() const { return computation <= Computation::FullBackward || computation == Computation::Overlap; }
+  bool is_send() const { return computation == Computation::SendForward || computation == Computation::SendBackward; }
+  bool is_recv() const { return computation == Computation::RecvForward || computation == Computation::RecvBackward; }
   bool is_message() const { return is_send() || is_recv(); }
   bool is_overlap() const { return computation == Computation::Overlap; }
 
   // The parts of a pair, as actions of their own.
-  Action first() const {
-    return {.stage = stage, .microbatch = microbatch, .computation = first_part};
-  }
-  Action second() const {
-    return {.stage = other_stage, .microbatch = other_microbatch, .computation = second_part};
-  }
+  Action first() const { return {.stage = stage, .microbatch = microbatch, .computation = first_part}; }
+  Action second() const { return {.stage = other_stage, .microbatch = other_microbatch, .computation = second_part}; }
 
   friend bool operator==(const Action&, const Action&) = default;
 };

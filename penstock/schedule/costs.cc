@@ -32,7 +32,8 @@ class CostsReader {
       const auto near = nearest(key, known);
       std::string names;
       for (const std::string& name : known) names += (names.empty() ? "" : ", ") + name;
-      fail(path, "has an unknown key '" + key + "'.\n  Hint: " + (near ? "did you mean " + *near + "?" : "the keys are " + names + "."));
+      fail(path, "has an unknown key '" + key +
+                     "'.\n  Hint: " + (near ? "did you mean " + *near + "?" : "the keys are " + names + "."));
     }
   }
 
@@ -41,7 +42,8 @@ class CostsReader {
     if (found == object.end()) return;
     if (!found->is_number()) fail(path + "." + key, "should be a number, but is " + found->dump() + ".");
     value = found->get<double>();
-    if (!std::isfinite(value) || value < 0) fail(path + "." + key, "should be a number that is not negative, but is " + found->dump() + ".");
+    if (!std::isfinite(value) || value < 0)
+      fail(path + "." + key, "should be a number that is not negative, but is " + found->dump() + ".");
   }
 
   int index(const json& object, const std::string& path, const char* key) const {
@@ -94,12 +96,14 @@ Costs parse_costs(std::string_view text, const std::string& source, const Costs&
   } catch (const json::parse_error& error) {
     const std::size_t at = std::min(error.byte == 0 ? 0 : error.byte - 1, text.size());
     const auto line = 1 + std::count(text.begin(), text.begin() + static_cast<std::ptrdiff_t>(at), '\n');
-    throw ScheduleError(source + ":" + std::to_string(line) + ": this is not JSON.\n  Hint: {\"version\": 1, \"stages\": [{\"forward\": 1}]}");
+    throw ScheduleError(source + ":" + std::to_string(line) +
+                        ": this is not JSON.\n  Hint: {\"version\": 1, \"stages\": [{\"forward\": 1}]}");
   }
   reader.require_keys(root, "the file", {"version", "stages", "links"});
   const json version = root.value("version", json());
   if (version != kVersion) {
-    reader.fail("version", "should be 1, but is " + (version.is_null() ? std::string("missing") : version.dump()) + ".");
+    reader.fail("version",
+                "should be 1, but is " + (version.is_null() ? std::string("missing") : version.dump()) + ".");
   }
 
   Costs costs = defaults;

@@ -18,8 +18,8 @@ struct StageCosts {
   double weight = 1;
   // What it sends along each of its edges, and gets back as a gradient.
   double bytes_sent = 1;
-  // What it keeps from its forward to its weight gradient.
-  double bytes_kept = 1;
+  // What it keeps from its forward to its weight gradient; 0: not known.
+  double bytes_kept = 0;
 };
 
 struct LinkCosts {

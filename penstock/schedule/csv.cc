@@ -79,7 +79,8 @@ Schedule parse_csv(std::string_view text, const CsvOptions& options) {
   int ranks = 0;
   const std::vector<Placed> cells = read_cells(text, options.source, ranks);
   if (cells.empty()) {
-    throw ScheduleError(options.source + ": there is no action in it.\n  Hint: a row for each rank, such as 0F0,0F1,0B0,0B1");
+    throw ScheduleError(options.source +
+                        ": there is no action in it.\n  Hint: a row for each rank, such as 0F0,0F1,0B0,0B1");
   }
 
   // Every stage and every microbatch has a forward, so a file names no more of them than it has actions.
@@ -88,9 +89,12 @@ Schedule parse_csv(std::string_view text, const CsvOptions& options) {
   int microbatches = 0;
   for (const Placed& cell : cells) {
     for_each_part(cell.action, [&](const Action& part) {
-      if (static_cast<std::size_t>(part.stage) >= most || (part.microbatch != kNone && static_cast<std::size_t>(part.microbatch) >= most)) {
+      if (static_cast<std::size_t>(part.stage) >= most ||
+          (part.microbatch != kNone && static_cast<std::size_t>(part.microbatch) >= most)) {
         fail(options.source, cell.line, cell.column,
-             "'" + to_string(cell.action) + "' counts further than the file has actions: with all stages and microbatches from 0 on, there would be more.");
+             "'" + to_string(cell.action) +
+                 "' counts further than the file has actions: with all stages and microbatches from 0 on, there would "
+                 "be more.");
       }
       stages = std::max(stages, part.stage + 1);
       microbatches = std::max(microbatches, part.microbatch + 1);
@@ -105,8 +109,9 @@ Schedule parse_csv(std::string_view text, const CsvOptions& options) {
       if (rank == kNone) rank = cell.rank;
       if (rank != cell.rank) {
         fail(options.source, cell.line, cell.column,
-             "'" + to_string(cell.action) + "' stands in the row of rank " + std::to_string(cell.rank) + ", but stage " +
-                 std::to_string(part.stage) + " has actions on rank " + std::to_string(rank) + " already.");
+             "'" + to_string(cell.action) + "' stands in the row of rank " + std::to_string(cell.rank) +
+                 ", but stage " + std::to_string(part.stage) + " has actions on rank " + std::to_string(rank) +
+                 " already.");
       }
     });
     const Edge along = cell.action.is_message() ? edge_under(cell.action) : Edge{0, 1};

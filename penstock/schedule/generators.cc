@@ -27,7 +27,8 @@ constexpr std::array kGenerators = {
 };
 
 void require_positive(int number, const std::string& what) {
-  if (number < 1) throw ScheduleError("a schedule needs at least one " + what + ", not " + std::to_string(number) + ".");
+  if (number < 1)
+    throw ScheduleError("a schedule needs at least one " + what + ", not " + std::to_string(number) + ".");
 }
 
 // Lists beyond this would not fit into the memory of any machine that we know; indices must fit into 32 bits.
@@ -47,9 +48,9 @@ std::span<const Generator> generators() {
 }
 
 const Generator& find_generator(std::string_view name) {
-  const auto* const found =
-      std::find_if(kGenerators.begin(), kGenerators.end(),
-                   [&](const Generator& generator) { return lower_case(generator.name) == lower_case(name); });
+  const auto* const found = std::find_if(kGenerators.begin(), kGenerators.end(), [&](const Generator& generator) {
+    return lower_case(generator.name) == lower_case(name);
+  });
   if (found != kGenerators.end()) return *found;
 
   std::vector<std::string> names;
@@ -72,8 +73,9 @@ Schedule generate(std::string_view name, const GenerateOptions& options) {
       options.stages_per_rank == 0 ? generator.default_stages_per_rank() : options.stages_per_rank;
   require_positive(stages_per_rank, "stage a rank");
   if (generator.stages_per_rank != 0 && stages_per_rank != generator.stages_per_rank) {
-    throw ScheduleError(std::string(generator.name) + " has " + (generator.stages_per_rank == 1 ? "one stage" : "two stages") +
-                        " a rank, not " + std::to_string(stages_per_rank) +
+    throw ScheduleError(std::string(generator.name) + " has " +
+                        (generator.stages_per_rank == 1 ? "one stage" : "two stages") + " a rank, not " +
+                        std::to_string(stages_per_rank) +
                         ".\n  Hint: LoopedBFS, Interleaved1F1B and InterleavedZeroBubble take any number.");
   }
   require_reasonable(options.ranks, stages_per_rank, options.microbatches);
@@ -86,7 +88,8 @@ Schedule generate(std::string_view name, const Placement& placement, int microba
   // One stage a rank is a chain of as many ranks as there are stages; two are half as many; any number a rank fills the
   // ranks that there are.
   const auto divided = [](int stages, int by) { return (stages + by - 1) / by; };
-  const int ranks = generator.stages_per_rank == 0 ? placement.ranks() : divided(placement.stages(), generator.stages_per_rank);
+  const int ranks =
+      generator.stages_per_rank == 0 ? placement.ranks() : divided(placement.stages(), generator.stages_per_rank);
   require_reasonable(ranks, divided(placement.stages(), ranks), microbatches);
   const Schedule whole = generator.make(ranks, divided(placement.stages(), ranks), microbatches);
   if (whole.placement() == placement) return whole;

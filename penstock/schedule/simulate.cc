@@ -79,10 +79,13 @@ class Simulator {
 
   RankTimes& times(int rank) { return timeline_.ranks[static_cast<std::size_t>(rank)]; }
   Rank& state(int rank) { return ranks_[static_cast<std::size_t>(rank)]; }
-  Channel& channel(Way way, int edge) { return channels_[static_cast<std::size_t>(way)][static_cast<std::size_t>(edge)]; }
+  Channel& channel(Way way, int edge) {
+    return channels_[static_cast<std::size_t>(way)][static_cast<std::size_t>(edge)];
+  }
   Message& message_of(Way way, int edge, int microbatch) {
-    return messages_[static_cast<std::size_t>(way)][static_cast<std::size_t>(edge) * static_cast<std::size_t>(schedule_.microbatches()) +
-                                                    static_cast<std::size_t>(microbatch)];
+    return messages_[static_cast<std::size_t>(way)]
+                    [static_cast<std::size_t>(edge) * static_cast<std::size_t>(schedule_.microbatches()) +
+                     static_cast<std::size_t>(microbatch)];
   }
 
   void add_links(Way way, const Costs& costs) {
@@ -99,7 +102,8 @@ class Simulator {
                           .crosses = from != to});
     }
     link_free_.resize(link_index_.size(), 0);
-    messages_[static_cast<std::size_t>(way)].resize(graph_.edges().size() * static_cast<std::size_t>(schedule_.microbatches()));
+    messages_[static_cast<std::size_t>(way)].resize(graph_.edges().size() *
+                                                    static_cast<std::size_t>(schedule_.microbatches()));
   }
 
   std::vector<Group> make_groups() const {
@@ -216,7 +220,8 @@ class Simulator {
   double pass_message(int rank, const Rank& self, const Action& action) {
     const Edge along = edge_under(action);
     const int e = graph_.edge_index(along.from, along.to);
-    const bool forwards = action.computation == Computation::SendForward || action.computation == Computation::RecvForward;
+    const bool forwards =
+        action.computation == Computation::SendForward || action.computation == Computation::RecvForward;
     const Way way = forwards ? Way::Forward : Way::Backward;
     if (action.is_recv()) {
       post(way, e, action.microbatch, self.clock);
@@ -298,9 +303,9 @@ class Simulator {
     for (int rank = 0; rank < schedule_.ranks(); ++rank) {
       const auto actions = schedule_.actions(rank);
       if (state(rank).next < actions.size()) {
-        throw ScheduleError("the schedule does not run to its end: rank " + std::to_string(rank) + " is stuck at position " +
-                            std::to_string(state(rank).next) + ", " + to_string(actions[state(rank).next]) +
-                            ".\n  Hint: verify says why.");
+        throw ScheduleError("the schedule does not run to its end: rank " + std::to_string(rank) +
+                            " is stuck at position " + std::to_string(state(rank).next) + ", " +
+                            to_string(actions[state(rank).next]) + ".\n  Hint: verify says why.");
       }
       timeline_.makespan = std::max(timeline_.makespan, state(rank).clock);
     }

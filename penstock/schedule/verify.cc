@@ -104,8 +104,8 @@ class Verifier {
       if (++wanted.second == schedule_.microbatches()) wanted = {wanted.first + 1, 0};
     }
     fail_missing(std::min(wanted.first, schedule_.stages() - 1),
-                 to_string(forward(wanted.first, wanted.second)) + " is missing: " +
-                     stage_and_microbatch(wanted.first, wanted.second) + " has no forward.");
+                 to_string(forward(wanted.first, wanted.second)) +
+                     " is missing: " + stage_and_microbatch(wanted.first, wanted.second) + " has no forward.");
   }
 
   void look_at(int rank) {
@@ -124,7 +124,8 @@ class Verifier {
   }
 
   void require_in_range(const Action& action) const {
-    if (action.is_overlap() && (action.first_part > Computation::FullBackward || action.second_part > Computation::FullBackward)) {
+    if (action.is_overlap() &&
+        (action.first_part > Computation::FullBackward || action.second_part > Computation::FullBackward)) {
       fail_here("the parts of a pair are F, I, W or B.");
     }
     for_each_part(action, [&](const Action& part) {
@@ -150,21 +151,27 @@ class Verifier {
     if (state & bit) fail_here(text() + " is here a second time" + first_place_of(part) + ".");
     if (!is_forward(part) && !expected_.backward) fail_here(text() + " is a backward in a schedule of forwards alone.");
     if (expected_.sharding && !gathered_[static_cast<std::size_t>(part.stage)]) {
-      fail_here(text() + " needs its stage's parameters, but stage " + std::to_string(part.stage) + " is sharded here.");
+      fail_here(text() + " needs its stage's parameters, but stage " + std::to_string(part.stage) +
+                " is sharded here.");
     }
     if (is_forward(part)) {
-      for (const int e : graph().in_edges(part.stage)) require_input(part, e, edge(e).from, kForwardBit, Computation::RecvForward);
+      for (const int e : graph().in_edges(part.stage))
+        require_input(part, e, edge(e).from, kForwardBit, Computation::RecvForward);
     } else if (makes_input_gradient(part)) {
-      if (!(state & kForwardBit)) fail_here(text() + " comes before its forward " + to_string(forward(part.stage, part.microbatch)) + ".");
+      if (!(state & kForwardBit))
+        fail_here(text() + " comes before its forward " + to_string(forward(part.stage, part.microbatch)) + ".");
       if (state & (kInputBit | kFullBit)) {
-        fail_here(text() + " is a second backward: a microbatch has B, or I and W" + first_place_of(other_backward(part)) + ".");
+        fail_here(text() + " is a second backward: a microbatch has B, or I and W" +
+                  first_place_of(other_backward(part)) + ".");
       }
       for (const int e : graph().out_edges(part.stage)) {
         require_input(part, e, edge(e).to, kInputBit | kFullBit, Computation::RecvBackward);
       }
     } else {
       if (state & kFullBit) fail_here(text() + " is one too many: the full backward made that gradient already.");
-      if (!(state & kInputBit)) fail_here(text() + " comes before its input backward " + to_string(input_backward(part.stage, part.microbatch)) + ".");
+      if (!(state & kInputBit))
+        fail_here(text() + " comes before its input backward " +
+                  to_string(input_backward(part.stage, part.microbatch)) + ".");
     }
     state |= bit;
     if (makes_weight_gradient(part)) ++weight_gradients_[static_cast<std::size_t>(part.stage)];
@@ -179,15 +186,18 @@ class Verifier {
   void require_input(const Action& part, int e, int source, std::uint8_t made, Computation receive) {
     if (!crosses(edge(e))) {
       if (!(computed(source, part.microbatch) & made)) {
-        fail_here(to_string(part) + " comes before stage " + std::to_string(source) + " of this rank has made its input.");
+        fail_here(to_string(part) + " comes before stage " + std::to_string(source) +
+                  " of this rank has made its input.");
       }
     } else if (expected_.communication && !(message_state(e, part.microbatch) & message_bit(receive))) {
-      fail_here(to_string(part) + " has no " + to_string(message(part.stage, receive, part.microbatch, source)) + " before it.");
+      fail_here(to_string(part) + " has no " + to_string(message(part.stage, receive, part.microbatch, source)) +
+                " before it.");
     }
   }
 
   void look_at_message(const Action& action) {
-    const bool forwards = action.computation == Computation::SendForward || action.computation == Computation::RecvForward;
+    const bool forwards =
+        action.computation == Computation::SendForward || action.computation == Computation::RecvForward;
     if (!expected_.communication) fail_here("a message in a schedule without communication.");
     if (!forwards && !expected_.backward) fail_here("a gradient's message in a schedule of forwards alone.");
     const Edge along = edge_under(action);
@@ -196,7 +206,9 @@ class Verifier {
       fail_here("no edge leads from stage " + std::to_string(along.from) + " to stage " + std::to_string(along.to) +
                 ".\n  Hint: a skip connection is declared with --edges FROM-TO.");
     }
-    if (!crosses(along)) fail_here("stages " + std::to_string(along.from) + " and " + std::to_string(along.to) + " lie on one rank and need no message.");
+    if (!crosses(along))
+      fail_here("stages " + std::to_string(along.from) + " and " + std::to_string(along.to) +
+                " lie on one rank and need no message.");
     std::uint8_t& state = message_state(e, action.microbatch);
     const std::uint8_t bit = message_bit(action.computation);
     if (state & bit) fail_here(to_string(action) + " is here a second time" + first_place_of(action) + ".");
@@ -221,7 +233,8 @@ class Verifier {
         break;
       case Computation::ReduceGrad:
         if (!expected_.reduction) fail_here("REDUCE_GRAD in a schedule without reductions.");
-        if (std::exchange(reduced_[stage], 1)) fail_here(name + "'s gradients are reduced already" + first_place_of(action) + ".");
+        if (std::exchange(reduced_[stage], 1))
+          fail_here(name + "'s gradients are reduced already" + first_place_of(action) + ".");
         require_all_weight_gradients(action.stage);
         break;
       default: look_at_sum(action.stage); break;
@@ -267,7 +280,9 @@ class Verifier {
     for (int mb = 0; mb < schedule_.microbatches(); ++mb) {
       const std::uint8_t state = computed(stage, mb);
       const auto require = [&](bool present, const Action& action) {
-        if (!present) fail_missing(stage, to_string(action) + " is missing: " + stage_and_microbatch(stage, mb) + " has no " + std::string(describe(action.computation)) + ".");
+        if (!present)
+          fail_missing(stage, to_string(action) + " is missing: " + stage_and_microbatch(stage, mb) + " has no " +
+                                  std::string(describe(action.computation)) + ".");
       };
       require(state & kForwardBit, forward(stage, mb));
       if (expected_.backward) {
@@ -281,13 +296,16 @@ class Verifier {
     if (expected_.communication) {
       for (const int e : graph().in_edges(stage)) require_messages(e);
     }
-    if (gathered_[static_cast<std::size_t>(stage)]) fail_missing(stage, "stage " + std::to_string(stage) + " is gathered and never resharded.");
+    if (gathered_[static_cast<std::size_t>(stage)])
+      fail_missing(stage, "stage " + std::to_string(stage) + " is gathered and never resharded.");
     if (expected_.reduction && !reduced_[static_cast<std::size_t>(stage)]) {
-      fail_missing(stage, to_string(parameters(stage, Computation::ReduceGrad)) + " is missing: the stage's gradients are never reduced.");
+      fail_missing(stage, to_string(parameters(stage, Computation::ReduceGrad)) +
+                              " is missing: the stage's gradients are never reduced.");
     }
     const int group = graph().group_of(stage);
     if (expected_.shared_sums && group >= 0 && !joined(rank_of(stage), group)) {
-      fail_missing(stage, to_string(parameters(stage, Computation::SumShared)) + " is missing: the rank never joins the sum of its shared parameters.");
+      fail_missing(stage, to_string(parameters(stage, Computation::SumShared)) +
+                              " is missing: the rank never joins the sum of its shared parameters.");
     }
   }
 
@@ -298,7 +316,9 @@ class Verifier {
       const std::uint8_t state = message_state(e, mb);
       const auto require = [&](const Action& action) {
         if (state & message_bit(action.computation)) return;
-        fail_missing(action.stage, to_string(action) + " is missing: its other end is " + to_string(counterpart(action)) + " on rank " + std::to_string(rank_of(action.other_stage)) + ".");
+        fail_missing(action.stage, to_string(action) + " is missing: its other end is " +
+                                       to_string(counterpart(action)) + " on rank " +
+                                       std::to_string(rank_of(action.other_stage)) + ".");
       };
       require(message(from, Computation::SendForward, mb, to));
       require(message(to, Computation::RecvForward, mb, from));
@@ -393,7 +413,8 @@ class Verifier {
         return Wait{message(source, send, part.microbatch, part.stage), rank_of(source)};
       }
       if (computed(source, part.microbatch) & (forwards ? kForwardBit : kInputBit | kFullBit)) continue;
-      return Wait{forwards ? forward(source, part.microbatch) : input_backward(source, part.microbatch), rank_of(source)};
+      return Wait{forwards ? forward(source, part.microbatch) : input_backward(source, part.microbatch),
+                  rank_of(source)};
     }
     return std::nullopt;
   }
@@ -431,8 +452,8 @@ class Verifier {
       const std::size_t position = next_[static_cast<std::size_t>(member)];
       const Action& action = schedule_.actions(member)[position];
       const Wait wait = *waits_for(action, member);
-      what += "\n  rank " + std::to_string(member) + ", position " + std::to_string(position) + ": " + to_string(action) +
-              " waits for " + wait_text(wait) + " on rank " + std::to_string(wait.on_rank);
+      what += "\n  rank " + std::to_string(member) + ", position " + std::to_string(position) + ": " +
+              to_string(action) + " waits for " + wait_text(wait) + " on rank " + std::to_string(wait.on_rank);
     }
     fail(way.front(), next_[static_cast<std::size_t>(way.front())], std::move(what));
   }
@@ -495,10 +516,9 @@ std::string explain(const Schedule& schedule, const Violation& violation) {
   text += position < actions.size() ? "position " + std::to_string(position) + ", " + to_string(actions[position])
                                     : "at the end of its " + std::to_string(actions.size()) + " actions";
   return text + ": " + violation.what + "\n\n" +
-         table_of(schedule, {.mark_rank = violation.rank,
-                             .mark_position = violation.position,
-                             .steps_around = 5,
-                             .most_ranks = 8});
+         table_of(
+             schedule,
+             {.mark_rank = violation.rank, .mark_position = violation.position, .steps_around = 5, .most_ranks = 8});
 }
 
 void require_valid(const Schedule& schedule) {

@@ -1,0 +1,207 @@
+"""penstock schedule, as a user calls it: answers, messages, exit codes, files. PENSTOCK names the command."""
+
+import json
+import os
+import subprocess
+import tempfile
+import unittest
+
+PENSTOCK = os.environ["PENSTOCK"]
+
+
+def penstock(*words, **options):
+    return subprocess.run([PENSTOCK, *map(str, words)], capture_output=True, text=True, timeout=60, **options)
+
+
+def schedule(*words):
+    return penstock("schedule", *words)
+
+
+class Case(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = folder.name
+
+    def path(self, name):
+        return os.path.join(self.folder, name)
+
+    def write(self, name, text):
+        with open(self.path(name), "w", newline="") as file:
+            file.write(text)
+        return self.path(name)
+
+    def answers(self, *words):
+        result = schedule(*words)
+        self.assertEqual((result.returncode, result.stderr), (0, ""), words)
+        return result.stdout
+
+    def refuses(self, *words, message):
+        result = penstock(*words)
+        self.assertEqual((result.returncode, result.stdout), (2, ""), words)
+        self.assertIn(message, result.stderr)
+        return result.stderr
+
+
+class Usage(Case):
+    def test_help_at_every_level(self):
+        for words in ((), ("schedule",), *((("schedule", name)) for name in ("list", "show", "export", "verify", "simulate", "compare"))):
+            result = penstock(*words, "--help")
+            self.assertEqual(result.returncode, 0, words)
+            self.assertIn("Usage: penstock", result.stdout)
+        self.assertRegex(penstock("--version").stdout, r"^penstock \d+\.\d+\.\d+\n$")
+
+    def test_wrong_words_get_the_nearest_right_one(self):
+        self.refuses("shedule", "list", message="there is no command 'shedule' here.\n  Hint: did you mean schedule?")
+        self.refuses("schedule", "sho", message="penstock schedule: there is no command 'sho' here.\n  Hint: did you mean show?")
+        self.refuses("schedule", "simulate", "gpipe", "--rnks", 4, message="no option '--rnks' here.\n  Hint: did you mean --ranks?")
+        self.refuses("schedule", "show", "gpipe", "--rnks=4", message="no option '--rnks' here")
+        self.refuses("schedule", "show", "gpip", "--ranks", 4, "--microbatches", 8, message="did you mean GPipe?")
+        self.refuses("schedule", "show", "gpipe", "--ranks", 4, "--microbatches", 8, "--format", "hmtl", message="did you mean html?")
+
+    def test_says_what_is_missing_or_out_of_range(self):
+        self.refuses(message="A subcommand is required")
+        self.refuses("schedule", message="A subcommand is required")
+        self.refuses("schedule", "show", message="which schedule?")
+        self.refuses("schedule", "show", "gpipe", "--microbatches", 4, message="--ranks is missing")
+        self.refuses("schedule", "show", "gpipe", "--ranks", 4, message="--microbatches is missing")
+        self.refuses("schedule", "show", "gpipe", "--ranks", 0, message="--ranks: '0' should be a whole number from 1 on")
+        self.refuses("schedule", "show", "gpipe", "--ranks", "four", message="'four' should be a whole number")
+        self.refuses("schedule", "simulate", "gpipe", "--latency=-1", message="'-1' should be a number that is not negative")
+        self.refuses("schedule", "show", "gpipe", "--ranks", 4, "--microbatches", 4, "--stages-per-rank", 2, message="GPipe has one stage a rank, not 2")
+        self.refuses("schedule", "show", "gpipe", "--csv", "x.csv", message="--csv")
+        self.refuses("schedule", "compare", message="--ranks is missing")
+
+    def test_names_what_is_wrong_with_edges_and_groups(self):
+        size = ("--ranks", 4, "--microbatches", 2)
+        self.refuses("schedule", "verify", "gpipe", *size, "--edges", "0-9", message="no edge can lead from stage 0 to stage 9")
+        self.refuses("schedule", "verify", "gpipe", *size, "--edges", "0:3", message="--edges '0:3' is no list of stages.\n  Hint: --edges 0-3,1-2")
+        self.refuses("schedule", "verify", "gpipe", *size, "--edges", "0-1-2", message="is no list of edges")
+        self.refuses("schedule", "verify", "gpipe", *size, "--shared", "0", message="at least two stages")
+        self.refuses("schedule", "verify", "gpipe", *size, "--shared", "a", message="--shared 'a' is no list of stages")
+
+    def test_files_that_cannot_be_read_or_written(self):
+        self.refuses("schedule", "verify", "--csv", self.path("none.csv"), message="none.csv: could not be read: No such file")
+        self.refuses("schedule", "verify", "--csv", self.folder, message="could not be read")
+        gpipe = ("schedule", "export", "gpipe", "--ranks", 2, "--microbatches", 2)
+        self.refuses(*gpipe, "-o", self.path("none/file.csv"), message="could not be written: No such file")
+        self.refuses(*gpipe, "-o", self.folder, message="is a folder")
+        self.assertEqual(os.listdir(self.folder), [])
+
+    def test_does_not_load_libtorch(self):
+        libraries = subprocess.run(["ldd", PENSTOCK], capture_output=True, text=True).stdout
+        self.assertNotIn("torch", libraries)
+
+
+class List(Case):
+    def test_names_all_schedules(self):
+        text = self.answers("list")
+        for name in ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "ForwardOnly"):
+            self.assertIn(name, text)
+
+
+class Simulate(Case):
+    def simulate(self, *words):
+        return json.loads(self.answers("simulate", *words, "--json"))
+
+    def test_makespans_of_the_papers(self):
+        halves = ("--forward", ".5", "--input", ".5", "--weight", ".5", "--stages-per-rank", 2, "--ranks", 8, "--microbatches", 16)
+        self.assertEqual(self.simulate("ZBVZeroBubble", *halves)["makespan"], 51.5)
+        self.assertEqual(self.simulate("InterleavedZeroBubble", *halves)["makespan"], 51.5)
+        self.assertEqual(self.simulate("Interleaved1F1B", *halves)["makespan"], 58.5)
+        for name in ("GPipe", "1F1B"):
+            self.assertEqual(self.simulate(name, "--ranks", 8, "--microbatches", 16)["makespan"], 69)
+
+    def test_json_has_the_figures(self):
+        result = self.simulate("1f1b", "--ranks", 4, "--microbatches", 8)
+        self.assertEqual(result["ranks"], 4)
+        self.assertEqual(result["actions"], 64)
+        self.assertEqual(result["peak_activations"], [4, 3, 2, 1])
+        self.assertAlmostEqual(result["bubble"], 1 - 24 / 33)
+        self.assertEqual(result["idle"][3], {"fill": 3, "drain": 6, "waiting": {}})
+
+    def test_costs_from_options_and_file(self):
+        size = ("gpipe", "--ranks", 2, "--microbatches", 1)
+        self.assertEqual(self.simulate(*size, "--latency", 0.5)["makespan"], 7)
+        self.assertEqual(self.simulate(*size, "--bandwidth", 2)["makespan"], 7)
+        costs = self.write("costs.json", '{"version": 1, "stages": [{"forward": 10, "bytes_kept": 5}], "links": [{"from": 0, "to": 1, "latency": 3}]}')
+        result = self.simulate(*size, "--costs", costs)
+        self.assertEqual(result["makespan"], 10 + 3 + 3 + 2)
+        self.assertEqual(result["peak_bytes"], [5, 0])
+        bad = self.write("bad.json", '{"version": 9}')
+        self.refuses("schedule", "simulate", *size, "--costs", bad, message="bad.json: version should be 1, but is 9")
+
+    def test_skips_cost_messages(self):
+        plain = self.simulate("gpipe", "--ranks", 4, "--microbatches", 2)["messages"]
+        self.assertEqual(self.simulate("gpipe", "--ranks", 4, "--microbatches", 2, "--edges", "0-3,1-2")["messages"], plain + 4)
+
+    def test_text_is_a_table(self):
+        self.assertIn("makespan 33.000   bubble 27.3 %", self.answers("simulate", "gpipe", "--ranks", 4, "--microbatches", 8))
+
+
+class Verify(Case):
+    def test_valid_is_one_line_and_zero(self):
+        text = self.answers("verify", "dualpipev", "--ranks", 4, "--microbatches", 3, "--edges", "0-3,1-2", "--shared", "0,7")
+        self.assertEqual(text.count("\n"), 1)
+        self.assertIn("valid", text)
+
+    def test_a_violation_is_one_with_the_place_marked(self):
+        result = schedule("verify", "--csv", self.write("bad.csv", "0F0,0B0\n1B0,1F0\n"))
+        self.assertEqual(result.returncode, 1)
+        self.assertIn("rank 1, position 0, 1B0: 1B0 comes before its forward 1F0.", result.stdout)
+        self.assertIn("0     0F0     [1B0]   <-- here", result.stdout)
+
+    def test_a_deadlock_names_its_cycle(self):
+        result = schedule("verify", "--csv", self.write("stuck.csv", "0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n"))
+        self.assertEqual(result.returncode, 1)
+        self.assertIn("rank 0, position 1: 0B0 waits for 1B0 on rank 1\n  rank 1, position 0: 1F1 waits for 0F1 on rank 0", result.stdout)
+
+    def test_a_file_that_is_no_schedule_is_bad_use(self):
+        self.refuses("schedule", "verify", "--csv", self.write("bad.csv", "0F0,0X0\n"), message="bad.csv:1:5: '0X0' is not an action")
+        self.refuses("schedule", "simulate", "--csv", self.write("bad.csv", "0F0,0B0\n1B0,1F0\n"), message="1B0 comes before its forward")
+
+
+class ExportAndShow(Case):
+    SIZE = ("--ranks", 3, "--microbatches", 4)
+
+    def test_a_file_comes_back_as_it_was(self):
+        for lowered in ((), ("--lowered",)):
+            for name in ("gpipe", "zbvzerobubble", "dualpipev", "forwardonly"):
+                file = self.path("out.csv")
+                self.assertEqual(self.answers("export", name, *self.SIZE, *lowered, "-o", file), "")
+                again = self.answers("export", "--csv", file, *lowered)
+                with open(file) as written:
+                    self.assertEqual(again, written.read())
+                self.assertIn("valid", self.answers("verify", "--csv", file))
+        self.assertEqual(os.listdir(self.folder), ["out.csv"])
+
+    def test_drawings(self):
+        self.assertIn("rank 2 |", self.answers("show", "1F1B", *self.SIZE))
+        self.assertIn("1SEND_F0", self.answers("show", "1F1B", *self.SIZE, "--lowered"))
+        self.assertTrue(self.answers("show", "1F1B", *self.SIZE, "--format", "svg").startswith("<svg"))
+        self.assertIn("<!doctype html>", self.answers("show", "1F1B", *self.SIZE, "--format", "html").lower())
+        trace = json.loads(self.answers("show", "1F1B", *self.SIZE, "--format", "trace", "--lowered"))
+        self.assertIn("1RECV_F0", {event["name"] for event in trace["traceEvents"]})
+
+    def test_no_colour_where_there_is_no_terminal(self):
+        self.assertNotIn("\033", self.answers("show", "1F1B", *self.SIZE))
+
+
+class Compare(Case):
+    def test_best_first_with_the_same_work(self):
+        rows = [line.split() for line in self.answers("compare", "--ranks", 8, "--microbatches", 16).splitlines()[1:]]
+        makespans = {row[0]: float(row[2]) for row in rows}
+        self.assertEqual(list(makespans.values()), sorted(makespans.values()))
+        self.assertEqual(makespans["ZBVZeroBubble"], 51.5)
+        self.assertEqual(makespans["Interleaved1F1B"], 58.5)
+        self.assertEqual(makespans["GPipe"], 69)
+        self.assertEqual(len(makespans), 7)
+
+    def test_costs_by_rank(self):
+        costs = self.write("costs.json", '{"version": 1, "stages": [{"forward": 4}, {}]}')
+        text = self.answers("compare", "--ranks", 2, "--microbatches", 4, "--costs", costs)
+        self.assertIn("GPipe", text)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -168,8 +168,7 @@ class Machine {
           if (expected_.reduction && !history.reduced.contains(member)) return "before a reduction of the group";
         }
         return {};
-      default:
-        return "no such computation";
+      default: return "no such computation";
     }
   }
 
@@ -244,24 +243,16 @@ class Machine {
           }
         }
         return {};
-      default:
-        return {};
+      default: return {};
     }
   }
 
   static void record(const Action& action, History& history) {
     switch (action.computation) {
-      case Computation::Unshard:
-        history.unsharded.insert(action.stage);
-        break;
-      case Computation::Reshard:
-        history.unsharded.erase(action.stage);
-        break;
-      case Computation::ReduceGrad:
-        history.reduced.insert(action.stage);
-        break;
-      default:
-        history.deeds.insert(deed(action));
+      case Computation::Unshard: history.unsharded.insert(action.stage); break;
+      case Computation::Reshard: history.unsharded.erase(action.stage); break;
+      case Computation::ReduceGrad: history.reduced.insert(action.stage); break;
+      default: history.deeds.insert(deed(action));
     }
   }
 

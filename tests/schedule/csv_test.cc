@@ -34,7 +34,10 @@ TEST(ScheduleCsv, TakesGraphFromOptions) {
 
 TEST(ScheduleCsv, LeavesOutIdleSlotsAndTakesEveryKindOfLine) {
   const Schedule expected = parse_csv("0F0,0B0\n1F0,1B0\n");
-  for (const char* text : {",0F0,,0B0,,\r\n,,1F0,1B0\r\n", "\xEF\xBB\xBF" "0F0,0B0\n1F0,1B0", " 0F0 , 0B0\n\t1F0,1B0\n", "\"0F0\",\"0B0\"\n1F0,1B0\n"}) {
+  for (const char* text : {",0F0,,0B0,,\r\n,,1F0,1B0\r\n",
+                           "\xEF\xBB\xBF"
+                           "0F0,0B0\n1F0,1B0",
+                           " 0F0 , 0B0\n\t1F0,1B0\n", "\"0F0\",\"0B0\"\n1F0,1B0\n"}) {
     EXPECT_EQ(parse_csv(text), expected) << text;
   }
 }
@@ -53,10 +56,13 @@ TEST(ScheduleCsv, NamesLineAndColumnOfABadAction) {
 TEST(ScheduleCsv, RefusesWhatIsNoSchedule) {
   expect_error([] { parse_csv(""); }, "schedule.csv: there is no action in it");
   expect_error([] { parse_csv("\n,,\n"); }, "there is no action in it");
-  expect_error([] { parse_csv("0F0\n0B0\n"); }, "schedule.csv:2:1: '0B0' stands in the row of rank 1, but stage 0 has actions on rank 0 already");
+  expect_error([] { parse_csv("0F0\n0B0\n"); },
+               "schedule.csv:2:1: '0B0' stands in the row of rank 1, but stage 0 has actions on rank 0 already");
   expect_error([] { parse_csv("0F0,2F0,0F1\n"); }, "stage 1 has no action, but stage 2 has");
-  expect_error([] { parse_csv("0F0\n2147483647F2147483646\n"); }, "schedule.csv:2:1: '2147483647F2147483646' counts further than the file has actions");
-  expect_error([] { parse_csv("0F0,0SEND_F0@9\n"); }, "schedule.csv:1:5: '0SEND_F0@9': no edge can lead from stage 0 to stage 9");
+  expect_error([] { parse_csv("0F0\n2147483647F2147483646\n"); },
+               "schedule.csv:2:1: '2147483647F2147483646' counts further than the file has actions");
+  expect_error([] { parse_csv("0F0,0SEND_F0@9\n"); },
+               "schedule.csv:1:5: '0SEND_F0@9': no edge can lead from stage 0 to stage 9");
   expect_error([] { parse_csv("PK\x03\x04\n"); }, "schedule.csv:1:1: 'PK");
 }
 

@@ -15,7 +15,8 @@ namespace {
 
 using Draw = std::function<void(std::ostream&, const Drawing&)>;
 
-std::string drawn(const Schedule& schedule, const Draw& draw, bool all_actions = false, const std::string& title = "A title") {
+std::string drawn(const Schedule& schedule, const Draw& draw, bool all_actions = false,
+                  const std::string& title = "A title") {
   const Costs costs;
   const Timeline timeline = simulate(schedule, costs);
   std::ostringstream out;
@@ -41,7 +42,7 @@ TEST(TextDrawing, HasBlocksOnAScaleOfTime) {
             "rank 1 |     1F0 1F1 1B0---- 1B1----\n"
             "\n"
             "F forward   I input backward   W weight backward   B full backward\n"
-            "makespan 9   bubble 33.3 %   peak activations 2   peak bytes 2\n"
+            "makespan 9   bubble 33.3 %   peak activations 2\n"
             "  rank 0: work 6, idle 0 at the start, 0 at the end, 3 waiting for rank 1; keeps 2\n"
             "  rank 1: work 6, idle 1 at the start, 2 at the end; keeps 2\n");
 }
@@ -132,7 +133,8 @@ TEST(Table, HasALineForEachStepAlsoWhenThereAreFewerThanRanks) {
 }
 
 TEST(Table, ShowsTheSurroundingsOfAMark) {
-  const std::string table = table_of(gpipe(20, 30), {.mark_rank = 10, .mark_position = 25, .steps_around = 1, .most_ranks = 2});
+  const std::string table =
+      table_of(gpipe(20, 30), {.mark_rank = 10, .mark_position = 25, .steps_around = 1, .most_ranks = 2});
   EXPECT_EQ(table,
             "step  rank 9  rank 10\n"
             "…\n"

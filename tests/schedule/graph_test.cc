@@ -25,7 +25,8 @@ TEST(Placement, TakesUnequalNumbersOfStagesARank) {
   const Placement placement({2, 0, 2, 2});
   EXPECT_EQ(placement.ranks(), 3);
   EXPECT_EQ(placement.stages_of(1).size(), 0U);
-  EXPECT_EQ(std::vector<int>(placement.stages_of(2).begin(), placement.stages_of(2).end()), (std::vector<int>{0, 2, 3}));
+  EXPECT_EQ(std::vector<int>(placement.stages_of(2).begin(), placement.stages_of(2).end()),
+            (std::vector<int>{0, 2, 3}));
 }
 
 TEST(Placement, RefusesWhatIsNone) {
@@ -67,7 +68,8 @@ TEST(StageGraph, JoinsGroupsWithAStageInCommon) {
 
 TEST(StageGraph, RefusesEdgesAndGroupsThatCannotBe) {
   StageGraph graph(4);
-  expect_error([&] { graph.add_edge(2, 1); }, "from stage 2 to stage 1: an edge leads from an earlier stage to a later");
+  expect_error([&] { graph.add_edge(2, 1); },
+               "from stage 2 to stage 1: an edge leads from an earlier stage to a later");
   expect_error([&] { graph.add_edge(0, 4); }, "of the 4 stages (0 to 3)");
   expect_error([&] { graph.share({1}); }, "at least two stages");
   expect_error([&] { graph.share({1, 9}); }, "stage 9 cannot share parameters: the stages are 0 to 3");

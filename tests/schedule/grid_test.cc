@@ -138,8 +138,7 @@ TEST_P(EverySchedule, PostsReceivesForWhatIsInFlight) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Grid, EverySchedule,
-                         ::testing::ValuesIn([] {
+INSTANTIATE_TEST_SUITE_P(Grid, EverySchedule, ::testing::ValuesIn([] {
                            std::vector<std::string> names;
                            for (const Generator& generator : generators()) names.emplace_back(generator.name);
                            return names;

@@ -80,8 +80,7 @@ Schedule random_computations(Random& random) {
   const int stages_per_rank = generator.stages_per_rank == 0 ? random.between(1, 3) : generator.stages_per_rank;
   const int microbatches = random.between(1, 5);
   if (random.percent(70)) {
-    return generate(generator.name,
-                    {.ranks = ranks, .stages_per_rank = stages_per_rank, .microbatches = microbatches});
+    return generate(generator.name, {.ranks = ranks, .stages_per_rank = stages_per_rank, .microbatches = microbatches});
   }
   std::vector<int> rank_of_stage(static_cast<std::size_t>(ranks * stages_per_rank));
   for (int& rank : rank_of_stage) rank = random.between(0, ranks - 1);
@@ -149,9 +148,7 @@ class Mutation {
       if (!lists_[rank].empty()) return rank;
     }
   }
-  std::size_t other_rank(std::size_t rank) {
-    return (rank + 1 + random_.index(lists_.size() - 1)) % lists_.size();
-  }
+  std::size_t other_rank(std::size_t rank) { return (rank + 1 + random_.index(lists_.size() - 1)) % lists_.size(); }
 
   std::ostream& note() { return notes_ << "  "; }
 
@@ -315,9 +312,7 @@ class Mutation {
     const Action before = action;
     const bool has_microbatch = action.is_compute() || action.is_message();
     switch (random_.between(0, 3)) {
-      case 0:
-        action.stage = random_number(original_.stages());
-        break;
+      case 0: action.stage = random_number(original_.stages()); break;
       case 1:
         if (has_microbatch) action.microbatch = random_number(original_.microbatches());
         break;
@@ -442,7 +437,8 @@ TEST_F(Mutations, AreJudgedAlikeByVerifierAndBruteForce) {
     const std::uint64_t other_order = random.next();
     ASSERT_EQ(brute, brute_force(mutated, expected, other_order))
         << "The brute force depends on the order of ranks. " << name_of_case(number) << ", order " << other_order
-        << "\n" << mutation.notes() << to_text(mutated, expected);
+        << "\n"
+        << mutation.notes() << to_text(mutated, expected);
 
     const auto verified = verify(mutated, expected);
     ASSERT_EQ(verified.has_value(), !brute.empty())

@@ -31,7 +31,8 @@ TEST(Merging, JoinsAnInputBackwardWithItsWeightBackwardBehindIt) {
 TEST(Sharding, GathersWhatIsComputedNextAndFreesTheRest) {
   const Schedule schedule = looped_bfs(1, 3, 1);
   EXPECT_EQ(to_csv(add_sharding(schedule, 1)),
-            "0UNSHARD,0F0,0RESHARD,1UNSHARD,1F0,1RESHARD,2UNSHARD,2F0,2B0,2RESHARD,1UNSHARD,1B0,1RESHARD,0UNSHARD,0B0,0RESHARD\n");
+            "0UNSHARD,0F0,0RESHARD,1UNSHARD,1F0,1RESHARD,2UNSHARD,2F0,2B0,2RESHARD,1UNSHARD,1B0,1RESHARD,0UNSHARD,0B0,"
+            "0RESHARD\n");
   EXPECT_EQ(to_csv(add_sharding(schedule, 2)),
             "0UNSHARD,1UNSHARD,0F0,0RESHARD,2UNSHARD,1F0,2F0,2B0,2RESHARD,0UNSHARD,1B0,1RESHARD,0B0,0RESHARD\n");
   EXPECT_EQ(to_csv(add_sharding(schedule, 3)),
@@ -70,9 +71,10 @@ TEST(Communication, HandsOverLocallyAtTheTurnOfAV) {
 }
 
 TEST(Communication, PostsTheNextReceiveBeforeThisOneIsUsed) {
-  EXPECT_EQ(to_csv(add_communication(gpipe(2, 4))),
-            "0F0,0RECV_B0,0SEND_F0,0F1,0RECV_B1,0SEND_F1,0F2,0SEND_F2,0F3,0SEND_F3,0B0,0RECV_B2,0B1,0RECV_B3,0B2,0B3\n"
-            "1RECV_F0,1RECV_F1,1F0,1RECV_F2,1F1,1RECV_F3,1F2,1F3,1B0,1SEND_B0,1B1,1SEND_B1,1B2,1SEND_B2,1B3,1SEND_B3\n");
+  EXPECT_EQ(
+      to_csv(add_communication(gpipe(2, 4))),
+      "0F0,0RECV_B0,0SEND_F0,0F1,0RECV_B1,0SEND_F1,0F2,0SEND_F2,0F3,0SEND_F3,0B0,0RECV_B2,0B1,0RECV_B3,0B2,0B3\n"
+      "1RECV_F0,1RECV_F1,1F0,1RECV_F2,1F1,1RECV_F3,1F2,1F3,1B0,1SEND_B0,1B1,1SEND_B1,1B2,1SEND_B2,1B3,1SEND_B3\n");
 }
 
 // Messages of the peer's have no tags, nor have NCCL's.
@@ -82,7 +84,8 @@ TEST(Communication, ReceivesInTheOrderOfSendingBetweenTwoRanks) {
     for (int trial = 0; trial < 40; ++trial) {
       const int stages = between(random, 2, 8);
       const Placement placement = random_placement(random, between(random, 2, 4), stages);
-      const Schedule lowered = lower(generate(generator.name, placement, between(random, 1, 9)).with_graph(random_graph(random, stages)));
+      const Schedule lowered =
+          lower(generate(generator.name, placement, between(random, 1, 9)).with_graph(random_graph(random, stages)));
       std::map<std::pair<int, int>, std::vector<Action>> sent;
       std::map<std::pair<int, int>, std::vector<Action>> received;
       for (int rank = 0; rank < lowered.ranks(); ++rank) {
@@ -125,7 +128,8 @@ TEST(Placing, KeepsTheOrderOfEachStageAndIsValid) {
 }
 
 TEST(Lowering, RefusesWhatIsNotValidOrLoweredAlready) {
-  expect_error([] { lower(parse_csv("0F0,0B0\n1B0,1F0\n")); }, "rank 1, position 0, 1B0: 1B0 comes before its forward 1F0");
+  expect_error([] { lower(parse_csv("0F0,0B0\n1B0,1F0\n")); },
+               "rank 1, position 0, 1B0: 1B0 comes before its forward 1F0");
   expect_error([] { lower(lower(gpipe(2, 2))); }, "lowered already");
 }
 

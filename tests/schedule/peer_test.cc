@@ -43,7 +43,8 @@ std::vector<Case> read_cases(const std::string& file) {
     if (line.starts_with("case ")) {
       Case next;
       std::istringstream words(line.substr(5));
-      words >> next.name >> next.options.ranks >> next.options.stages_per_rank >> next.options.microbatches >> next.word;
+      words >> next.name >> next.options.ranks >> next.options.stages_per_rank >> next.options.microbatches >>
+          next.word;
       cases.push_back(std::move(next));
     } else if (!line.starts_with('#')) {
       cases.back().rows += line + "\n";
@@ -67,7 +68,8 @@ TEST(Peer, RefusesMicrobatchesThatWeServeInNoMoreTimeThanItsNextLargerNumber) {
   std::map<std::tuple<std::string, int, int>, std::map<int, bool>> accepted;
   const std::vector<Case> cases = read_cases("orders.txt");
   for (const Case& peer : cases) {
-    accepted[{peer.name, peer.options.ranks, peer.options.stages_per_rank}][peer.options.microbatches] = peer.word == "accepted";
+    accepted[{peer.name, peer.options.ranks, peer.options.stages_per_rank}][peer.options.microbatches] =
+        peer.word == "accepted";
   }
   int refused = 0;
   for (const Case& peer : cases) {
@@ -76,11 +78,13 @@ TEST(Peer, RefusesMicrobatchesThatWeServeInNoMoreTimeThanItsNextLargerNumber) {
     const Schedule schedule = peer.ours();
     ASSERT_FALSE(verify(schedule));
     const auto& known = accepted[{peer.name, peer.options.ranks, peer.options.stages_per_rank}];
-    const auto next = std::find_if(known.upper_bound(peer.options.microbatches), known.end(), [](const auto& entry) { return entry.second; });
+    const auto next = std::find_if(known.upper_bound(peer.options.microbatches), known.end(),
+                                   [](const auto& entry) { return entry.second; });
     if (next == known.end()) continue;
     Case larger = peer;
     larger.options.microbatches = next->first;
-    ASSERT_LE(simulate(schedule).makespan, simulate(larger.ours()).makespan) << "against " << next->first << " microbatches";
+    ASSERT_LE(simulate(schedule).makespan, simulate(larger.ours()).makespan)
+        << "against " << next->first << " microbatches";
     ++refused;
   }
   EXPECT_GE(refused, 100);
@@ -137,7 +141,8 @@ TEST(Peer, IsNeverFasterWithItsPlacesOfMessages) {
       const auto draw = [&] { return between(random, 1, 40) / 10.0; };
       if (trial >= 2) costs.stage = {.forward = draw(), .input = draw(), .weight = draw()};
       if (trial >= 3) {
-        for (int stage = 0; stage < ours.stages(); ++stage) costs.stages.push_back({.forward = draw(), .input = draw(), .weight = draw()});
+        for (int stage = 0; stage < ours.stages(); ++stage)
+          costs.stages.push_back({.forward = draw(), .input = draw(), .weight = draw()});
       }
       costs.link.latency = trial == 0 ? 0.1 : draw();
       if (trial >= 4) costs.link.bandwidth = draw();
@@ -148,8 +153,9 @@ TEST(Peer, IsNeverFasterWithItsPlacesOfMessages) {
       if (our_time < their_time * (1 - 1e-9)) ++faster[peer.word];
     }
   }
-  std::cout << "faster than the peer's placement, of " << cases / 2 << " simulations each: eager " << faster["eager"] << ", deferred "
-            << faster["deferred"] << "; it deadlocks if sends block: " << deadlocks["deferred"] << " deferred\n";
+  std::cout << "faster than the peer's placement, of " << cases / 2 << " simulations each: eager " << faster["eager"]
+            << ", deferred " << faster["deferred"] << "; it deadlocks if sends block: " << deadlocks["deferred"]
+            << " deferred\n";
   EXPECT_EQ(deadlocks["eager"], 0);
   EXPECT_GT(deadlocks["deferred"], 0);
   EXPECT_GT(faster["eager"], 0);
@@ -170,8 +176,10 @@ TEST(Peer, GetsFilesToLoad) {
       const int ranks = between(random, 1, 6);
       const int per_rank = generator.stages_per_rank == 0 ? between(random, 1, 3) : generator.stages_per_rank;
       const int microbatches = between(random, 1, 12);
-      const Schedule schedule = generate(generator.name, {.ranks = ranks, .stages_per_rank = per_rank, .microbatches = microbatches});
-      const std::string stem = std::string(generator.name) + "-" + std::to_string(ranks) + "-" + std::to_string(per_rank) + "-" + std::to_string(microbatches);
+      const Schedule schedule =
+          generate(generator.name, {.ranks = ranks, .stages_per_rank = per_rank, .microbatches = microbatches});
+      const std::string stem = std::string(generator.name) + "-" + std::to_string(ranks) + "-" +
+                               std::to_string(per_rank) + "-" + std::to_string(microbatches);
       std::ofstream(std::filesystem::path(folder) / (stem + ".compute.csv")) << to_csv(schedule);
       std::ofstream(std::filesystem::path(folder) / (stem + ".lowered.csv")) << to_csv(lower(schedule));
     }
@@ -187,7 +195,8 @@ TEST(PeerFiles, LoadHereAsTheyWere) {
     const std::string end = ".peer.csv";
     if (!name.ends_with(end)) continue;
     const auto read = [&](const std::string& ending) {
-      std::ifstream in(std::filesystem::path(folder) / (name.substr(0, name.size() - end.size()) + ending), std::ios::binary);
+      std::ifstream in(std::filesystem::path(folder) / (name.substr(0, name.size() - end.size()) + ending),
+                       std::ios::binary);
       std::ostringstream text;
       text << in.rdbuf();
       return text.str();

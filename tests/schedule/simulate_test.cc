@@ -104,7 +104,8 @@ TEST(Simulator, CanDoWhatTheTwoPlacesOfThePeerCannot) {
 
 TEST(Costs, AreReadFromAFile) {
   const Costs costs = parse_costs(R"({"version": 1, "stages": [{"forward": 2, "bytes_kept": 7}, {}],
-                                      "links": [{"from": 0, "to": 1, "latency": 0.5}]})", "costs.json", with_link(3, 4));
+                                      "links": [{"from": 0, "to": 1, "latency": 0.5}]})",
+                                  "costs.json", with_link(3, 4));
   EXPECT_EQ(costs.of_stage(0).forward, 2);
   EXPECT_EQ(costs.of_stage(0).bytes_kept, 7);
   EXPECT_EQ(costs.of_stage(0).input, 1);
@@ -122,11 +123,14 @@ TEST(Costs, NameWhatIsWrongInAFile) {
       {R"({"version": 2})", "version should be 1, but is 2"},
       {R"({"version": 1, "stage": []})", "the file has an unknown key 'stage'.\n  Hint: did you mean stages?"},
       {R"({"version": 1, "stages": 3})", "stages should be a list, but is number"},
-      {R"({"version": 1, "stages": [{}, {"foward": 1}]})", "stages[1] has an unknown key 'foward'.\n  Hint: did you mean forward?"},
+      {R"({"version": 1, "stages": [{}, {"foward": 1}]})",
+       "stages[1] has an unknown key 'foward'.\n  Hint: did you mean forward?"},
       {R"({"version": 1, "stages": [{"forward": "x"}]})", "stages[0].forward should be a number, but is \"x\""},
-      {R"({"version": 1, "stages": [{"forward": -1}]})", "stages[0].forward should be a number that is not negative, but is -1"},
+      {R"({"version": 1, "stages": [{"forward": -1}]})",
+       "stages[0].forward should be a number that is not negative, but is -1"},
       {R"({"version": 1, "links": [{"to": 1}]})", "links[0] has no 'from', the index of a rank"},
-      {R"({"version": 1, "links": [{"from": 0.5, "to": 1}]})", "links[0].from should be the index of a rank, but is 0.5"},
+      {R"({"version": 1, "links": [{"from": 0.5, "to": 1}]})",
+       "links[0].from should be the index of a rank, but is 0.5"},
   };
   for (const auto& [text, words] : cases) expect_error([&] { parse_costs(text, "costs.json"); }, words);
 }

@@ -10,7 +10,8 @@
 namespace penstock {
 namespace {
 
-void expect_violation(const std::string& csv, int rank, int position, const std::string& words, const CsvOptions& options = {}) {
+void expect_violation(const std::string& csv, int rank, int position, const std::string& words,
+                      const CsvOptions& options = {}) {
   const auto violation = verify(parse_csv(csv, options));
   ASSERT_TRUE(violation) << csv;
   EXPECT_EQ(violation->rank, rank) << violation->what;
@@ -25,7 +26,8 @@ TEST(Verifier, AcceptsForwardsAlone) {
 TEST(Verifier, FindsWhatIsThereTwice) {
   expect_violation("0F0,0F0,0B0\n", 0, 1, "0F0 is here a second time, first at position 0");
   expect_violation("0F0,0B0,0B0\n", 0, 2, "0B0 is here a second time");
-  expect_violation("0F0,0I0,0W0,0B0\n", 0, 3, "0B0 is a second backward: a microbatch has B, or I and W, first at position 1");
+  expect_violation("0F0,0I0,0W0,0B0\n", 0, 3,
+                   "0B0 is a second backward: a microbatch has B, or I and W, first at position 1");
   expect_violation("0F0,0B0,0W0\n", 0, 2, "the full backward made that gradient already");
 }
 
@@ -56,11 +58,13 @@ TEST(Verifier, FindsAnOrderOfStagesThatDeadlocks) {
 
 TEST(Verifier, FindsADeadlockOfBlockingSends) {
   // Each sends first, and receives then.
-  const auto violation = verify(parse_csv("0F0,2RECV_F0,0F1,0SEND_F0,0SEND_F1,2RECV_F1,2F0,2F1\n"
-                                          "1RECV_F0,1F0,1SEND_F0,1RECV_F1,1F1,1SEND_F1\n"));
+  const auto violation =
+      verify(parse_csv("0F0,2RECV_F0,0F1,0SEND_F0,0SEND_F1,2RECV_F1,2F0,2F1\n"
+                       "1RECV_F0,1F0,1SEND_F0,1RECV_F1,1F1,1SEND_F1\n"));
   EXPECT_FALSE(violation) << violation->what;
-  const auto stuck = verify(parse_csv("0F0,0F1,0SEND_F0,0SEND_F1,2RECV_F0,2RECV_F1,2F0,2F1\n"
-                                      "1RECV_F0,1F0,1SEND_F0,1RECV_F1,1F1,1SEND_F1\n"));
+  const auto stuck =
+      verify(parse_csv("0F0,0F1,0SEND_F0,0SEND_F1,2RECV_F0,2RECV_F1,2F0,2F1\n"
+                       "1RECV_F0,1F0,1SEND_F0,1RECV_F1,1F1,1SEND_F1\n"));
   ASSERT_TRUE(stuck);
   EXPECT_EQ(stuck->what,
             "the ranks wait for each other in a circle (a send waits until its receive is posted):\n"
@@ -72,7 +76,8 @@ TEST(Verifier, PairsSendsAndReceives) {
   expect_violation("0F0\n1RECV_F0,1F0\n", 0, 1, "0SEND_F0 is missing: its other end is 1RECV_F0 on rank 1");
   expect_violation("0F0,0SEND_F0\n1F0\n", 1, 0, "1F0 has no 1RECV_F0 before it");
   expect_violation("0SEND_F0,0F0\n1RECV_F0,1F0\n", 0, 0, "it sends what has not been computed yet");
-  expect_violation("0F0,0SEND_F0,0SEND_F0\n1RECV_F0,1F0\n", 0, 2, "0SEND_F0 is here a second time, first at position 1");
+  expect_violation("0F0,0SEND_F0,0SEND_F0\n1RECV_F0,1F0\n", 0, 2,
+                   "0SEND_F0 is here a second time, first at position 1");
   expect_violation("0F0,0SEND_F0\n1RECV_F0,1RECV_F0,1F0\n", 1, 1, "1RECV_F0 is here a second time");
   expect_violation("0F0,0SEND_F0,1RECV_F0,1F0\n2F0\n", 0, 1, "stages 0 and 1 lie on one rank and need no message");
 }
@@ -80,7 +85,8 @@ TEST(Verifier, PairsSendsAndReceives) {
 TEST(Verifier, KnowsEdgesOffTheChain) {
   const std::string csv = "0F0,0SEND_F0,0SEND_F0@2\n1RECV_F0,1F0,1SEND_F0\n2RECV_F0@0,2RECV_F0,2F0\n";
   EXPECT_FALSE(verify(parse_csv(csv)));
-  expect_violation("0F0,0SEND_F0\n1RECV_F0,1F0,1SEND_F0\n2RECV_F0,2F0\n", 2, 1, "2F0 has no 2RECV_F0@0 before it", {.skips = {{0, 2}}});
+  expect_violation("0F0,0SEND_F0\n1RECV_F0,1F0,1SEND_F0\n2RECV_F0,2F0\n", 2, 1, "2F0 has no 2RECV_F0@0 before it",
+                   {.skips = {{0, 2}}});
   Schedule schedule(loop_placement(3, 1), 1);
   schedule.add(0, forward(0, 0));
   schedule.add(0, message(0, Computation::SendForward, 0, 2));
@@ -97,9 +103,12 @@ TEST(Verifier, WatchesShards) {
 }
 
 TEST(Verifier, WatchesReductions) {
-  expect_violation("0F0,0F1,0B0,0REDUCE_GRAD,0B1\n", 0, 3, "only 1 of stage 0's 2 weight gradients have been made here");
-  expect_violation("0F0,0B0,0REDUCE_GRAD,0REDUCE_GRAD\n", 0, 3, "stage 0's gradients are reduced already, first at position 2");
-  expect_violation("0F0,1F0,1B0,1REDUCE_GRAD,0B0\n", 0, 5, "0REDUCE_GRAD is missing: the stage's gradients are never reduced");
+  expect_violation("0F0,0F1,0B0,0REDUCE_GRAD,0B1\n", 0, 3,
+                   "only 1 of stage 0's 2 weight gradients have been made here");
+  expect_violation("0F0,0B0,0REDUCE_GRAD,0REDUCE_GRAD\n", 0, 3,
+                   "stage 0's gradients are reduced already, first at position 2");
+  expect_violation("0F0,1F0,1B0,1REDUCE_GRAD,0B0\n", 0, 5,
+                   "0REDUCE_GRAD is missing: the stage's gradients are never reduced");
 }
 
 TEST(Verifier, WatchesSumsOfSharedParameters) {
@@ -108,7 +117,8 @@ TEST(Verifier, WatchesSumsOfSharedParameters) {
   EXPECT_FALSE(verify(parse_csv("0F0,1F0,1B0,0B0,1SUM_SHARED\n", shared)));
   expect_violation("0F0,1F0,1B0,0B0,0SUM_SHARED,1SUM_SHARED\n", 0, 5, "has joined that group's sum already", shared);
   expect_violation("0F0,1F0,1B0,0SUM_SHARED,0B0\n", 0, 3, "only 0 of stage 0's 1 weight gradients", shared);
-  expect_violation("0F0,1F0,1B0,0B0,1REDUCE_GRAD,0SUM_SHARED,0REDUCE_GRAD\n", 0, 5, "stage 0's gradients are not reduced yet", shared);
+  expect_violation("0F0,1F0,1B0,0B0,1REDUCE_GRAD,0SUM_SHARED,0REDUCE_GRAD\n", 0, 5,
+                   "stage 0's gradients are not reduced yet", shared);
   expect_violation("0F0,1F0,1B0,0B0,0SUM_SHARED\n", 0, 4, "stage 0 shares no parameters");
   expect_violation("0F0,0B0,0SUM_SHARED\n1F0,1B0\n", 1, 2, "1SUM_SHARED is missing", shared);
 }
@@ -118,9 +128,11 @@ TEST(Verifier, FindsRanksThatMeetInDifferentOrders) {
   const std::string one = "0F0,2F0,2B0,0B0,";
   const std::string other = "1F0,3F0,3B0,1B0,";
   EXPECT_FALSE(verify(parse_csv(one + "0SUM_SHARED,2SUM_SHARED\n" + other + "1SUM_SHARED,3SUM_SHARED\n", shared)));
-  const auto violation = verify(parse_csv(one + "0SUM_SHARED,2SUM_SHARED\n" + other + "3SUM_SHARED,1SUM_SHARED\n", shared));
+  const auto violation =
+      verify(parse_csv(one + "0SUM_SHARED,2SUM_SHARED\n" + other + "3SUM_SHARED,1SUM_SHARED\n", shared));
   ASSERT_TRUE(violation);
-  EXPECT_NE(violation->what.find("rank 0, position 4: 0SUM_SHARED waits for 1SUM_SHARED on rank 1"), std::string::npos) << violation->what;
+  EXPECT_NE(violation->what.find("rank 0, position 4: 0SUM_SHARED waits for 1SUM_SHARED on rank 1"), std::string::npos)
+      << violation->what;
 }
 
 TEST(Verifier, WaitsForBothPartsOfAPairBeforeIt) {

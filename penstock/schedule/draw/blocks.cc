@@ -1,16 +1,18 @@
 #include "penstock/schedule/draw/blocks.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 
 namespace penstock {
 namespace {
 
+// The page's colours; a terminal's nearest.
 constexpr std::array<std::array<Colour, 2>, 4> kPalette = {{
-    {{{"#56b4e9", 75}, {"#2f7fb8", 32}}},   // F
-    {{{"#f0b429", 214}, {"#c98a00", 172}}},  // I
-    {{{"#3fbf8f", 78}, {"#1b8a63", 35}}},   // W
-    {{{"#e07b4f", 209}, {"#b8532a", 166}}},  // B
+    {{{"#5b8ede", 68}, {"#9fbdf0", 111}}},   // F
+    {{{"#e0a92c", 178}, {"#fbe4ab", 223}}},  // I
+    {{{"#3bb8a8", 73}, {"#bdf1e7", 158}}},   // W
+    {{{"#d0586f", 167}, {"#e6a5ac", 217}}},  // B
 }};
 
 }  // namespace
@@ -51,12 +53,29 @@ std::string xml_text(std::string_view text) {
   return out;
 }
 
-int most_activations(const Timeline& timeline) {
-  return std::ranges::max(timeline.ranks, {}, &RankTimes::peak_activations).peak_activations;
+std::string figures_of(const Drawing& drawing, std::string_view between) {
+  const Timeline& timeline = drawing.timeline;
+  const auto& ranks = timeline.ranks;
+  const double bytes = std::ranges::max(ranks, {}, &RankTimes::peak_bytes).peak_bytes;
+  std::string text = "makespan " + number_text(timeline.makespan);
+  text.append(between).append("bubble ").append(number_text(std::round(timeline.bubble * 1000) / 10)).append(" %");
+  text.append(between).append("peak activations ");
+  text.append(std::to_string(std::ranges::max(ranks, {}, &RankTimes::peak_activations).peak_activations));
+  if (bytes > 0) text.append(between).append("peak bytes ").append(number_text(bytes));
+  return text;
 }
 
-double most_bytes(const Timeline& timeline) {
-  return std::ranges::max(timeline.ranks, {}, &RankTimes::peak_bytes).peak_bytes;
+std::string extras_of(const Schedule& schedule) {
+  std::string text;
+  const auto add = [&](const std::string& extra) { text += (text.empty() ? "" : "   ") + extra; };
+  for (const Edge& edge : schedule.graph().skips())
+    add("skip " + std::to_string(edge.from) + " -> " + std::to_string(edge.to));
+  for (const auto& group : schedule.graph().groups()) {
+    std::string stages;
+    for (const int stage : group) stages += " " + std::to_string(stage);
+    add("shared by stages" + stages);
+  }
+  return text;
 }
 
 }  // namespace penstock

@@ -53,8 +53,12 @@ std::string subtitle_of(const Drawing& drawing);
 std::string number_text(double value);
 // With & < > " escaped.
 std::string xml_text(std::string_view text);
-// The most activations and bytes that any rank keeps.
-int most_activations(const Timeline& timeline);
-double most_bytes(const Timeline& timeline);
+// "makespan 51.5   bubble 6.8 %   peak activations 16", with `between` in between.
+std::string figures_of(const Drawing& drawing, std::string_view between);
+// "skip 0 -> 3   shared by stages 0 7", or nothing.
+std::string extras_of(const Schedule& schedule);
+// F, I, W and B, for legends.
+inline constexpr std::array kDrawnComputations = {Computation::Forward, Computation::InputBackward,
+                                                  Computation::WeightBackward, Computation::FullBackward};
 
 }  // namespace penstock

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <ostream>
 #include <stdexcept>
@@ -34,7 +35,6 @@ json rank_data(const Drawing& drawing, int rank) {
   json waiting = json::object();
   for (const auto& [on, time] : times.waiting) waiting[std::to_string(on)] = time;
   json data = {{"peak_activations", times.peak_activations},
-               {"peak_bytes", times.peak_bytes},
                {"work", times.work},
                {"idle", {{"fill", times.fill}, {"drain", times.drain}, {"waiting", waiting}}},
                {"kind", std::move(kind)},
@@ -43,6 +43,10 @@ json rank_data(const Drawing& drawing, int rank) {
                {"start", std::move(start)},
                {"end", std::move(end)},
                {"other", std::move(other)}};
+  // Where no costs say what stages keep, there is nothing to show.
+  const auto& ranks = drawing.timeline.ranks;
+  const bool bytes_known = std::ranges::any_of(ranks, [](const RankTimes& rank) { return rank.peak_bytes > 0; });
+  if (bytes_known) data["peak_bytes"] = times.peak_bytes;
   if (has_pairs) data["pair"] = std::move(pair);
   return data;
 }
@@ -67,10 +71,11 @@ json page_data(const Drawing& drawing) {
           {"edges", std::move(edges)},
           {"shared", std::move(shared)},
           {"kinds", std::move(kinds)},
-          {"timelines", {{{"name", "simulated"},
-                          {"makespan", drawing.timeline.makespan},
-                          {"bubble", drawing.timeline.bubble},
-                          {"ranks", std::move(ranks)}}}},
+          {"timelines",
+           {{{"name", "simulated"},
+             {"makespan", drawing.timeline.makespan},
+             {"bubble", drawing.timeline.bubble},
+             {"ranks", std::move(ranks)}}}},
           {"unit", ""}};
 }
 
@@ -91,8 +96,10 @@ void draw_html(std::ostream& out, const Drawing& drawing) {
   const std::string_view page = page_template();
   const std::size_t title = page.find(kTitle);
   const std::size_t data = page.find(kData, title + kTitle.size());
-  if (title == std::string_view::npos || data == std::string_view::npos) throw std::logic_error("page.html has lost its place for title or data");
-  out << page.substr(0, title) << xml_text(drawing.title) << page.substr(title + kTitle.size(), data - title - kTitle.size());
+  if (title == std::string_view::npos || data == std::string_view::npos)
+    throw std::logic_error("page.html has lost its place for title or data");
+  out << page.substr(0, title) << xml_text(drawing.title)
+      << page.substr(title + kTitle.size(), data - title - kTitle.size());
   write_escaped(out, page_data(drawing).dump(-1, ' ', false, json::error_handler_t::replace));
   out << page.substr(data + kData.size());
 }

@@ -42,13 +42,15 @@ double tick_step(double pixels_per_unit) {
 void draw_svg(std::ostream& out, const Drawing& drawing) {
   const Schedule& schedule = drawing.schedule;
   const double scale = pixels_per_unit(drawing);
-  const double left = kMargin + kLetter * static_cast<double>(("rank " + std::to_string(schedule.ranks() - 1)).size()) + 16;
+  const double left =
+      kMargin + kLetter * static_cast<double>(("rank " + std::to_string(schedule.ranks() - 1)).size()) + 16;
   const double axis = kHead + kRow * schedule.ranks();
   const double width = std::max(left + scale * drawing.timeline.makespan + kMargin, 720.0);
   const double height = axis + 76;
 
-  out << R"(<svg xmlns="http://www.w3.org/2000/svg" width=")" << number_text(width) << R"(" height=")" << number_text(height)
-      << R"(" viewBox="0 0 )" << number_text(width) << " " << number_text(height) << R"(" role="img">)" << "\n"
+  out << R"(<svg xmlns="http://www.w3.org/2000/svg" width=")" << number_text(width) << R"(" height=")"
+      << number_text(height) << R"(" viewBox="0 0 )" << number_text(width) << " " << number_text(height)
+      << R"(" role="img">)" << "\n"
       << "<title>" << xml_text(drawing.title) << ": " << subtitle_of(drawing) << "</title>\n"
       << "<style>text{font:11px ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;fill:#1c2733}"
          ".h{font-size:15px;font-weight:600}.q{fill:#5b6875}.l{stroke:#d5dbe1}.b text{fill:#10151a;text-anchor:middle}"
@@ -57,16 +59,14 @@ void draw_svg(std::ostream& out, const Drawing& drawing) {
          ".r{fill:#1b2228}.p{stroke:#e6ebf0}}</style>\n"
       << R"(<rect class="bg" width="100%" height="100%"/>)" << "\n"
       << R"(<text class="h" x=")" << kMargin << R"(" y="26">)" << xml_text(drawing.title) << "</text>\n"
-      << R"(<text class="q" x=")" << kMargin << R"(" y="43">)" << subtitle_of(drawing) << " · makespan "
-      << number_text(drawing.timeline.makespan) << " · bubble " << number_text(std::round(drawing.timeline.bubble * 1000) / 10)
-      << " % · peak activations " << most_activations(drawing.timeline) << " · peak bytes "
-      << number_text(most_bytes(drawing.timeline)) << "</text>\n";
+      << R"(<text class="q" x=")" << kMargin << R"(" y="43">)" << subtitle_of(drawing) << " · "
+      << figures_of(drawing, " · ") << "</text>\n";
 
   const double step = tick_step(scale);
   for (int tick = 0; tick * step <= drawing.timeline.makespan * (1 + 1e-9); ++tick) {
     const double x = left + tick * step * scale;
-    out << R"(<line class="l" x1=")" << number_text(x) << R"(" x2=")" << number_text(x) << R"(" y1=")" << kHead << R"(" y2=")"
-        << axis + 4 << R"("/><text class="q" x=")" << number_text(x) << R"(" y=")" << axis + 17
+    out << R"(<line class="l" x1=")" << number_text(x) << R"(" x2=")" << number_text(x) << R"(" y1=")" << kHead
+        << R"(" y2=")" << axis + 4 << R"("/><text class="q" x=")" << number_text(x) << R"(" y=")" << axis + 17
         << R"(" text-anchor="middle">)" << number_text(tick * step) << "</text>\n";
   }
 
@@ -82,13 +82,16 @@ void draw_svg(std::ostream& out, const Drawing& drawing) {
       const double w = scale * (block.span.end - block.span.start);
       const std::string text = to_string(block.action);
       const std::string title = "<title>" + text + " " + std::string(describe(block.action.computation)) + ", rank " +
-                                std::to_string(rank) + ", " + number_text(block.span.start) + " to " + number_text(block.span.end) + "</title>";
+                                std::to_string(rank) + ", " + number_text(block.span.start) + " to " +
+                                number_text(block.span.end) + "</title>";
       if (!block.action.is_compute()) {
-        out << R"(<path class="p" d="M)" << number_text(x) << " " << top + kBlock - 5 << R"(v5">)" << title << "</path>\n";
+        out << R"(<path class="p" d="M)" << number_text(x) << " " << top + kBlock - 5 << R"(v5">)" << title
+            << "</path>\n";
         return;
       }
-      out << R"(<rect x=")" << number_text(x + 0.5) << R"(" y=")" << top << R"(" width=")" << number_text(std::max(w - 1, 0.2))
-          << R"(" height=")" << kBlock << R"(" rx="2" fill=")" << colour_of(drawing, block.action).hex << R"(">)" << title << "</rect>";
+      out << R"(<rect x=")" << number_text(x + 0.5) << R"(" y=")" << top << R"(" width=")"
+          << number_text(std::max(w - 1, 0.2)) << R"(" height=")" << kBlock << R"(" rx="2" fill=")"
+          << colour_of(drawing, block.action).hex << R"(">)" << title << "</rect>";
       if (w >= kLetter * static_cast<double>(text.size())) {
         out << R"(<text x=")" << number_text(x + w / 2) << R"(" y=")" << top + 14 << R"(">)" << text << "</text>";
       }
@@ -105,21 +108,16 @@ void draw_svg(std::ostream& out, const Drawing& drawing) {
   }
 
   double x = kMargin;
-  for (const Computation computation : {Computation::Forward, Computation::InputBackward, Computation::WeightBackward, Computation::FullBackward}) {
+  for (const Computation computation : kDrawnComputations) {
     const std::string label = std::string(name_of(computation)) + " " + std::string(describe(computation));
     out << R"(<rect x=")" << x << R"(" y=")" << axis + 38 << R"(" width="14" height="14" rx="2" fill=")"
-        << colour_of(drawing, compute(schedule.placement().stages_of(schedule.placement().rank_of(0))[0], computation, 0)).hex
-        << R"("/><text x=")" << x + 20 << R"(" y=")" << axis + 49 << R"(">)" << label << "</text>\n";
+        << colour_of(drawing, compute(/*stage=*/0, computation, 0)).hex << R"("/><text x=")" << x + 20 << R"(" y=")"
+        << axis + 49 << R"(">)" << label << "</text>\n";
     x += 44 + 7 * static_cast<double>(label.size());
   }
-  std::string extras;
-  for (const Edge& edge : schedule.graph().skips()) extras += "skip " + std::to_string(edge.from) + "→" + std::to_string(edge.to) + "  ";
-  for (const auto& group : schedule.graph().groups()) {
-    extras += "shared by stages";
-    for (const int stage : group) extras += " " + std::to_string(stage);
-    extras += "  ";
-  }
-  if (!extras.empty()) out << R"(<text class="q" x=")" << kMargin << R"(" y=")" << axis + 68 << R"(">)" << extras << "</text>\n";
+  const std::string extras = xml_text(extras_of(schedule));
+  if (!extras.empty())
+    out << R"(<text class="q" x=")" << kMargin << R"(" y=")" << axis + 68 << R"(">)" << extras << "</text>\n";
   out << "</svg>\n";
 }
 

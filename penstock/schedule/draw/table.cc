@@ -39,7 +39,8 @@ std::string table_of(const Schedule& schedule, const TableOptions& options) {
   const auto cell = [&](int rank, int step) {
     const auto actions = schedule.actions(rank);
     const bool marked = rank == options.mark_rank && step == options.mark_position;
-    std::string text = step < static_cast<int>(actions.size()) ? to_string(actions[static_cast<std::size_t>(step)]) : "";
+    std::string text =
+        step < static_cast<int>(actions.size()) ? to_string(actions[static_cast<std::size_t>(step)]) : "";
     return marked ? "[" + text + "]" : text;
   };
   std::vector<std::size_t> widths;

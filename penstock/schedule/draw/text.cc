@@ -21,7 +21,8 @@ class TextPicture {
  public:
   TextPicture(const Drawing& drawing, const TextOptions& options) : drawing_(drawing), options_(options) {
     margin_ = ("rank " + std::to_string(drawing.schedule.ranks() - 1)).size() + 3;
-    const auto room = static_cast<double>(std::max<std::ptrdiff_t>(20, options.width - static_cast<std::ptrdiff_t>(margin_)));
+    const auto room =
+        static_cast<double>(std::max<std::ptrdiff_t>(20, options.width - static_cast<std::ptrdiff_t>(margin_)));
     const double makespan = drawing.timeline.makespan;
     scale_ = scale_for_labels();
     labelled_ = scale_ * makespan <= room;
@@ -97,28 +98,21 @@ class TextPicture {
   }
 
   void draw_legend(std::ostream& out) const {
-    for (const Computation computation : {Computation::Forward, Computation::InputBackward, Computation::WeightBackward, Computation::FullBackward}) {
-      const Action sample = compute(drawing_.schedule.placement().stages_of(0).empty() ? 0 : drawing_.schedule.placement().stages_of(0)[0], computation, 0);
+    for (const Computation computation : kDrawnComputations) {
       const std::string name(name_of(computation));
-      out << (options_.colour ? paint(colour_of(drawing_, sample).terminal) + " " + name + " " + paint(0) : name) << " "
-          << describe(computation) << (computation == Computation::FullBackward ? "\n" : "   ");
+      const int colour = colour_of(drawing_, compute(/*stage=*/0, computation, 0)).terminal;
+      out << (options_.colour ? paint(colour) + " " + name + " " + paint(0) : name) << " " << describe(computation)
+          << (computation == kDrawnComputations.back() ? "\n" : "   ");
     }
-    for (const Edge& edge : drawing_.schedule.graph().skips()) out << "skip " << edge.from << " -> " << edge.to << "   ";
-    for (const auto& group : drawing_.schedule.graph().groups()) {
-      out << "shared by stages";
-      for (const int stage : group) out << " " << stage;
-      out << "   ";
-    }
-    if (!drawing_.schedule.graph().skips().empty() || !drawing_.schedule.graph().groups().empty()) out << "\n";
+    const std::string extras = extras_of(drawing_.schedule);
+    if (!extras.empty()) out << extras << "\n";
   }
 
   void draw_figures(std::ostream& out) const {
-    const Timeline& timeline = drawing_.timeline;
-    out << "makespan " << number_text(timeline.makespan) << "   bubble " << number_text(std::round(timeline.bubble * 1000) / 10)
-        << " %   peak activations " << most_activations(timeline) << "   peak bytes " << number_text(most_bytes(timeline)) << "\n";
+    out << figures_of(drawing_, "   ") << "\n";
     if (drawing_.schedule.ranks() > kMostRankFigures) return;
     for (int rank = 0; rank < drawing_.schedule.ranks(); ++rank) {
-      const RankTimes& times = timeline.ranks[static_cast<std::size_t>(rank)];
+      const RankTimes& times = drawing_.timeline.ranks[static_cast<std::size_t>(rank)];
       out << "  rank " << rank << ": work " << number_text(times.work) << ", idle " << number_text(times.fill)
           << " at the start, " << number_text(times.drain) << " at the end";
       for (const auto& [other, time] : times.waiting) out << ", " << number_text(time) << " waiting for rank " << other;

@@ -33,20 +33,21 @@ void draw_trace(std::ostream& out, const Drawing& drawing) {
       const double length = (block.span.end - block.span.start) * kMicrosecondsPerUnit;
       out << R"({"name":")" << to_string(action) << R"(","cat":")" << category_of(action) << R"(","ph":"X","ts":)"
           << nlohmann::json(start).dump() << R"(,"dur":)" << nlohmann::json(length).dump() << R"(,"pid":)" << rank
-          << R"(,"tid":)" << rank << R"(,"args":{"computation":")" << describe(action.computation) << R"(","stage":)" << action.stage;
+          << R"(,"tid":)" << rank << R"(,"args":{"computation":")" << describe(action.computation) << R"(","stage":)"
+          << action.stage;
       if (action.microbatch != kNone) out << R"(,"microbatch":)" << action.microbatch;
       if (block.pair != 0) out << R"(,"pair":)" << block.pair;
       out << "}},\n";
       if (!action.is_message()) return;
       const Action send = action.is_send() ? action : counterpart(action);
-      out << R"({"name":")" << to_string(send) << R"(","cat":"communication","ph":")" << (action.is_send() ? "s" : "f\",\"bp\":\"e")
-          << R"(","id":")" << to_string(send) << R"(","ts":)" << nlohmann::json(start).dump() << R"(,"pid":)" << rank << R"(,"tid":)" << rank
-          << "},\n";
+      out << R"({"name":")" << to_string(send) << R"(","cat":"communication","ph":")"
+          << (action.is_send() ? "s" : "f\",\"bp\":\"e") << R"(","id":")" << to_string(send) << R"(","ts":)"
+          << nlohmann::json(start).dump() << R"(,"pid":)" << rank << R"(,"tid":)" << rank << "},\n";
     });
   }
   // A last event, so that every one before it can end in a comma.
-  out << R"({"name":"end","ph":"i","s":"g","ts":)" << nlohmann::json(drawing.timeline.makespan * kMicrosecondsPerUnit).dump()
-      << R"(,"pid":0,"tid":0})"
+  out << R"({"name":"end","ph":"i","s":"g","ts":)"
+      << nlohmann::json(drawing.timeline.makespan * kMicrosecondsPerUnit).dump() << R"(,"pid":0,"tid":0})"
       << "\n]}\n";
 }
 

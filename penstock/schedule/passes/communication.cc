@@ -203,11 +203,13 @@ class Communication {
   void add_sends(std::vector<Action>& list, const Action& part) const {
     if (is_forward(part)) {
       for (const int e : schedule_.graph().out_edges(part.stage)) {
-        if (crosses(edge(e))) list.push_back(message(part.stage, Computation::SendForward, part.microbatch, edge(e).to));
+        if (crosses(edge(e)))
+          list.push_back(message(part.stage, Computation::SendForward, part.microbatch, edge(e).to));
       }
     } else if (makes_input_gradient(part)) {
       for (const int e : schedule_.graph().in_edges(part.stage)) {
-        if (crosses(edge(e))) list.push_back(message(part.stage, Computation::SendBackward, part.microbatch, edge(e).from));
+        if (crosses(edge(e)))
+          list.push_back(message(part.stage, Computation::SendBackward, part.microbatch, edge(e).from));
       }
     }
   }
@@ -231,7 +233,8 @@ class Communication {
       int after = own_part(way, stage, sender, mb);
       if (k >= ahead) after = std::max(after, at[schedule_.cell(stage, by_use[static_cast<std::size_t>(k - ahead)])]);
       const Computation computation = forwards ? Computation::RecvForward : Computation::RecvBackward;
-      receives.push_back({after, schedule_.placement().rank_of(sender), sent_at(way, sender, mb), message(stage, computation, mb, sender)});
+      receives.push_back({after, schedule_.placement().rank_of(sender), sent_at(way, sender, mb),
+                          message(stage, computation, mb, sender)});
     }
   }
 

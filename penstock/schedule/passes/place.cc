@@ -11,8 +11,8 @@ namespace penstock {
 
 Schedule place(const Schedule& schedule, const Placement& placement) {
   if (placement.stages() != schedule.stages()) {
-    throw ScheduleError("a schedule of " + std::to_string(schedule.stages()) + " stages cannot move to a placement of " +
-                        std::to_string(placement.stages()) + ".");
+    throw ScheduleError("a schedule of " + std::to_string(schedule.stages()) +
+                        " stages cannot move to a placement of " + std::to_string(placement.stages()) + ".");
   }
   // No computation starts before its inputs have ended, so the order of starting is one in which all can run.
   struct Started {

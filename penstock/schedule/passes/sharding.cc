@@ -82,7 +82,8 @@ bool contains(const std::vector<int>& stages, int stage) {
 
 Schedule add_sharding(const Schedule& schedule, int max_active_stages) {
   if (max_active_stages < 1) {
-    throw ScheduleError("a rank needs at least one gathered stage to compute, not " + std::to_string(max_active_stages) + ".");
+    throw ScheduleError("a rank needs at least one gathered stage to compute, not " +
+                        std::to_string(max_active_stages) + ".");
   }
   Schedule result = schedule.without_actions();
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
