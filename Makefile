@@ -57,7 +57,8 @@ bench: build ## timings, beside those of torch.distributed.pipelining
 # Each fuzzer starts from a copy of its corpus, so that what it adds stays out of the tree. What it finds is kept.
 fuzz: ## the fuzzers, FUZZ_RUNS inputs each
 	@scripts/setup soak
-	$(call build,fuzz)
+	@$(call quietly,cmake --preset fuzz)
+	@cmake --build --preset fuzz -j $(JOBS) --target fuzz_action fuzz_csv
 	@mkdir -p build/fuzz/found; \
 	corpora=$$(mktemp -d); \
 	trap 'rm -rf "$$corpora"' EXIT; \

@@ -37,7 +37,7 @@ const Word& word_of(Computation computation) {
 }
 
 // Where the chain leads: an activation from a stage to the next, a gradient to the one before.
-int chain_neighbour(int stage, Computation computation) {
+std::int64_t chain_neighbour(std::int64_t stage, Computation computation) {
   const bool later = computation == Computation::SendForward || computation == Computation::RecvBackward;
   return later ? stage + 1 : stage - 1;
 }
@@ -106,7 +106,7 @@ class Reader {
     }
     if (result.is_message()) {
       result.other_stage = take("@") ? number("'@' names the stage at the other end.")
-                                     : chain_neighbour(result.stage, result.computation);
+                                     : static_cast<int>(chain_neighbour(result.stage, result.computation));
     }
     return result;
   }

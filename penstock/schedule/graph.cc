@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <numeric>
 #include <string>
 #include <utility>
 
@@ -85,12 +86,21 @@ std::vector<Edge> StageGraph::skips() const {
 void StageGraph::index_edges() {
   std::sort(edges_.begin(), edges_.end(),
             [](const Edge& a, const Edge& b) { return std::pair(a.to, a.from) < std::pair(b.to, b.from); });
-  in_.assign(static_cast<std::size_t>(stages_), {});
-  out_.assign(static_cast<std::size_t>(stages_), {});
+  in_ = incidence(&Edge::to);
+  out_ = incidence(&Edge::from);
+}
+
+StageGraph::Incidence StageGraph::incidence(int Edge::* end) const {
+  Incidence result;
+  result.begin.assign(static_cast<std::size_t>(stages_) + 1, 0);
+  for (const Edge& edge : edges_) ++result.begin[static_cast<std::size_t>(edge.*end) + 1];
+  std::partial_sum(result.begin.begin(), result.begin.end(), result.begin.begin());
+  std::vector<std::size_t> next = result.begin;
+  result.edges.resize(edges_.size());
   for (std::size_t index = 0; index < edges_.size(); ++index) {
-    in_[static_cast<std::size_t>(edges_[index].to)].push_back(static_cast<int>(index));
-    out_[static_cast<std::size_t>(edges_[index].from)].push_back(static_cast<int>(index));
+    result.edges[next[static_cast<std::size_t>(edges_[index].*end)]++] = static_cast<int>(index);
   }
+  return result;
 }
 
 }  // namespace penstock

@@ -7,6 +7,7 @@
 //   graph.share({0, 3});      // tied embeddings
 #pragma once
 
+#include <cstddef>
 #include <span>
 #include <vector>
 
@@ -39,8 +40,8 @@ class StageGraph {
   // All edges, the chain's too, ordered by where they lead.
   std::span<const Edge> edges() const { return edges_; }
   // Indices into edges() of what leads to a stage, and of what leads away from it, in ascending order of the other end.
-  std::span<const int> in_edges(int stage) const { return in_[static_cast<std::size_t>(stage)]; }
-  std::span<const int> out_edges(int stage) const { return out_[static_cast<std::size_t>(stage)]; }
+  std::span<const int> in_edges(int stage) const { return in_.of(stage); }
+  std::span<const int> out_edges(int stage) const { return out_.of(stage); }
   // The index of an edge, or -1.
   int edge_index(int from, int to) const;
   // Edges besides the chain.
@@ -54,12 +55,25 @@ class StageGraph {
   friend bool operator==(const StageGraph&, const StageGraph&) = default;
 
  private:
+  // The edges at each stage, in one row, and where each stage's begin.
+  struct Incidence {
+    std::vector<int> edges;
+    std::vector<std::size_t> begin;
+
+    std::span<const int> of(int stage) const {
+      const auto at = static_cast<std::size_t>(stage);
+      return std::span(edges).subspan(begin[at], begin[at + 1] - begin[at]);
+    }
+    friend bool operator==(const Incidence&, const Incidence&) = default;
+  };
+
   void index_edges();
+  Incidence incidence(int Edge::* end) const;
 
   int stages_;
   std::vector<Edge> edges_;
-  std::vector<std::vector<int>> in_;
-  std::vector<std::vector<int>> out_;
+  Incidence in_;
+  Incidence out_;
   std::vector<std::vector<int>> groups_;
   std::vector<int> group_of_;
 };

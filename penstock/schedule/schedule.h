@@ -3,7 +3,7 @@
 // the simulator, the drawings and the executor read it.
 //
 // How a list runs, and what all of them mean by it:
-//  - A rank takes its actions in order. The parts of a pair run in turn.
+//  - A rank takes its actions in order. The parts of a pair run in turn, once what both need of other ranks is there.
 //  - F of a stage needs the F of each stage that feeds it; I or B needs its own F and the I or B of each stage that it
 //    feeds; W needs its I. What comes from another rank needs a RECV, posted earlier in the list, and the matching SEND.
 //  - RECV posts a receive and returns. SEND follows what it sends, and may block until its receive is posted.
@@ -44,6 +44,8 @@ class Schedule {
   std::size_t size() const;
 
   void add(int rank, const Action& action) { lists_[static_cast<std::size_t>(rank)].push_back(action); }
+  // Room for so many actions, for who knows how many there will be.
+  void reserve(int rank, std::size_t actions) { lists_[static_cast<std::size_t>(rank)].reserve(actions); }
   void assign(int rank, std::vector<Action> actions) { lists_[static_cast<std::size_t>(rank)] = std::move(actions); }
 
   // The same placement, graph and number of microbatches, with empty lists.

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -40,7 +41,7 @@ class Verifier {
  public:
   Verifier(const Schedule& schedule, const Features& expected) : schedule_(schedule), expected_(expected) {}
 
-  void run() {
+  void look_at_lists() {
     require_enough_actions();
     computed_.assign(schedule_.cells(), 0);
     messages_.assign(schedule_.graph().edges().size() * static_cast<std::size_t>(schedule_.microbatches()), 0);
@@ -50,7 +51,26 @@ class Verifier {
     joined_.assign(static_cast<std::size_t>(schedule_.ranks()) * schedule_.graph().groups().size(), 0);
     for (int rank = 0; rank < schedule_.ranks(); ++rank) look_at(rank);
     for (int stage = 0; stage < schedule_.stages(); ++stage) require_complete(stage);
-    execute();
+  }
+
+  void run_lists() {
+    std::fill(computed_.begin(), computed_.end(), 0);
+    std::fill(messages_.begin(), messages_.end(), 0);
+    std::fill(joined_.begin(), joined_.end(), 0);
+    const auto ranks = static_cast<std::size_t>(schedule_.ranks());
+    next_.assign(ranks, 0);
+    queued_.assign(ranks, 1);
+    queue_.clear();
+    for (int rank = schedule_.ranks() - 1; rank >= 0; --rank) queue_.push_back(rank);
+    while (!queue_.empty()) {
+      const int rank = queue_.back();
+      queue_.pop_back();
+      queued_[static_cast<std::size_t>(rank)] = 0;
+      advance(rank);
+    }
+    for (int rank = 0; rank < schedule_.ranks(); ++rank) {
+      if (next_[static_cast<std::size_t>(rank)] < schedule_.actions(rank).size()) fail_deadlock(rank);
+    }
   }
 
  private:
@@ -335,26 +355,6 @@ class Verifier {
     int on_rank;
   };
 
-  void execute() {
-    std::fill(computed_.begin(), computed_.end(), 0);
-    std::fill(messages_.begin(), messages_.end(), 0);
-    std::fill(joined_.begin(), joined_.end(), 0);
-    const auto ranks = static_cast<std::size_t>(schedule_.ranks());
-    next_.assign(ranks, 0);
-    queued_.assign(ranks, 1);
-    queue_.clear();
-    for (int rank = schedule_.ranks() - 1; rank >= 0; --rank) queue_.push_back(rank);
-    while (!queue_.empty()) {
-      const int rank = queue_.back();
-      queue_.pop_back();
-      queued_[static_cast<std::size_t>(rank)] = 0;
-      advance(rank);
-    }
-    for (int rank = 0; rank < schedule_.ranks(); ++rank) {
-      if (next_[static_cast<std::size_t>(rank)] < schedule_.actions(rank).size()) fail_deadlock(rank);
-    }
-  }
-
   void advance(int rank) {
     std::size_t& next = next_[static_cast<std::size_t>(rank)];
     const auto actions = schedule_.actions(rank);
@@ -494,6 +494,15 @@ class Verifier {
   std::vector<char> queued_;
 };
 
+std::optional<Violation> found_by(const std::function<void()>& look) {
+  try {
+    look();
+    return std::nullopt;
+  } catch (Found& found) {
+    return std::move(found.violation);
+  }
+}
+
 }  // namespace
 
 std::optional<Violation> verify(const Schedule& schedule) {
@@ -501,12 +510,15 @@ std::optional<Violation> verify(const Schedule& schedule) {
 }
 
 std::optional<Violation> verify(const Schedule& schedule, const Features& expected) {
-  try {
-    Verifier(schedule, expected).run();
-    return std::nullopt;
-  } catch (Found& found) {
-    return std::move(found.violation);
-  }
+  return found_by([&] {
+    Verifier verifier(schedule, expected);
+    verifier.look_at_lists();
+    verifier.run_lists();
+  });
+}
+
+std::optional<Violation> verify_each_list(const Schedule& schedule, const Features& expected) {
+  return found_by([&] { Verifier(schedule, expected).look_at_lists(); });
 }
 
 std::string explain(const Schedule& schedule, const Violation& violation) {

@@ -22,6 +22,9 @@ struct Violation {
 std::optional<Violation> verify(const Schedule& schedule);
 std::optional<Violation> verify(const Schedule& schedule, const Features& expected);
 
+// The same without the run of all lists against each other: what it accepts is complete and paired, and may deadlock.
+std::optional<Violation> verify_each_list(const Schedule& schedule, const Features& expected);
+
 // The violation in full: rank, position and action, the sentence, and the table around the place, which is marked.
 std::string explain(const Schedule& schedule, const Violation& violation);
 

@@ -45,7 +45,7 @@ json rank_data(const Drawing& drawing, int rank) {
                {"other", std::move(other)}};
   // Where no costs say what stages keep, there is nothing to show.
   const auto& ranks = drawing.timeline.ranks;
-  const bool bytes_known = std::ranges::any_of(ranks, [](const RankTimes& rank) { return rank.peak_bytes > 0; });
+  const bool bytes_known = std::ranges::any_of(ranks, [](const RankTimes& each) { return each.peak_bytes > 0; });
   if (bytes_known) data["peak_bytes"] = times.peak_bytes;
   if (has_pairs) data["pair"] = std::move(pair);
   return data;

@@ -11,6 +11,7 @@
 // ranks run, so no order deadlocks, even if sends block. And the receives outstanding are never more than messages under
 // way, and one for each edge.
 #include <algorithm>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -29,17 +30,17 @@ class Communication {
  public:
   explicit Communication(const Schedule& schedule)
       : schedule_(schedule),
-        forward_at_(schedule.cells(), kNowhere),
-        backward_at_(schedule.cells(), kNowhere),
-        forward_use_(schedule.cells(), 0),
-        backward_use_(schedule.cells(), 0),
+        forward_(schedule.cells()),
+        backward_(schedule.cells()),
         under_way_{std::vector<UnderWay>(schedule.graph().edges().size()),
-                   std::vector<UnderWay>(schedule.graph().edges().size())} {
+                   std::vector<UnderWay>(schedule.graph().edges().size())},
+        receives_(static_cast<std::size_t>(schedule.ranks())) {
     index();
     walk();
+    for (int rank = 0; rank < schedule.ranks(); ++rank) place_receives_of_sends_from(rank);
   }
 
-  Schedule result() const {
+  Schedule result() {
     Schedule result = schedule_.without_actions();
     for (int rank = 0; rank < schedule_.ranks(); ++rank) result.assign(rank, list_of(rank));
     return result;
@@ -47,6 +48,16 @@ class Communication {
 
  private:
   static constexpr int kNowhere = -1;
+
+  // The forwards, or the input gradients, of all stages and microbatches.
+  struct Uses {
+    explicit Uses(std::size_t cells) : at(cells, kNowhere), turn(cells, 0), by_turn(cells, kNowhere) {}
+    // By stage and microbatch: where in its rank's list, and as which of its stage.
+    std::vector<int> at;
+    std::vector<int> turn;
+    // By stage and turn: the microbatch.
+    std::vector<int> by_turn;
+  };
 
   struct UnderWay {
     // One more than the last, in the order of use, that has been sent; how many have been used; the most between them.
@@ -58,9 +69,6 @@ class Communication {
   struct Receive {
     // Behind this action of the rank's list, or kNowhere: before all.
     int after;
-    // Who sends it, and when: two for each action of the sender's list, since a pair sends first what its first part made.
-    int sender_rank;
-    int sent_at;
     Action action;
   };
 
@@ -68,27 +76,27 @@ class Communication {
     return schedule_.placement().rank_of(edge.from) != schedule_.placement().rank_of(edge.to);
   }
   const Edge& edge(int index) const { return schedule_.graph().edges()[static_cast<std::size_t>(index)]; }
-  UnderWay& under_way(Way way, int edge) {
-    return under_way_[static_cast<std::size_t>(way)][static_cast<std::size_t>(edge)];
-  }
+  static std::size_t index_of(Way way) { return static_cast<std::size_t>(way); }
+  UnderWay& under_way(Way way, int edge) { return under_way_[index_of(way)][static_cast<std::size_t>(edge)]; }
   std::size_t cell(const Action& part) const { return schedule_.cell(part.stage, part.microbatch); }
 
-  // Where in its rank's list each stage has its forward and its input gradient of each microbatch, and as which of its
-  // stage.
+  const Uses& uses(Way way) const { return way == Way::Forward ? forward_ : backward_; }
+
   void index() {
     std::vector<int> forwards(static_cast<std::size_t>(schedule_.stages()), 0);
     std::vector<int> backwards(static_cast<std::size_t>(schedule_.stages()), 0);
+    const auto note = [&](Uses& uses, std::vector<int>& turns, const Action& part, int position) {
+      const int turn = turns[static_cast<std::size_t>(part.stage)]++;
+      uses.at[cell(part)] = position;
+      uses.turn[cell(part)] = turn;
+      uses.by_turn[schedule_.cell(part.stage, turn)] = part.microbatch;
+    };
     for (int rank = 0; rank < schedule_.ranks(); ++rank) {
       int position = 0;
       for (const Action& action : schedule_.actions(rank)) {
         for_each_part(action, [&](const Action& part) {
-          if (is_forward(part)) {
-            forward_at_[cell(part)] = position;
-            forward_use_[cell(part)] = forwards[static_cast<std::size_t>(part.stage)]++;
-          } else if (makes_input_gradient(part)) {
-            backward_at_[cell(part)] = position;
-            backward_use_[cell(part)] = backwards[static_cast<std::size_t>(part.stage)]++;
-          }
+          if (is_forward(part)) note(forward_, forwards, part, position);
+          if (makes_input_gradient(part)) note(backward_, backwards, part, position);
         });
         ++position;
       }
@@ -120,13 +128,13 @@ class Communication {
         forward_done[cell(part)] = 1;
         for (const int e : schedule_.graph().in_edges(part.stage)) use(Way::Forward, e);
         for (const int e : schedule_.graph().out_edges(part.stage)) {
-          send(Way::Forward, e, forward_use_[schedule_.cell(edge(e).to, part.microbatch)]);
+          send(Way::Forward, e, forward_.turn[schedule_.cell(edge(e).to, part.microbatch)]);
         }
       } else if (makes_input_gradient(part)) {
         backward_done[cell(part)] = 1;
         for (const int e : schedule_.graph().out_edges(part.stage)) use(Way::Backward, e);
         for (const int e : schedule_.graph().in_edges(part.stage)) {
-          send(Way::Backward, e, backward_use_[schedule_.cell(edge(e).from, part.microbatch)]);
+          send(Way::Backward, e, backward_.turn[schedule_.cell(edge(e).from, part.microbatch)]);
         }
       }
     };
@@ -152,117 +160,105 @@ class Communication {
     }
   }
 
-  void send(Way way, int e, int use) {
+  void send(Way way, int e, int turn) {
     UnderWay& messages = under_way(way, e);
-    messages.sent = std::max(messages.sent, use + 1);
+    messages.sent = std::max(messages.sent, turn + 1);
     messages.most = std::max(messages.most, messages.sent - messages.used);
   }
 
   void use(Way way, int e) { ++under_way(way, e).used; }
 
-  std::vector<Action> list_of(int rank) const {
+  // Calls visit(way, edge) for each message that a part sends, in the order of sending.
+  template <class Visit>
+  void for_each_send(const Action& part, const Visit& visit) const {
+    if (is_forward(part)) {
+      for (const int e : schedule_.graph().out_edges(part.stage)) {
+        if (crosses(edge(e))) visit(Way::Forward, e);
+      }
+    } else if (makes_input_gradient(part)) {
+      for (const int e : schedule_.graph().in_edges(part.stage)) {
+        if (crosses(edge(e))) visit(Way::Backward, e);
+      }
+    }
+  }
+
+  // The receives that answer a rank's sends, in the order of sending.
+  void place_receives_of_sends_from(int rank) {
+    std::vector<int> last(static_cast<std::size_t>(schedule_.ranks()), kNowhere);
+    for (const Action& action : schedule_.actions(rank)) {
+      for_each_part(action, [&](const Action& part) {
+        for_each_send(part, [&](Way way, int e) {
+          const bool forwards = way == Way::Forward;
+          const int stage = forwards ? edge(e).to : edge(e).from;
+          const auto receiver = static_cast<std::size_t>(schedule_.placement().rank_of(stage));
+          last[receiver] = std::max(last[receiver], posted_after(way, e, stage, part));
+          const Computation computation = forwards ? Computation::RecvForward : Computation::RecvBackward;
+          receives_[receiver].push_back({last[receiver], message(stage, computation, part.microbatch, part.stage)});
+        });
+      });
+    }
+  }
+
+  // The action of `stage`'s rank after which it can post the receive of what `sent` sends it.
+  int posted_after(Way way, int e, int stage, const Action& sent) const {
+    const Uses& used = uses(way);
+    const int earlier = used.turn[schedule_.cell(stage, sent.microbatch)] -
+                        (under_way_[index_of(way)][static_cast<std::size_t>(e)].most + 1);
+    const int own = own_part(way, stage, sent);
+    return earlier < 0 ? own
+                       : std::max(own, used.at[schedule_.cell(stage, used.by_turn[schedule_.cell(stage, earlier)])]);
+  }
+
+  // The last action of this rank that a microbatch passes on its way to the sender.
+  int own_part(Way way, int stage, const Action& sent) const {
+    const auto local = schedule_.placement().stages_of(schedule_.placement().rank_of(stage));
+    const auto above = std::ranges::upper_bound(local, sent.stage);
+    const auto at = [&](const Uses& uses, int local_stage) {
+      return uses.at[schedule_.cell(local_stage, sent.microbatch)];
+    };
+    if (way == Way::Forward) return above == local.begin() ? kNowhere : at(forward_, *(above - 1));
+    return above != local.end() ? at(backward_, *above) : at(forward_, local.back());
+  }
+
+  std::vector<Action> list_of(int rank) {
     const auto actions = schedule_.actions(rank);
-    std::vector<Receive> receives;
-    for (const int stage : schedule_.placement().stages_of(rank)) {
-      for (const int e : schedule_.graph().in_edges(stage)) {
-        if (crosses(edge(e))) add_receives(receives, Way::Forward, e);
-      }
-    }
-    for (const int stage : schedule_.placement().stages_of(rank)) {
-      for (const int e : schedule_.graph().out_edges(stage)) {
-        if (crosses(edge(e))) add_receives(receives, Way::Backward, e);
-      }
-    }
-    put_into_order_of_sending(receives);
+    const std::vector<Receive>& receives = receives_[static_cast<std::size_t>(rank)];
+    // The receives behind each action, and before all: counted, then put in place.
+    std::vector<std::size_t> begin(actions.size() + 2, 0);
+    for (const Receive& receive : receives) ++begin[static_cast<std::size_t>(receive.after + 2)];
+    std::partial_sum(begin.begin(), begin.end(), begin.begin());
+    std::vector<std::size_t> fill = begin;
+    std::vector<const Action*> in_place(receives.size());
+    for (const Receive& receive : receives)
+      in_place[fill[static_cast<std::size_t>(receive.after + 1)]++] = &receive.action;
 
     std::vector<Action> list;
     list.reserve(actions.size() + 2 * receives.size());
-    auto receive = receives.begin();
-    const auto add_posted_after = [&](int position) {
-      for (; receive != receives.end() && receive->after == position; ++receive) list.push_back(receive->action);
+    const auto add_receives = [&](std::size_t slot) {
+      for (std::size_t i = begin[slot]; i < fill[slot]; ++i) list.push_back(*in_place[i]);
     };
-    add_posted_after(kNowhere);
-    for (int position = 0; position < static_cast<int>(actions.size()); ++position) {
-      list.push_back(actions[static_cast<std::size_t>(position)]);
-      add_posted_after(position);
-      for_each_part(actions[static_cast<std::size_t>(position)], [&](const Action& part) { add_sends(list, part); });
+    add_receives(0);
+    for (std::size_t position = 0; position < actions.size(); ++position) {
+      list.push_back(actions[position]);
+      add_receives(position + 1);
+      for_each_part(actions[position], [&](const Action& part) {
+        for_each_send(part, [&](Way way, int e) {
+          const bool forwards = way == Way::Forward;
+          list.push_back(message(part.stage, forwards ? Computation::SendForward : Computation::SendBackward,
+                                 part.microbatch, forwards ? edge(e).to : edge(e).from));
+        });
+      });
     }
     return list;
   }
 
-  static void put_into_order_of_sending(std::vector<Receive>& receives) {
-    // Of one action, edges are served in the order in which they stand here already.
-    std::ranges::stable_sort(receives, {}, [](const Receive& r) { return std::pair(r.sender_rank, r.sent_at); });
-    for (std::size_t i = 1; i < receives.size(); ++i) {
-      const Receive& before = receives[i - 1];
-      if (before.sender_rank == receives[i].sender_rank) receives[i].after = std::max(receives[i].after, before.after);
-    }
-    std::ranges::stable_sort(receives, {}, &Receive::after);
-  }
-
-  void add_sends(std::vector<Action>& list, const Action& part) const {
-    if (is_forward(part)) {
-      for (const int e : schedule_.graph().out_edges(part.stage)) {
-        if (crosses(edge(e)))
-          list.push_back(message(part.stage, Computation::SendForward, part.microbatch, edge(e).to));
-      }
-    } else if (makes_input_gradient(part)) {
-      for (const int e : schedule_.graph().in_edges(part.stage)) {
-        if (crosses(edge(e)))
-          list.push_back(message(part.stage, Computation::SendBackward, part.microbatch, edge(e).from));
-      }
-    }
-  }
-
-  // The receives of one edge, in the order of their use.
-  void add_receives(std::vector<Receive>& receives, Way way, int e) const {
-    const bool forwards = way == Way::Forward;
-    const int stage = forwards ? edge(e).to : edge(e).from;
-    const int sender = forwards ? edge(e).from : edge(e).to;
-    const std::vector<int>& at = forwards ? forward_at_ : backward_at_;
-    const std::vector<int>& use = forwards ? forward_use_ : backward_use_;
-
-    std::vector<int> by_use(static_cast<std::size_t>(schedule_.microbatches()), kNowhere);
-    for (int mb = 0; mb < schedule_.microbatches(); ++mb) {
-      const std::size_t index = schedule_.cell(stage, mb);
-      if (at[index] != kNowhere) by_use[static_cast<std::size_t>(use[index])] = mb;
-    }
-    const int ahead = under_way_[static_cast<std::size_t>(way)][static_cast<std::size_t>(e)].most + 1;
-    for (int k = 0; k < schedule_.microbatches() && by_use[static_cast<std::size_t>(k)] != kNowhere; ++k) {
-      const int mb = by_use[static_cast<std::size_t>(k)];
-      int after = own_part(way, stage, sender, mb);
-      if (k >= ahead) after = std::max(after, at[schedule_.cell(stage, by_use[static_cast<std::size_t>(k - ahead)])]);
-      const Computation computation = forwards ? Computation::RecvForward : Computation::RecvBackward;
-      receives.push_back({after, schedule_.placement().rank_of(sender), sent_at(way, sender, mb),
-                          message(stage, computation, mb, sender)});
-    }
-  }
-
-  int sent_at(Way way, int sender, int mb) const {
-    const int position = (way == Way::Forward ? forward_at_ : backward_at_)[schedule_.cell(sender, mb)];
-    const Action& action = schedule_.actions(schedule_.placement().rank_of(sender))[static_cast<std::size_t>(position)];
-    const Action first = action.is_overlap() ? action.first() : action;
-    const bool by_first = first.stage == sender && first.microbatch == mb && is_forward(first) == (way == Way::Forward);
-    return 2 * position + (by_first ? 0 : 1);
-  }
-
-  // The last action of this rank that a microbatch passes on its way to the sender.
-  int own_part(Way way, int stage, int sender, int mb) const {
-    const auto local = schedule_.placement().stages_of(schedule_.placement().rank_of(stage));
-    const auto above = std::ranges::upper_bound(local, sender);
-    if (way == Way::Forward) return above == local.begin() ? kNowhere : forward_at_[schedule_.cell(*(above - 1), mb)];
-    if (above != local.end()) return backward_at_[schedule_.cell(*above, mb)];
-    return forward_at_[schedule_.cell(local.back(), mb)];
-  }
-
   const Schedule& schedule_;
-  // By stage and microbatch.
-  std::vector<int> forward_at_;
-  std::vector<int> backward_at_;
-  std::vector<int> forward_use_;
-  std::vector<int> backward_use_;
+  Uses forward_;
+  Uses backward_;
   // By way and edge.
   std::vector<UnderWay> under_way_[2];
+  // By rank; of each sender in the order of sending.
+  std::vector<std::vector<Receive>> receives_;
 };
 
 }  // namespace

@@ -9,6 +9,7 @@ Schedule add_reductions(const Schedule& schedule) {
   const StageGraph& graph = schedule.graph();
   std::vector<int> weight_gradients(static_cast<std::size_t>(schedule.stages()), 0);
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    result.reserve(rank, schedule.actions(rank).size() + 2 * schedule.placement().stages_of(rank).size());
     for (const Action& action : schedule.actions(rank)) {
       result.add(rank, action);
       for_each_part(action, [&](const Action& part) {

@@ -1,6 +1,9 @@
 // Which stages of a rank are gathered when: at each computation those that it and the next ones need, at most so many.
 #include <algorithm>
+#include <array>
+#include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "penstock/schedule/error.h"
@@ -9,69 +12,72 @@
 namespace penstock {
 namespace {
 
-// For each action, where the same rank computes next on each of its stages: walked backwards once, so that looking ahead
-// costs as much as there are stages on the rank and not as there are actions.
+// The stages of a rank in the order in which it computes on them next, followed from action to action. Each action knows
+// where its stages are used next, so that a step costs a place in that order and no look at the list.
 class LookAhead {
  public:
-  LookAhead(std::span<const Action> actions, int stages) : next_of_stage_(static_cast<std::size_t>(stages), kNever) {
-    uses_.resize(actions.size());
+  LookAhead(std::span<const Action> actions, std::span<const int> local) : actions_(actions), uses_(actions.size()) {
+    std::map<int, std::size_t> next;
+    const auto link = [&](std::size_t i, std::size_t part, int stage) {
+      const auto [entry, is_last] = next.try_emplace(stage, kNever);
+      uses_[i][part] = std::exchange(entry->second, 2 * i + part);
+    };
     for (std::size_t i = actions.size(); i-- > 0;) {
       if (!actions[i].is_compute()) continue;
-      // The second part of a pair is used after the first.
-      if (actions[i].is_overlap()) link(i, 1, actions[i].second().stage);
+      if (actions[i].is_overlap()) link(i, 1, actions[i].other_stage);
       link(i, 0, actions[i].stage);
     }
+    for (const int stage : local) {
+      if (next.contains(stage)) order_.push_back({next[stage], stage});
+    }
+    std::sort(order_.begin(), order_.end());
   }
 
-  // The stages of this rank that are computed on from action `i` on, nearest first, at most `count` of them; but both
-  // stages of a pair count as one look.
-  std::vector<int> stages_from(std::size_t i, std::span<const Action> actions, std::span<const int> local, int count) {
-    advance(i);
-    std::vector<int> order(local.begin(), local.end());
-    std::erase_if(order, [&](int stage) { return next(stage) == kNever; });
-    std::sort(order.begin(), order.end(), [&](int a, int b) { return next(a) < next(b); });
-    if (order.size() <= static_cast<std::size_t>(count)) return order;
-    auto end = static_cast<std::size_t>(count);
-    const std::size_t last_use = next(order[end - 1]) / 2;
-    if (actions[last_use].is_overlap() && next(order[end]) / 2 == last_use) ++end;
-    order.resize(end);
-    return order;
+  // How many of the next stages may be gathered: `most`, but both of a pair if either.
+  std::size_t window(int most) const {
+    const auto size = static_cast<std::size_t>(most);
+    if (order_.size() <= size) return order_.size();
+    const std::size_t last = order_[size - 1].use / 2;
+    return size + (actions_[last].is_overlap() && order_[size].use / 2 == last ? 1 : 0);
+  }
+  int stage(std::size_t place) const { return order_[place].stage; }
+
+  // Leaves the action behind that comes next. Whether window(most) holds other stages than before.
+  bool advance(int most) {
+    const std::size_t before = window(most);
+    const std::size_t action = order_.front().use / 2;
+    bool left = false;
+    while (!order_.empty() && order_.front().use / 2 == action) left |= move_front_back() >= before;
+    return left || window(most) != before;
   }
 
  private:
   static constexpr std::size_t kNever = static_cast<std::size_t>(-1);
 
-  struct Uses {
-    // Of the action's own stages (two in a pair): the use that comes after this one.
-    std::size_t later[2] = {kNever, kNever};
-    int stage[2] = {kNone, kNone};
+  // A use is 2 × the action's index, plus 1 for the second part of a pair.
+  struct NextUse {
+    std::size_t use;
+    int stage;
+    auto operator<=>(const NextUse&) const = default;
   };
 
-  // A use is 2 × the action's index, plus 1 for the second part of a pair.
-  void link(std::size_t i, std::size_t part, int stage) {
-    std::size_t& next = next_of_stage_[static_cast<std::size_t>(stage)];
-    uses_[i].later[part] = next;
-    uses_[i].stage[part] = stage;
-    next = 2 * i + part;
-  }
-
-  // Forgets the uses before action `i`.
-  void advance(std::size_t i) {
-    for (; done_ < i; ++done_) {
-      for (const std::size_t part : {0, 1}) {
-        const int stage = uses_[done_].stage[part];
-        if (stage != kNone && next(stage) == 2 * done_ + part) {
-          next_of_stage_[static_cast<std::size_t>(stage)] = uses_[done_].later[part];
-        }
-      }
+  // Puts the front stage where its next use belongs, and tells where that is.
+  std::size_t move_front_back() {
+    const NextUse moved{uses_[order_.front().use / 2][order_.front().use % 2], order_.front().stage};
+    if (moved.use == kNever) {
+      order_.erase(order_.begin());
+      return kNever;
     }
+    std::size_t place = 0;
+    for (; place + 1 < order_.size() && order_[place + 1].use < moved.use; ++place) order_[place] = order_[place + 1];
+    order_[place] = moved;
+    return place;
   }
 
-  std::size_t next(int stage) const { return next_of_stage_[static_cast<std::size_t>(stage)]; }
-
-  std::vector<std::size_t> next_of_stage_;
-  std::vector<Uses> uses_;
-  std::size_t done_ = 0;
+  std::span<const Action> actions_;
+  // By action and part of a pair: the next use of the same stage.
+  std::vector<std::array<std::size_t, 2>> uses_;
+  std::vector<NextUse> order_;
 };
 
 bool contains(const std::vector<int>& stages, int stage) {
@@ -88,26 +94,37 @@ Schedule add_sharding(const Schedule& schedule, int max_active_stages) {
   Schedule result = schedule.without_actions();
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     const auto actions = schedule.actions(rank);
-    const auto local = schedule.placement().stages_of(rank);
-    LookAhead ahead(actions, schedule.stages());
+    LookAhead ahead(actions, schedule.placement().stages_of(rank));
+    std::vector<Action> list;
+    list.reserve(actions.size() + actions.size() / 8);
     std::vector<int> active;
-    for (std::size_t i = 0; i < actions.size(); ++i) {
-      if (actions[i].is_compute()) {
-        const std::vector<int> wanted = ahead.stages_from(i, actions, local, max_active_stages);
+    std::vector<int> wanted;
+    bool changed = true;
+    for (const Action& action : actions) {
+      if (!action.is_compute()) {
+        list.push_back(action);
+        continue;
+      }
+      if (changed) {
+        wanted.clear();
+        for (std::size_t place = 0; place < ahead.window(max_active_stages); ++place)
+          wanted.push_back(ahead.stage(place));
         std::erase_if(active, [&](int stage) {
           if (contains(wanted, stage)) return false;
-          result.add(rank, parameters(stage, Computation::Reshard));
+          list.push_back(parameters(stage, Computation::Reshard));
           return true;
         });
         for (const int stage : wanted) {
           if (contains(active, stage)) continue;
           active.push_back(stage);
-          result.add(rank, parameters(stage, Computation::Unshard));
+          list.push_back(parameters(stage, Computation::Unshard));
         }
       }
-      result.add(rank, actions[i]);
+      list.push_back(action);
+      changed = ahead.advance(max_active_stages);
     }
-    for (const int stage : active) result.add(rank, parameters(stage, Computation::Reshard));
+    for (const int stage : active) list.push_back(parameters(stage, Computation::Reshard));
+    result.assign(rank, std::move(list));
   }
   return result;
 }
