@@ -14,6 +14,7 @@
 #include "penstock/schedule/passes.h"
 #include "penstock/schedule/simulate.h"
 
+namespace penstock {
 namespace {
 
 template <class Act>
@@ -29,34 +30,37 @@ std::size_t peak_memory() {
   return static_cast<std::size_t>(usage.ru_maxrss) * 1024;
 }
 
-}  // namespace
-
-int main() {
-  using namespace penstock;
+int answer_questions() {
   std::string what;
   int ranks = 0;
   int stages_per_rank = 0;
   int microbatches = 0;
-  try {
-    while (std::cin >> what >> ranks >> stages_per_rank >> microbatches) {
-      if (what == "lower") {
-        std::size_t actions = 0;
-        const double time =
-            seconds([&] { actions = lower(interleaved_1f1b(ranks, stages_per_rank, microbatches)).size(); });
-        std::cout << time << " " << actions << std::endl;
-      } else if (what == "simulate") {
-        const Schedule lowered = lower(interleaved_1f1b(ranks, stages_per_rank, microbatches));
-        double makespan = 0;
-        const double time = seconds([&] { makespan = simulate(lowered).makespan; });
-        std::cout << time << " " << lowered.size() << " " << peak_memory() << " " << makespan << std::endl;
-      } else {
-        std::cerr << "'" << what << "' is neither lower nor simulate\n";
-        return 2;
-      }
+  while (std::cin >> what >> ranks >> stages_per_rank >> microbatches) {
+    if (what == "lower") {
+      std::size_t actions = 0;
+      const double time =
+          seconds([&] { actions = lower(interleaved_1f1b(ranks, stages_per_rank, microbatches)).size(); });
+      std::cout << time << " " << actions << std::endl;
+    } else if (what == "simulate") {
+      const Schedule lowered = lower(interleaved_1f1b(ranks, stages_per_rank, microbatches));
+      const double time = seconds([&] { simulate(lowered); });
+      std::cout << time << " " << lowered.size() << " " << peak_memory() << std::endl;
+    } else {
+      std::cerr << "'" << what << "' is neither lower nor simulate\n";
+      return 2;
     }
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace penstock
+
+int main() {
+  try {
+    return penstock::answer_questions();
   } catch (const std::exception& error) {
     std::cerr << error.what() << "\n";
     return 1;
   }
-  return 0;
 }

@@ -126,7 +126,7 @@ inline Action parameters(int stage, Computation computation) {
 }
 
 // The same message as its other end names it.
-Action counterpart(const Action& message);
+Action counterpart(const Action& action);
 
 std::string to_string(const Action& action);
 // Appends the text to `out`; what CSV files and drawings of a million actions use.

@@ -54,6 +54,6 @@ Costs shared_out(const Costs& by_rank, const Placement& placement);
 //    "links": [{"from": 0, "to": 1, "latency": 0.1, "bandwidth": 1e9}, …]}
 //
 // Throws ScheduleError, which names `source` and the path to what is wrong.
-Costs parse_costs(std::string_view json, const std::string& source, const Costs& defaults = {});
+Costs parse_costs(std::string_view text, const std::string& source, const Costs& defaults = {});
 
 }  // namespace penstock

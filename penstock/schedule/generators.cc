@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <string>
+#include <utility>
 
 #include "penstock/schedule/error.h"
 #include "penstock/schedule/nearest.h"
@@ -91,9 +92,9 @@ Schedule generate(std::string_view name, const Placement& placement, int microba
   const int ranks =
       generator.stages_per_rank == 0 ? placement.ranks() : divided(placement.stages(), generator.stages_per_rank);
   require_reasonable(ranks, divided(placement.stages(), ranks), microbatches);
-  const Schedule whole = generator.make(ranks, divided(placement.stages(), ranks), microbatches);
+  Schedule whole = generator.make(ranks, divided(placement.stages(), ranks), microbatches);
   if (whole.placement() == placement) return whole;
-  return place(keep_stages(whole, placement.stages()), placement);
+  return place(keep_stages(std::move(whole), placement.stages()), placement);
 }
 
 }  // namespace penstock

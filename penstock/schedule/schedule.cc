@@ -7,7 +7,7 @@
 
 namespace penstock {
 
-Schedule::Schedule(Placement placement, int microbatches)
+Schedule::Schedule(const Placement& placement, int microbatches)
     : Schedule(placement, StageGraph(placement.stages()), microbatches) {}
 
 Schedule::Schedule(Placement placement, StageGraph graph, int microbatches)

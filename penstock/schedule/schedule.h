@@ -28,7 +28,7 @@ class Schedule {
  public:
   // An empty schedule on a chain of stages, or on `graph`. Throws ScheduleError when the graph has another number of
   // stages than the placement, or there is no microbatch.
-  Schedule(Placement placement, int microbatches);
+  Schedule(const Placement& placement, int microbatches);
   Schedule(Placement placement, StageGraph graph, int microbatches);
 
   int ranks() const { return placement_.ranks(); }

@@ -11,23 +11,31 @@
 #include "penstock/schedule/simulate.h"
 #include "penstock/schedule/verify.h"
 
+namespace penstock {
+namespace {
+
+void try_text(std::string_view text) {
+  const Schedule schedule = parse_csv(text);
+  if (parse_csv(to_csv(schedule)) != schedule) std::abort();
+  if (const auto violation = verify(schedule)) {
+    if (explain(schedule, *violation).empty()) std::abort();
+    return;
+  }
+  simulate(schedule);
+  const Features features = features_of(schedule);
+  if (features.communication || features.sharding || features.reduction || features.shared_sums) return;
+  const Schedule lowered = lower(schedule);
+  if (verify(lowered)) std::abort();
+  simulate(lowered);
+}
+
+}  // namespace
+}  // namespace penstock
+
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  using namespace penstock;
-  const std::string_view text(reinterpret_cast<const char*>(data), size);
   try {
-    const Schedule schedule = parse_csv(text);
-    if (parse_csv(to_csv(schedule)) != schedule) std::abort();
-    if (const auto violation = verify(schedule)) {
-      if (explain(schedule, *violation).empty()) std::abort();
-      return 0;
-    }
-    simulate(schedule);
-    const Features features = features_of(schedule);
-    if (features.communication || features.sharding || features.reduction || features.shared_sums) return 0;
-    const Schedule lowered = lower(schedule);
-    if (verify(lowered)) std::abort();
-    simulate(lowered);
-  } catch (const ScheduleError&) {
+    penstock::try_text({reinterpret_cast<const char*>(data), size});
+  } catch (const penstock::ScheduleError&) {
     return 0;
   }
   return 0;

@@ -3,7 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include <functional>
 #include <random>
 #include <string>
 
@@ -13,7 +12,8 @@
 namespace penstock {
 
 // `act` throws a ScheduleError whose message contains `words`.
-inline void expect_error(const std::function<void()>& act, const std::string& words) {
+template <class Act>
+void expect_error(const Act& act, const std::string& words) {
   try {
     act();
     ADD_FAILURE() << "no error, instead of: " << words;

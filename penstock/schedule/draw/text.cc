@@ -19,12 +19,14 @@ using Row = std::vector<Column>;
 
 class TextPicture {
  public:
-  TextPicture(const Drawing& drawing, const TextOptions& options) : drawing_(drawing), options_(options) {
-    margin_ = ("rank " + std::to_string(drawing.schedule.ranks() - 1)).size() + 3;
+  TextPicture(const Drawing& drawing, const TextOptions& options)
+      : drawing_(drawing),
+        options_(options),
+        margin_(("rank " + std::to_string(drawing.schedule.ranks() - 1)).size() + 3),
+        scale_(scale_for_labels()) {
     const auto room =
         static_cast<double>(std::max<std::ptrdiff_t>(20, options.width - static_cast<std::ptrdiff_t>(margin_)));
     const double makespan = drawing.timeline.makespan;
-    scale_ = scale_for_labels();
     labelled_ = scale_ * makespan <= room;
     if (!labelled_) scale_ = room / makespan;
   }
@@ -122,8 +124,8 @@ class TextPicture {
 
   const Drawing& drawing_;
   const TextOptions& options_;
-  std::size_t margin_ = 0;
-  double scale_ = 1;
+  std::size_t margin_;
+  double scale_;
   bool labelled_ = true;
 };
 

@@ -17,7 +17,7 @@ Schedule interleaved_1f1b(int ranks, int stages_per_rank, int microbatches) {
   Schedule schedule(loop_placement(ranks, stages_per_rank), covered);
   const Rounds rounds(ranks, stages_per_rank, covered);
   for (int rank = 0; rank < ranks; ++rank) {
-    schedule.reserve(rank, static_cast<std::size_t>(2 * rounds.total()));
+    schedule.reserve(rank, 2 * static_cast<std::size_t>(rounds.total()));
     MicrobatchCounter forwards(schedule.stages());
     MicrobatchCounter backwards(schedule.stages());
     const int warmup = rounds.warmup(rank, /*per_hop=*/2);

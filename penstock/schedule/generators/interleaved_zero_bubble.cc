@@ -17,7 +17,7 @@ Schedule interleaved_zero_bubble(int ranks, int stages_per_rank, int microbatche
   Schedule schedule(loop_placement(ranks, stages_per_rank), covered);
   const Rounds rounds(ranks, stages_per_rank, covered);
   for (int rank = 0; rank < ranks; ++rank) {
-    schedule.reserve(rank, static_cast<std::size_t>(3 * rounds.total()));
+    schedule.reserve(rank, 3 * static_cast<std::size_t>(rounds.total()));
     MicrobatchCounter forwards(schedule.stages());
     MicrobatchCounter inputs(schedule.stages());
     MicrobatchCounter weights(schedule.stages());

@@ -11,6 +11,7 @@
 // ranks run, so no order deadlocks, even if sends block. And the receives outstanding are never more than messages under
 // way, and one for each edge.
 #include <algorithm>
+#include <array>
 #include <numeric>
 #include <string>
 #include <utility>
@@ -32,15 +33,14 @@ class Communication {
       : schedule_(schedule),
         forward_(schedule.cells()),
         backward_(schedule.cells()),
-        under_way_{std::vector<UnderWay>(schedule.graph().edges().size()),
-                   std::vector<UnderWay>(schedule.graph().edges().size())},
         receives_(static_cast<std::size_t>(schedule.ranks())) {
+    for (auto& edges : under_way_) edges.resize(schedule.graph().edges().size());
     index();
     walk();
     for (int rank = 0; rank < schedule.ranks(); ++rank) place_receives_of_sends_from(rank);
   }
 
-  Schedule result() {
+  Schedule result() const {
     Schedule result = schedule_.without_actions();
     for (int rank = 0; rank < schedule_.ranks(); ++rank) result.assign(rank, list_of(rank));
     return result;
@@ -220,17 +220,19 @@ class Communication {
     return above != local.end() ? at(backward_, *above) : at(forward_, local.back());
   }
 
-  std::vector<Action> list_of(int rank) {
+  // 0 before all actions, else one more than the action's index.
+  static std::size_t slot_of(const Receive& receive) { return static_cast<std::size_t>(receive.after) + 1; }
+
+  std::vector<Action> list_of(int rank) const {
     const auto actions = schedule_.actions(rank);
     const std::vector<Receive>& receives = receives_[static_cast<std::size_t>(rank)];
     // The receives behind each action, and before all: counted, then put in place.
     std::vector<std::size_t> begin(actions.size() + 2, 0);
-    for (const Receive& receive : receives) ++begin[static_cast<std::size_t>(receive.after + 2)];
+    for (const Receive& receive : receives) ++begin[slot_of(receive) + 1];
     std::partial_sum(begin.begin(), begin.end(), begin.begin());
     std::vector<std::size_t> fill = begin;
     std::vector<const Action*> in_place(receives.size());
-    for (const Receive& receive : receives)
-      in_place[fill[static_cast<std::size_t>(receive.after + 1)]++] = &receive.action;
+    for (const Receive& receive : receives) in_place[fill[slot_of(receive)]++] = &receive.action;
 
     std::vector<Action> list;
     list.reserve(actions.size() + 2 * receives.size());
@@ -256,7 +258,7 @@ class Communication {
   Uses forward_;
   Uses backward_;
   // By way and edge.
-  std::vector<UnderWay> under_way_[2];
+  std::array<std::vector<UnderWay>, 2> under_way_;
   // By rank; of each sender in the order of sending.
   std::vector<std::vector<Receive>> receives_;
 };

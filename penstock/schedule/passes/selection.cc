@@ -42,7 +42,7 @@ bool belongs_to_backward(const Action& part) {
 
 // Shards that are freed right where they were gathered, with no computation of their stage in between.
 std::vector<Action> without_unused_shards(std::span<const Action> actions, int stages) {
-  constexpr std::size_t kNowhere = static_cast<std::size_t>(-1);
+  constexpr auto kNowhere = static_cast<std::size_t>(-1);
   std::vector<std::size_t> unshard_at(static_cast<std::size_t>(stages), kNowhere);
   std::vector<char> dropped(actions.size(), 0);
   for (std::size_t i = 0; i < actions.size(); ++i) {
