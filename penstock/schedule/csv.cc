@@ -16,6 +16,12 @@ struct Placed {
   std::size_t column;
 };
 
+std::string quoted(const Action& action) {
+  std::string text = "'";
+  append_text(text, action);
+  return text + "'";
+}
+
 [[noreturn]] void fail(const std::string& source, std::size_t line, std::size_t column, const std::string& what) {
   throw ScheduleError(source + ":" + std::to_string(line) + ":" + std::to_string(column) + ": " + what);
 }
@@ -92,8 +98,8 @@ Schedule parse_csv(std::string_view text, const CsvOptions& options) {
       if (static_cast<std::size_t>(part.stage) >= most ||
           (part.microbatch != kNone && static_cast<std::size_t>(part.microbatch) >= most)) {
         fail(options.source, cell.line, cell.column,
-             "'" + to_string(cell.action) +
-                 "' counts further than the file has actions: with all stages and microbatches from 0 on, there would "
+             quoted(cell.action) +
+                 " counts further than the file has actions: with all stages and microbatches from 0 on, there would "
                  "be more.");
       }
       stages = std::max(stages, part.stage + 1);
@@ -109,9 +115,8 @@ Schedule parse_csv(std::string_view text, const CsvOptions& options) {
       if (rank == kNone) rank = cell.rank;
       if (rank != cell.rank) {
         fail(options.source, cell.line, cell.column,
-             "'" + to_string(cell.action) + "' stands in the row of rank " + std::to_string(cell.rank) +
-                 ", but stage " + std::to_string(part.stage) + " has actions on rank " + std::to_string(rank) +
-                 " already.");
+             quoted(cell.action) + " stands in the row of rank " + std::to_string(cell.rank) + ", but stage " +
+                 std::to_string(part.stage) + " has actions on rank " + std::to_string(rank) + " already.");
       }
     });
     const Edge along = cell.action.is_message() ? edge_under(cell.action) : Edge{0, 1};
@@ -119,7 +124,7 @@ Schedule parse_csv(std::string_view text, const CsvOptions& options) {
     try {
       graph.add_edge(along.from, along.to);
     } catch (const ScheduleError& error) {
-      fail(options.source, cell.line, cell.column, "'" + to_string(cell.action) + "': " + error.what());
+      fail(options.source, cell.line, cell.column, quoted(cell.action) + ": " + error.what());
     }
   }
   for (int stage = 0; stage < stages; ++stage) {

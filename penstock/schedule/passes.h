@@ -19,7 +19,7 @@ Schedule add_sharding(const Schedule& schedule, int max_active_stages = 3);
 
 // REDUCE_GRAD after each stage's last weight gradient; at the end of each list SUM_SHARED for its groups of stages that
 // share parameters, in the same order everywhere, so that nobody waits in a meeting with work to do.
-Schedule add_reductions(const Schedule& schedule);
+Schedule add_reductions(Schedule schedule);
 // A schedule without REDUCE_GRAD and SUM_SHARED, for all steps of an accumulation but the last.
 Schedule drop_reductions(const Schedule& schedule);
 

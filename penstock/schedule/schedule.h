@@ -44,6 +44,8 @@ class Schedule {
   std::size_t size() const;
 
   void add(int rank, const Action& action) { lists_[static_cast<std::size_t>(rank)].push_back(action); }
+  // Moves a rank's list out, and leaves an empty one.
+  std::vector<Action> take(int rank) { return std::exchange(lists_[static_cast<std::size_t>(rank)], {}); }
   // Room for so many actions, for who knows how many there will be.
   void reserve(int rank, std::size_t actions) { lists_[static_cast<std::size_t>(rank)].reserve(actions); }
   void assign(int rank, std::vector<Action> actions) { lists_[static_cast<std::size_t>(rank)] = std::move(actions); }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <vector>
 
 namespace penstock {
 namespace {
@@ -66,15 +67,16 @@ std::string figures_of(const Drawing& drawing, std::string_view between) {
 }
 
 std::string extras_of(const Schedule& schedule) {
-  std::string text;
-  const auto add = [&](const std::string& extra) { text += (text.empty() ? "" : "   ") + extra; };
-  for (const Edge& edge : schedule.graph().skips())
-    add("skip " + std::to_string(edge.from) + " -> " + std::to_string(edge.to));
-  for (const auto& group : schedule.graph().groups()) {
-    std::string stages;
-    for (const int stage : group) stages += " " + std::to_string(stage);
-    add("shared by stages" + stages);
+  std::vector<std::string> extras;
+  for (const Edge& edge : schedule.graph().skips()) {
+    extras.push_back("skip " + std::to_string(edge.from) + " -> " + std::to_string(edge.to));
   }
+  for (const auto& group : schedule.graph().groups()) {
+    extras.emplace_back("shared by stages");
+    for (const int stage : group) extras.back().append(" ").append(std::to_string(stage));
+  }
+  std::string text;
+  for (const std::string& extra : extras) text.append(text.empty() ? "" : "   ").append(extra);
   return text;
 }
 

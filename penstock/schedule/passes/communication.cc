@@ -12,7 +12,6 @@
 // way, and one for each edge.
 #include <algorithm>
 #include <array>
-#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -27,16 +26,56 @@ namespace {
 // The two ways of an edge.
 enum class Way { Forward, Backward };
 
+// Before all actions of a list.
+constexpr int kStart = -1;
+
+// The forwards, or the input gradients, of all stages and microbatches.
+struct Uses {
+  explicit Uses(std::size_t cells) : done(cells, 0), at(cells, kStart), turn(cells, 0), at_by_turn(cells, kStart) {}
+  // By stage and microbatch: whether the walk has passed it, where it stands in its rank's list, as which of its stage.
+  std::vector<char> done;
+  std::vector<int> at;
+  std::vector<int> turn;
+  // By stage and turn: where it stands.
+  std::vector<int> at_by_turn;
+};
+
+// An edge in one direction.
+struct Channel {
+  int sender = 0;
+  int receiver = 0;
+  std::size_t receiver_rank = 0;
+  bool crosses = false;
+  // One more than the last turn that has been sent; how many have been used; the most between them.
+  int sent = 0;
+  int used = 0;
+  int most = 0;
+  // By microbatch: the last action of the receiver's rank that it passes on its way to the sender; or nothing.
+  const int* own_part = nullptr;
+  // By microbatch, and by turn: of the receiver.
+  const int* turn = nullptr;
+  const int* at_by_turn = nullptr;
+
+  // The action after which the receive of a microbatch can be posted.
+  int posted_after(int microbatch) const {
+    const int earlier = turn[microbatch] - (most + 1);
+    return std::max(own_part == nullptr ? kStart : own_part[microbatch], earlier < 0 ? kStart : at_by_turn[earlier]);
+  }
+};
+
 class Communication {
  public:
   explicit Communication(const Schedule& schedule)
       : schedule_(schedule),
+        graph_(schedule.graph()),
         forward_(schedule.cells()),
         backward_(schedule.cells()),
+        channels_to_(static_cast<std::size_t>(schedule.ranks()), 0),
         receives_(static_cast<std::size_t>(schedule.ranks())) {
-    for (auto& edges : under_way_) edges.resize(schedule.graph().edges().size());
     index();
+    for (const Way way : {Way::Forward, Way::Backward}) add_channels(way);
     walk();
+    reserve_receives();
     for (int rank = 0; rank < schedule.ranks(); ++rank) place_receives_of_sends_from(rank);
   }
 
@@ -47,40 +86,17 @@ class Communication {
   }
 
  private:
-  static constexpr int kNowhere = -1;
-
-  // The forwards, or the input gradients, of all stages and microbatches.
-  struct Uses {
-    explicit Uses(std::size_t cells) : at(cells, kNowhere), turn(cells, 0), by_turn(cells, kNowhere) {}
-    // By stage and microbatch: where in its rank's list, and as which of its stage.
-    std::vector<int> at;
-    std::vector<int> turn;
-    // By stage and turn: the microbatch.
-    std::vector<int> by_turn;
-  };
-
-  struct UnderWay {
-    // One more than the last, in the order of use, that has been sent; how many have been used; the most between them.
-    int sent = 0;
-    int used = 0;
-    int most = 0;
-  };
-
   struct Receive {
-    // Behind this action of the rank's list, or kNowhere: before all.
+    // Behind this action of the rank's list, or kStart.
     int after;
     Action action;
   };
 
-  bool crosses(const Edge& edge) const {
-    return schedule_.placement().rank_of(edge.from) != schedule_.placement().rank_of(edge.to);
+  Channel& channel(Way way, int e) { return channels_[static_cast<std::size_t>(way)][static_cast<std::size_t>(e)]; }
+  const Channel& channel(Way way, int e) const {
+    return channels_[static_cast<std::size_t>(way)][static_cast<std::size_t>(e)];
   }
-  const Edge& edge(int index) const { return schedule_.graph().edges()[static_cast<std::size_t>(index)]; }
-  static std::size_t index_of(Way way) { return static_cast<std::size_t>(way); }
-  UnderWay& under_way(Way way, int edge) { return under_way_[index_of(way)][static_cast<std::size_t>(edge)]; }
   std::size_t cell(const Action& part) const { return schedule_.cell(part.stage, part.microbatch); }
-
-  const Uses& uses(Way way) const { return way == Way::Forward ? forward_ : backward_; }
 
   void index() {
     std::vector<int> forwards(static_cast<std::size_t>(schedule_.stages()), 0);
@@ -89,7 +105,7 @@ class Communication {
       const int turn = turns[static_cast<std::size_t>(part.stage)]++;
       uses.at[cell(part)] = position;
       uses.turn[cell(part)] = turn;
-      uses.by_turn[schedule_.cell(part.stage, turn)] = part.microbatch;
+      uses.at_by_turn[schedule_.cell(part.stage, turn)] = position;
     };
     for (int rank = 0; rank < schedule_.ranks(); ++rank) {
       int position = 0;
@@ -103,52 +119,42 @@ class Communication {
     }
   }
 
+  void add_channels(Way way) {
+    const Uses& uses = way == Way::Forward ? forward_ : backward_;
+    for (const Edge& edge : graph_.edges()) {
+      Channel next;
+      next.sender = way == Way::Forward ? edge.from : edge.to;
+      next.receiver = way == Way::Forward ? edge.to : edge.from;
+      const int receiver_rank = schedule_.placement().rank_of(next.receiver);
+      next.receiver_rank = static_cast<std::size_t>(receiver_rank);
+      next.crosses = schedule_.placement().rank_of(next.sender) != receiver_rank;
+      next.turn = &uses.turn[schedule_.cell(next.receiver, 0)];
+      next.at_by_turn = &uses.at_by_turn[schedule_.cell(next.receiver, 0)];
+
+      // Forwards pass the rank's stages before the sender, gradients those behind it after the forwards of all.
+      const auto local = schedule_.placement().stages_of(receiver_rank);
+      const auto above = std::ranges::upper_bound(local, next.sender);
+      if (way == Way::Forward) {
+        if (above != local.begin()) next.own_part = &forward_.at[schedule_.cell(*(above - 1), 0)];
+      } else {
+        next.own_part = above != local.end() ? &backward_.at[schedule_.cell(*above, 0)]
+                                             : &forward_.at[schedule_.cell(local.back(), 0)];
+      }
+      if (next.crosses) ++channels_to_[next.receiver_rank];
+      channels_[static_cast<std::size_t>(way)].push_back(next);
+    }
+  }
+
   // All ranks in lock-step, an action a turn.
   void walk() {
-    std::vector<char> forward_done(schedule_.cells(), 0);
-    std::vector<char> backward_done(schedule_.cells(), 0);
-    const auto ready = [&](const Action& part, const Action* before) {
-      const auto done = [&](const std::vector<char>& table, int stage) {
-        const bool just_made = before != nullptr && before->stage == stage && before->microbatch == part.microbatch &&
-                               (&table == &forward_done ? is_forward(*before) : makes_input_gradient(*before));
-        return just_made || table[schedule_.cell(stage, part.microbatch)] != 0;
-      };
-      if (is_forward(part)) {
-        return std::ranges::all_of(schedule_.graph().in_edges(part.stage),
-                                   [&](int e) { return done(forward_done, edge(e).from); });
-      }
-      if (makes_input_gradient(part)) {
-        return std::ranges::all_of(schedule_.graph().out_edges(part.stage),
-                                   [&](int e) { return done(backward_done, edge(e).to); });
-      }
-      return true;
-    };
-    const auto take = [&](const Action& part) {
-      if (is_forward(part)) {
-        forward_done[cell(part)] = 1;
-        for (const int e : schedule_.graph().in_edges(part.stage)) use(Way::Forward, e);
-        for (const int e : schedule_.graph().out_edges(part.stage)) {
-          send(Way::Forward, e, forward_.turn[schedule_.cell(edge(e).to, part.microbatch)]);
-        }
-      } else if (makes_input_gradient(part)) {
-        backward_done[cell(part)] = 1;
-        for (const int e : schedule_.graph().out_edges(part.stage)) use(Way::Backward, e);
-        for (const int e : schedule_.graph().in_edges(part.stage)) {
-          send(Way::Backward, e, backward_.turn[schedule_.cell(edge(e).from, part.microbatch)]);
-        }
-      }
-    };
-
     std::vector<std::size_t> next(static_cast<std::size_t>(schedule_.ranks()), 0);
     for (bool moved = true; moved;) {
       moved = false;
       for (int rank = 0; rank < schedule_.ranks(); ++rank) {
         std::size_t& position = next[static_cast<std::size_t>(rank)];
-        if (position == schedule_.actions(rank).size()) continue;
-        const Action& action = schedule_.actions(rank)[position];
-        const Action first = action.is_overlap() ? action.first() : action;
-        if (!ready(first, nullptr) || (action.is_overlap() && !ready(action.second(), &first))) continue;
-        for_each_part(action, take);
+        const auto actions = schedule_.actions(rank);
+        if (position == actions.size() || !is_ready(actions[position])) continue;
+        for_each_part(actions[position], [&](const Action& part) { take(part); });
         ++position;
         moved = true;
       }
@@ -160,94 +166,102 @@ class Communication {
     }
   }
 
-  void send(Way way, int e, int turn) {
-    UnderWay& messages = under_way(way, e);
-    messages.sent = std::max(messages.sent, turn + 1);
-    messages.most = std::max(messages.most, messages.sent - messages.used);
+  // Whether what other ranks make for it is there; a pair needs all before it begins.
+  bool is_ready(const Action& action) const {
+    bool ready = true;
+    for_each_part(action, [&](const Action& part) {
+      if (is_forward(part)) {
+        for (const int e : graph_.in_edges(part.stage)) ready &= is_there(Way::Forward, e, part.microbatch);
+      } else if (makes_input_gradient(part)) {
+        for (const int e : graph_.out_edges(part.stage)) ready &= is_there(Way::Backward, e, part.microbatch);
+      }
+    });
+    return ready;
   }
 
-  void use(Way way, int e) { ++under_way(way, e).used; }
+  bool is_there(Way way, int e, int microbatch) const {
+    const Channel& from = channel(way, e);
+    const Uses& uses = way == Way::Forward ? forward_ : backward_;
+    return !from.crosses || uses.done[schedule_.cell(from.sender, microbatch)] != 0;
+  }
 
-  // Calls visit(way, edge) for each message that a part sends, in the order of sending.
+  void take(const Action& part) {
+    if (is_forward(part)) {
+      forward_.done[cell(part)] = 1;
+      for (const int e : graph_.in_edges(part.stage)) ++channel(Way::Forward, e).used;
+      for (const int e : graph_.out_edges(part.stage)) send(channel(Way::Forward, e), part.microbatch);
+    } else if (makes_input_gradient(part)) {
+      backward_.done[cell(part)] = 1;
+      for (const int e : graph_.out_edges(part.stage)) ++channel(Way::Backward, e).used;
+      for (const int e : graph_.in_edges(part.stage)) send(channel(Way::Backward, e), part.microbatch);
+    }
+  }
+
+  static void send(Channel& along, int microbatch) {
+    along.sent = std::max(along.sent, along.turn[microbatch] + 1);
+    along.most = std::max(along.most, along.sent - along.used);
+  }
+
+  // Calls visit(channel, is_forward) for each message that a part sends, in the order of sending.
   template <class Visit>
   void for_each_send(const Action& part, const Visit& visit) const {
-    if (is_forward(part)) {
-      for (const int e : schedule_.graph().out_edges(part.stage)) {
-        if (crosses(edge(e))) visit(Way::Forward, e);
-      }
-    } else if (makes_input_gradient(part)) {
-      for (const int e : schedule_.graph().in_edges(part.stage)) {
-        if (crosses(edge(e))) visit(Way::Backward, e);
-      }
+    const bool forwards = is_forward(part);
+    if (!forwards && !makes_input_gradient(part)) return;
+    for (const int e : forwards ? graph_.out_edges(part.stage) : graph_.in_edges(part.stage)) {
+      const Channel& along = channel(forwards ? Way::Forward : Way::Backward, e);
+      if (along.crosses) visit(along, forwards);
+    }
+  }
+
+  void reserve_receives() {
+    for (std::size_t rank = 0; rank < receives_.size(); ++rank) {
+      receives_[rank].reserve(channels_to_[rank] * static_cast<std::size_t>(schedule_.microbatches()));
     }
   }
 
   // The receives that answer a rank's sends, in the order of sending.
   void place_receives_of_sends_from(int rank) {
-    std::vector<int> last(static_cast<std::size_t>(schedule_.ranks()), kNowhere);
+    std::vector<int> last(static_cast<std::size_t>(schedule_.ranks()), kStart);
     for (const Action& action : schedule_.actions(rank)) {
       for_each_part(action, [&](const Action& part) {
-        for_each_send(part, [&](Way way, int e) {
-          const bool forwards = way == Way::Forward;
-          const int stage = forwards ? edge(e).to : edge(e).from;
-          const auto receiver = static_cast<std::size_t>(schedule_.placement().rank_of(stage));
-          last[receiver] = std::max(last[receiver], posted_after(way, e, stage, part));
+        for_each_send(part, [&](const Channel& along, bool forwards) {
+          int& after = last[along.receiver_rank];
+          after = std::max(after, along.posted_after(part.microbatch));
           const Computation computation = forwards ? Computation::RecvForward : Computation::RecvBackward;
-          receives_[receiver].push_back({last[receiver], message(stage, computation, part.microbatch, part.stage)});
+          receives_[along.receiver_rank].push_back(
+              {after, message(along.receiver, computation, part.microbatch, part.stage)});
         });
       });
     }
   }
 
-  // The action of `stage`'s rank after which it can post the receive of what `sent` sends it.
-  int posted_after(Way way, int e, int stage, const Action& sent) const {
-    const Uses& used = uses(way);
-    const int earlier = used.turn[schedule_.cell(stage, sent.microbatch)] -
-                        (under_way_[index_of(way)][static_cast<std::size_t>(e)].most + 1);
-    const int own = own_part(way, stage, sent);
-    return earlier < 0 ? own
-                       : std::max(own, used.at[schedule_.cell(stage, used.by_turn[schedule_.cell(stage, earlier)])]);
-  }
-
-  // The last action of this rank that a microbatch passes on its way to the sender.
-  int own_part(Way way, int stage, const Action& sent) const {
-    const auto local = schedule_.placement().stages_of(schedule_.placement().rank_of(stage));
-    const auto above = std::ranges::upper_bound(local, sent.stage);
-    const auto at = [&](const Uses& uses, int local_stage) {
-      return uses.at[schedule_.cell(local_stage, sent.microbatch)];
-    };
-    if (way == Way::Forward) return above == local.begin() ? kNowhere : at(forward_, *(above - 1));
-    return above != local.end() ? at(backward_, *above) : at(forward_, local.back());
-  }
-
-  // 0 before all actions, else one more than the action's index.
-  static std::size_t slot_of(const Receive& receive) { return static_cast<std::size_t>(receive.after) + 1; }
-
   std::vector<Action> list_of(int rank) const {
     const auto actions = schedule_.actions(rank);
     const std::vector<Receive>& receives = receives_[static_cast<std::size_t>(rank)];
-    // The receives behind each action, and before all: counted, then put in place.
-    std::vector<std::size_t> begin(actions.size() + 2, 0);
-    for (const Receive& receive : receives) ++begin[slot_of(receive) + 1];
-    std::partial_sum(begin.begin(), begin.end(), begin.begin());
-    std::vector<std::size_t> fill = begin;
-    std::vector<const Action*> in_place(receives.size());
-    for (const Receive& receive : receives) in_place[fill[slot_of(receive)]++] = &receive.action;
+    // The receives before all actions and behind each, as lists of indices that begin at first[slot].
+    constexpr int kEnd = -1;
+    std::vector<int> first(actions.size() + 1, kEnd);
+    std::vector<int> next(receives.size());
+    for (std::size_t i = receives.size(); i-- > 0;) {
+      const std::size_t slot = static_cast<std::size_t>(receives[i].after) + 1;
+      next[i] = std::exchange(first[slot], static_cast<int>(i));
+    }
 
     std::vector<Action> list;
     list.reserve(actions.size() + 2 * receives.size());
     const auto add_receives = [&](std::size_t slot) {
-      for (std::size_t i = begin[slot]; i < fill[slot]; ++i) list.push_back(*in_place[i]);
+      for (int i = first[slot]; i != kEnd; i = next[static_cast<std::size_t>(i)]) {
+        list.push_back(receives[static_cast<std::size_t>(i)].action);
+      }
     };
     add_receives(0);
     for (std::size_t position = 0; position < actions.size(); ++position) {
       list.push_back(actions[position]);
       add_receives(position + 1);
       for_each_part(actions[position], [&](const Action& part) {
-        for_each_send(part, [&](Way way, int e) {
-          const bool forwards = way == Way::Forward;
-          list.push_back(message(part.stage, forwards ? Computation::SendForward : Computation::SendBackward,
-                                 part.microbatch, forwards ? edge(e).to : edge(e).from));
+        for_each_send(part, [&](const Channel& along, bool forwards) {
+          const Computation computation = forwards ? Computation::SendForward : Computation::SendBackward;
+          list.push_back(message(part.stage, computation, part.microbatch, along.receiver));
         });
       });
     }
@@ -255,10 +269,13 @@ class Communication {
   }
 
   const Schedule& schedule_;
+  const StageGraph& graph_;
   Uses forward_;
   Uses backward_;
   // By way and edge.
-  std::array<std::vector<UnderWay>, 2> under_way_;
+  std::array<std::vector<Channel>, 2> channels_;
+  // By rank: channels from other ranks.
+  std::vector<std::size_t> channels_to_;
   // By rank; of each sender in the order of sending.
   std::vector<std::vector<Receive>> receives_;
 };

@@ -1,3 +1,5 @@
+#include <utility>
+
 #include "penstock/schedule/error.h"
 #include "penstock/schedule/passes.h"
 #include "penstock/schedule/verify.h"
@@ -13,7 +15,7 @@ Schedule lower(const Schedule& schedule, const LowerOptions& options) {
   if (const auto violation = verify_each_list(schedule, features)) throw ScheduleError(explain(schedule, *violation));
   if (!options.sharding && !options.reductions) return add_communication(schedule);
   Schedule result = options.sharding ? add_sharding(schedule, options.max_active_stages) : schedule;
-  if (options.reductions) result = add_reductions(result);
+  if (options.reductions) result = add_reductions(std::move(result));
   return add_communication(result);
 }
 

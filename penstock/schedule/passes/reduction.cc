@@ -1,36 +1,43 @@
+#include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "penstock/schedule/passes.h"
 
 namespace penstock {
 
-Schedule add_reductions(const Schedule& schedule) {
-  Schedule result = schedule.without_actions();
+Schedule add_reductions(Schedule schedule) {
   const StageGraph& graph = schedule.graph();
   std::vector<int> weight_gradients(static_cast<std::size_t>(schedule.stages()), 0);
+  const auto is_complete = [&](int stage) {
+    return weight_gradients[static_cast<std::size_t>(stage)] == schedule.microbatches();
+  };
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
-    result.reserve(rank, schedule.actions(rank).size() + 2 * schedule.placement().stages_of(rank).size());
-    for (const Action& action : schedule.actions(rank)) {
-      result.add(rank, action);
-      for_each_part(action, [&](const Action& part) {
+    // Where a stage's last weight gradient stands; in the order of the list.
+    std::vector<std::pair<std::size_t, int>> last;
+    std::vector<Action> list = schedule.take(rank);
+    for (std::size_t i = 0; i < list.size(); ++i) {
+      for_each_part(list[i], [&](const Action& part) {
         if (!makes_weight_gradient(part)) return;
-        if (++weight_gradients[static_cast<std::size_t>(part.stage)] == schedule.microbatches()) {
-          result.add(rank, parameters(part.stage, Computation::ReduceGrad));
-        }
+        ++weight_gradients[static_cast<std::size_t>(part.stage)];
+        if (is_complete(part.stage)) last.emplace_back(i, part.stage);
       });
+    }
+    // From behind, so that what is in front stays where it was found.
+    std::reverse(last.begin(), last.end());
+    for (const auto& [position, stage] : last) {
+      list.insert(list.begin() + static_cast<std::ptrdiff_t>(position) + 1, parameters(stage, Computation::ReduceGrad));
     }
     for (std::size_t group = 0; group < graph.groups().size(); ++group) {
       // A rank joins once, under the name of its first stage in the group.
-      for (const int stage : schedule.placement().stages_of(rank)) {
-        if (graph.group_of(stage) != static_cast<int>(group)) continue;
-        if (weight_gradients[static_cast<std::size_t>(stage)] == schedule.microbatches()) {
-          result.add(rank, parameters(stage, Computation::SumShared));
-        }
-        break;
-      }
+      const auto local = schedule.placement().stages_of(rank);
+      const auto member =
+          std::ranges::find(local, static_cast<int>(group), [&](int stage) { return graph.group_of(stage); });
+      if (member != local.end() && is_complete(*member)) list.push_back(parameters(*member, Computation::SumShared));
     }
+    schedule.assign(rank, std::move(list));
   }
-  return result;
+  return schedule;
 }
 
 }  // namespace penstock

@@ -1,7 +1,6 @@
 // Which stages of a rank are gathered when: at each computation those that it and the next ones need, at most so many.
 #include <algorithm>
 #include <array>
-#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,11 +15,11 @@ namespace {
 // where its stages are used next, so that a step costs a place in that order and no look at the list.
 class LookAhead {
  public:
-  LookAhead(std::span<const Action> actions, std::span<const int> local) : actions_(actions), uses_(actions.size()) {
-    std::map<int, std::size_t> next;
+  LookAhead(std::span<const Action> actions, std::span<const int> local, int stages)
+      : actions_(actions), uses_(actions.size()) {
+    std::vector<std::size_t> next(static_cast<std::size_t>(stages), kNever);
     const auto link = [&](std::size_t i, std::size_t part, int stage) {
-      const auto [entry, is_last] = next.try_emplace(stage, kNever);
-      uses_[i][part] = std::exchange(entry->second, 2 * i + part);
+      uses_[i][part] = std::exchange(next[static_cast<std::size_t>(stage)], 2 * i + part);
     };
     for (std::size_t i = actions.size(); i-- > 0;) {
       if (!actions[i].is_compute()) continue;
@@ -28,7 +27,8 @@ class LookAhead {
       link(i, 0, actions[i].stage);
     }
     for (const int stage : local) {
-      if (next.contains(stage)) order_.push_back({next[stage], stage});
+      if (next[static_cast<std::size_t>(stage)] != kNever)
+        order_.push_back({next[static_cast<std::size_t>(stage)], stage});
     }
     std::sort(order_.begin(), order_.end());
   }
@@ -94,7 +94,7 @@ Schedule add_sharding(const Schedule& schedule, int max_active_stages) {
   Schedule result = schedule.without_actions();
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     const auto actions = schedule.actions(rank);
-    LookAhead ahead(actions, schedule.placement().stages_of(rank));
+    LookAhead ahead(actions, schedule.placement().stages_of(rank), schedule.stages());
     std::vector<Action> list;
     list.reserve(actions.size() + actions.size() / 8);
     std::vector<int> active;
