@@ -9,11 +9,9 @@
 namespace penstock {
 namespace {
 
-void require_positive(int ranks, int stages_per_rank) {
+void require_positive(int ranks, int stages) {
   if (ranks < 1) throw ScheduleError("a placement needs at least one rank, not " + std::to_string(ranks) + ".");
-  if (stages_per_rank < 1) {
-    throw ScheduleError("a placement needs at least one stage a rank, not " + std::to_string(stages_per_rank) + ".");
-  }
+  if (stages < 1) throw ScheduleError("a placement needs at least one stage, not " + std::to_string(stages) + ".");
 }
 
 }  // namespace
@@ -35,19 +33,40 @@ Placement::Placement(std::vector<int> rank_of_stage, int ranks) : rank_of_stage_
 
 Placement loop_placement(int ranks, int stages_per_rank) {
   require_positive(ranks, stages_per_rank);
-  std::vector<int> rank_of_stage;
-  for (int stage = 0; stage < ranks * stages_per_rank; ++stage) rank_of_stage.push_back(stage % ranks);
-  return Placement(std::move(rank_of_stage));
+  return Placement(generate_stage_to_rank_mapping(ranks, ranks * stages_per_rank, "loop"), ranks);
 }
 
 Placement v_placement(int ranks, int stages_per_rank) {
   require_positive(ranks, stages_per_rank);
-  std::vector<int> rank_of_stage;
-  for (int stage = 0; stage < ranks * stages_per_rank; ++stage) {
-    const bool upwards = stage / ranks % 2 == 0;
-    rank_of_stage.push_back(upwards ? stage % ranks : ranks - 1 - stage % ranks);
+  return Placement(generate_stage_to_rank_mapping(ranks, ranks * stages_per_rank, "v"), ranks);
+}
+
+std::vector<int> generate_stage_to_rank_mapping(int ranks, int stages, std::string_view style) {
+  require_positive(ranks, stages);
+  const bool is_v = style == "v";
+  if (!is_v && style != "loop") {
+    throw ScheduleError("there is no placement '" + std::string(style) + "'.\n  Hint: the styles are loop and v.");
   }
-  return Placement(std::move(rank_of_stage));
+  if (is_v && stages % ranks != 0) {
+    throw ScheduleError("a V of " + std::to_string(stages) + " stages does not come out even on " +
+                        std::to_string(ranks) + " ranks.");
+  }
+  std::vector<int> rank_of_stage;
+  rank_of_stage.reserve(static_cast<std::size_t>(stages));
+  for (int stage = 0; stage < stages; ++stage) {
+    const bool downwards = is_v && stage / ranks % 2 == 1;
+    rank_of_stage.push_back(downwards ? ranks - 1 - stage % ranks : stage % ranks);
+  }
+  return rank_of_stage;
+}
+
+std::vector<std::vector<int>> generate_rank_to_stage_mapping(int ranks, int stages, std::string_view style) {
+  const Placement placement(generate_stage_to_rank_mapping(ranks, stages, style), ranks);
+  std::vector<std::vector<int>> result;
+  for (int rank = 0; rank < ranks; ++rank) {
+    result.emplace_back(placement.stages_of(rank).begin(), placement.stages_of(rank).end());
+  }
+  return result;
 }
 
 }  // namespace penstock

@@ -5,7 +5,9 @@
 //   Placement({0, 0, 1})   any other, also with unequal numbers of stages a rank
 #pragma once
 
+#include <cstddef>
 #include <span>
+#include <string_view>
 #include <vector>
 
 namespace penstock {
@@ -34,5 +36,10 @@ class Placement {
 Placement loop_placement(int ranks, int stages_per_rank);
 // Up the ranks and down again, so that the ends of neighbouring turns lie on one rank.
 Placement v_placement(int ranks, int stages_per_rank);
+
+// The peer's names for the same: the rank of each of `stages` stages in the style "loop" (also when the ranks do not divide
+// them) or "v", and the stages of each rank. Throws ScheduleError for another style, or a V that does not come out even.
+std::vector<int> generate_stage_to_rank_mapping(int ranks, int stages, std::string_view style = "loop");
+std::vector<std::vector<int>> generate_rank_to_stage_mapping(int ranks, int stages, std::string_view style = "loop");
 
 }  // namespace penstock

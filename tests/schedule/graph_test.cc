@@ -29,11 +29,20 @@ TEST(Placement, TakesUnequalNumbersOfStagesARank) {
             (std::vector<int>{0, 2, 3}));
 }
 
+TEST(Placement, MapsStagesAndRanksUnderThePeersNames) {
+  EXPECT_EQ(generate_stage_to_rank_mapping(3, 5), (std::vector<int>{0, 1, 2, 0, 1}));
+  EXPECT_EQ(generate_stage_to_rank_mapping(2, 4, "v"), (std::vector<int>{0, 1, 1, 0}));
+  EXPECT_EQ(generate_rank_to_stage_mapping(2, 4, "v"), (std::vector<std::vector<int>>{{0, 3}, {1, 2}}));
+  EXPECT_EQ(generate_rank_to_stage_mapping(2, 3), (std::vector<std::vector<int>>{{0, 2}, {1}}));
+  expect_error([] { generate_stage_to_rank_mapping(2, 5, "v"); }, "a V of 5 stages does not come out even on 2 ranks");
+  expect_error([] { generate_stage_to_rank_mapping(2, 4, "ring"); }, "there is no placement 'ring'");
+}
+
 TEST(Placement, RefusesWhatIsNone) {
   expect_error([] { Placement({}); }, "at least one stage");
   expect_error([] { Placement({0, -1}); }, "stage 1 is placed on rank -1");
   expect_error([] { loop_placement(0, 1); }, "at least one rank, not 0");
-  expect_error([] { v_placement(1, 0); }, "at least one stage a rank, not 0");
+  expect_error([] { v_placement(1, 0); }, "at least one stage, not 0");
 }
 
 TEST(StageGraph, IsAChainByDefault) {
