@@ -3,6 +3,7 @@
 #include <exception>
 #include <iostream>
 #include <new>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -18,7 +19,7 @@ const CLI::App& deepest(const CLI::App& app) {
   return chosen.empty() ? app : deepest(*chosen.back());
 }
 
-std::string hint_for(const CLI::App& app, const std::string& word) {
+std::string hint_for(const CLI::App& app, const std::string& path, const std::string& word) {
   std::vector<std::string> words;
   if (word.starts_with('-')) {
     for (const CLI::Option* option : app.get_options()) {
@@ -29,7 +30,7 @@ std::string hint_for(const CLI::App& app, const std::string& word) {
       words.push_back(command->get_name());
   }
   if (const auto near = nearest(word, words)) return "did you mean " + *near + "?";
-  return "see " + app.get_display_name() + " --help.";
+  return "see " + path + " --help.";
 }
 
 // What went wrong with the line itself, with the nearest right word for a wrong one.
@@ -48,7 +49,8 @@ void explain_usage(const CLI::App& root, const CLI::ParseError& error) {
     const std::string& word = takes_commands || option == left.end() ? left.front() : *option;
     const std::string name = word.substr(0, word.find('='));
     const char* const kind = name.starts_with('-') ? "option" : takes_commands ? "command" : "argument";
-    std::cerr << path << ": there is no " << kind << " '" << name << "' here.\n  Hint: " << hint_for(app, name) << "\n";
+    std::cerr << path << ": there is no " << kind << " '" << name << "' here.\n  Hint: " << hint_for(app, path, name)
+              << "\n";
     return;
   }
   std::cerr << path << ": " << error.what() << "\n  Hint: see " << path << " --help.\n";
@@ -65,11 +67,12 @@ int run(int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& wanted) {
-    return app.exit(wanted);
+    exit = app.exit(wanted);
   } catch (const CLI::ParseError& error) {
     explain_usage(app, error);
     return kBadUse;
   }
+  if (!std::cout.flush()) throw std::runtime_error("standard output could not be written.");
   return exit;
 }
 

@@ -9,6 +9,7 @@
 #include <fstream>
 #include <iostream>
 #include <iterator>
+#include <sstream>
 #include <stdexcept>
 
 namespace penstock::cli {
@@ -54,9 +55,10 @@ class Aside {
 
 void write_output(const std::string& path, const std::function<void(std::ostream&)>& write) {
   if (path.empty() || path == "-") {
-    write(std::cout);
-    std::cout.flush();
-    if (!std::cout) throw std::runtime_error("standard output could not be written.");
+    // Whole or not at all here too: nobody wants half a drawing before an error.
+    std::ostringstream whole;
+    write(whole);
+    if (!(std::cout << whole.view()).flush()) throw std::runtime_error("standard output could not be written.");
     return;
   }
   // A device or a pipe is written as it is: there is nothing to rename.
@@ -69,14 +71,19 @@ void write_output(const std::string& path, const std::function<void(std::ostream
     if (!out.flush()) fail(path, "could not be written: " + reason() + ".");
     return;
   }
-  Aside aside(path);
+  // Through a link to what it points at.
+  const std::string target =
+      std::filesystem::is_symlink(path, ignored) ? std::filesystem::canonical(path).string() : path;
+  Aside aside(target);
   {
     std::ofstream out(aside.path(), std::ios::binary | std::ios::trunc);
     if (!out) fail(path, "could not be written: " + reason() + ".");
     write(out);
     if (!out.flush()) fail(path, "could not be written: " + reason() + ".");
   }
-  aside.sync_and_rename(path);
+  const auto before = std::filesystem::status(target, ignored);
+  if (std::filesystem::exists(before)) std::filesystem::permissions(aside.path(), before.permissions(), ignored);
+  aside.sync_and_rename(target);
 }
 
 std::string read_file(const std::string& path) {

@@ -12,6 +12,7 @@
 #include <iostream>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -70,7 +71,7 @@ struct Spec {
   int ranks = 0;
   int stages_per_rank = 0;
   int microbatches = 0;
-  std::string edges;
+  std::vector<std::string> edges;
   std::vector<std::string> shared;
 
   void add_to(CLI::App& command) {
@@ -85,7 +86,10 @@ struct Spec {
         ->excludes(by_file);
     command.get_option("--ranks")->excludes(by_file);
     command.get_option("--microbatches")->excludes(by_file);
-    command.add_option("--edges", edges, "Skip connections between stages, such as 0-3,1-2")->option_text("LIST");
+    command.add_option("--edges", edges, "Skip connections between stages, such as 0-3,1-2; may be given again")
+        ->option_text("LIST")
+        ->expected(1)
+        ->take_all();
     command.add_option("--shared", shared, "Stages that share parameters, such as 0,3; may be given again")
         ->option_text("LIST")
         ->expected(1)
@@ -112,7 +116,7 @@ struct Spec {
     const Schedule schedule =
         generate(name, {.ranks = ranks, .stages_per_rank = stages_per_rank, .microbatches = microbatches});
     StageGraph graph = schedule.graph();
-    for (const Edge& edge : parse_edges()) graph.add_edge(edge.from, edge.to);
+    graph.add_edges(parse_edges());
     for (const std::vector<int>& group : parse_groups()) graph.share(group);
     return schedule.with_graph(std::move(graph));
   }
@@ -143,13 +147,15 @@ struct Spec {
 
   std::vector<Edge> parse_edges() const {
     std::vector<Edge> result;
-    for (std::size_t begin = 0; begin < edges.size();) {
-      const std::size_t end = std::min(edges.find(',', begin), edges.size());
-      const std::vector<int> ends = numbers(edges.substr(begin, end - begin), '-', "--edges", "0-3,1-2");
-      if (ends.size() != 2)
-        throw ScheduleError("--edges '" + edges + "' is no list of edges.\n  Hint: --edges 0-3,1-2");
-      result.push_back({ends[0], ends[1]});
-      begin = end + 1;
+    for (const std::string& list : edges) {
+      for (std::size_t begin = 0; begin <= list.size();) {
+        const std::size_t end = std::min(list.find(',', begin), list.size());
+        const std::vector<int> ends = numbers(list.substr(begin, end - begin), '-', "--edges", "0-3,1-2");
+        if (ends.size() != 2)
+          throw ScheduleError("--edges '" + list + "' is no list of edges.\n  Hint: --edges 0-3,1-2");
+        result.push_back({ends[0], ends[1]});
+        begin = end + 1;
+      }
     }
     return result;
   }
@@ -168,7 +174,9 @@ struct CostOptions {
 
   void add_to(CLI::App& command, const std::string& of) {
     const auto add = [&](const char* name, double& value, const std::string& what) {
-      command.add_option(name, value, what)->option_text("X")->check(cost())->capture_default_str();
+      std::ostringstream usual;
+      usual << "X [" << value << "]";
+      command.add_option(name, value, what)->option_text(usual.str())->check(cost());
     };
     add("--forward", costs.stage.forward, "Time of a forward of " + of);
     add("--input", costs.stage.input, "Time of an input backward");
@@ -178,39 +186,51 @@ struct CostOptions {
     command.add_option("--costs", file, "A file with costs by stage and by link")->option_text("FILE.json");
   }
 
-  Costs get() const { return file.empty() ? costs : parse_costs(read_file(file), file, costs); }
+  // Those of `entries` stages, or ranks' shares.
+  Costs get(int entries, int ranks) const {
+    if (file.empty()) return costs;
+    Costs result = parse_costs(read_file(file), file, costs);
+    try {
+      require_fit(result, entries, ranks);
+    } catch (const ScheduleError& error) {
+      throw ScheduleError(file + ": " + error.what());
+    }
+    return result;
+  }
 };
 
-// What is executed: the lists as they are in a lowered file, else lowered.
+// What is executed: the lists as they are if they have messages, else lowered.
 Schedule lowered(const Schedule& schedule) {
-  const Features features = features_of(schedule);
-  if (!features.communication && !features.sharding && !features.reduction && !features.shared_sums)
-    return lower(schedule);
+  if (!features_of(schedule).communication) return lower(schedule);
   require_valid(schedule);
   return schedule;
 }
 
-std::size_t count_actions(const Schedule& schedule, bool (*wanted)(const Action&)) {
+// F, I, W and B; a pair has two.
+std::size_t count_computations(const Schedule& schedule) {
   std::size_t count = 0;
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
-    count += static_cast<std::size_t>(std::ranges::count_if(schedule.actions(rank), wanted));
+    for (const Action& action : schedule.actions(rank)) {
+      if (action.is_compute()) count += action.is_overlap() ? 2 : 1;
+    }
   }
   return count;
 }
 
-bool is_compute(const Action& action) {
-  return action.is_compute();
-}
-bool is_send(const Action& action) {
-  return action.is_send();
-}
-
-std::string size_text(const Schedule& schedule) {
-  return std::to_string(schedule.ranks()) + " ranks, " + std::to_string(schedule.stages()) + " stages, " +
-         std::to_string(schedule.microbatches()) + " microbatches, " +
-         std::to_string(count_actions(schedule, is_compute)) + " computations";
+std::size_t count_messages(const Schedule& schedule) {
+  std::size_t count = 0;
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    count += static_cast<std::size_t>(std::ranges::count_if(schedule.actions(rank), &Action::is_send));
+  }
+  return count;
 }
 
+std::string contents_text(const Schedule& schedule) {
+  return size_text(schedule) + ", " + counted(count_computations(schedule), "computation") + ", " +
+         counted(count_messages(schedule), "message");
+}
+
+// Of standard output, if it is a terminal.
 int terminal_width() {
   winsize size{};
   if (::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0) return size.ws_col;
@@ -263,15 +283,14 @@ void add_show(CLI::App& parent) {
   options->costs.add_to(*command, "one stage and one microbatch");
   command->add_option("--format", options->format, "text, svg, html (one page to zoom in) or trace (Chrome, Perfetto)")
       ->check(one_of({"text", "svg", "html", "trace"}))
-      ->option_text("FORMAT")
-      ->capture_default_str();
+      ->option_text("FORMAT [text]");
   command->add_flag("--lowered", options->is_lowered,
                     "With messages, sharding and reductions; as text, a table of the lists");
   command->add_option("-o,--output", options->output, "Write to a file")->option_text("FILE");
   command->callback([options] {
     const Schedule given = options->spec.schedule();
     const Schedule executed = lowered(given);
-    const Costs costs = options->costs.get();
+    const Costs costs = options->costs.get(executed.stages(), executed.ranks());
     const bool to_terminal = options->output.empty() && ::isatty(STDOUT_FILENO) == 1;
     write_output(options->output, [&](std::ostream& out) {
       if (options->format == "text" && options->is_lowered) {
@@ -288,7 +307,8 @@ void add_show(CLI::App& parent) {
         draw_trace(out, drawing);
       } else {
         draw_text(out, drawing,
-                  {.colour = to_terminal && std::getenv("NO_COLOR") == nullptr, .width = terminal_width()});
+                  {.colour = to_terminal && std::getenv("NO_COLOR") == nullptr,
+                   .width = to_terminal ? terminal_width() : TextOptions{}.width});
       }
     });
   });
@@ -327,8 +347,7 @@ void add_verify(CLI::App& parent, int& exit) {
     }
     const Schedule executed = lowered(given);
     require_valid(executed);
-    std::cout << spec->title() << ": valid: " << size_text(executed) << ", " << count_actions(executed, is_send)
-              << " messages, no deadlock even if every send blocks\n";
+    std::cout << spec->title() << ": valid: " << contents_text(executed) << ", no deadlock even if every send blocks\n";
   });
 }
 
@@ -346,7 +365,7 @@ void add_simulate(CLI::App& parent) {
   command->add_flag("--json", options->json, "As JSON");
   command->callback([options] {
     const Schedule executed = lowered(options->spec.schedule());
-    const Timeline timeline = simulate(executed, options->costs.get());
+    const Timeline timeline = simulate(executed, options->costs.get(executed.stages(), executed.ranks()));
     if (options->json) {
       nlohmann::json result = {{"version", 1},
                                {"schedule", options->spec.title()},
@@ -355,8 +374,8 @@ void add_simulate(CLI::App& parent) {
                                {"ranks", executed.ranks()},
                                {"stages", executed.stages()},
                                {"microbatches", executed.microbatches()},
-                               {"actions", count_actions(executed, is_compute)},
-                               {"messages", count_actions(executed, is_send)}};
+                               {"actions", count_computations(executed)},
+                               {"messages", count_messages(executed)}};
       for (const RankTimes& times : timeline.ranks) {
         nlohmann::json waiting = nlohmann::json::object();
         for (const auto& [rank, time] : times.waiting) waiting[std::to_string(rank)] = time;
@@ -368,8 +387,7 @@ void add_simulate(CLI::App& parent) {
       std::cout << result.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << "\n";
       return;
     }
-    std::cout << options->spec.title() << ": " << size_text(executed) << ", " << count_actions(executed, is_send)
-              << " messages\n"
+    std::cout << options->spec.title() << ": " << contents_text(executed) << "\n"
               << "makespan " << rounded(timeline.makespan, 3) << "   bubble " << rounded(100 * timeline.bubble, 1)
               << " %\n\n";
     std::vector<std::vector<std::string>> rows = {
@@ -405,7 +423,7 @@ void add_compare(CLI::App& parent) {
       int stages_per_rank;
     };
     options->size.require_size();
-    const Costs by_rank = options->costs.get();
+    const Costs by_rank = options->costs.get(options->size.ranks, options->size.ranks);
     std::vector<Row> rows;
     for (const Generator& generator : generators()) {
       const Schedule schedule =
@@ -414,7 +432,7 @@ void add_compare(CLI::App& parent) {
       if (!features_of(schedule).backward) continue;
       const Schedule executed = lower(schedule);
       rows.push_back({&generator, simulate(executed, shared_out(by_rank, executed.placement())),
-                      count_actions(executed, is_send), generator.default_stages_per_rank()});
+                      count_messages(executed), generator.default_stages_per_rank()});
     }
     std::ranges::stable_sort(rows, {}, [](const Row& row) { return row.timeline.makespan; });
     std::vector<std::vector<std::string>> table = {

@@ -64,6 +64,10 @@ struct Action {
   bool is_send() const { return computation == Computation::SendForward || computation == Computation::SendBackward; }
   bool is_recv() const { return computation == Computation::RecvForward || computation == Computation::RecvBackward; }
   bool is_message() const { return is_send() || is_recv(); }
+  // Of a message: whether it carries an activation along its edge, or a gradient against it.
+  bool carries_activation() const {
+    return computation == Computation::SendForward || computation == Computation::RecvForward;
+  }
   bool is_overlap() const { return computation == Computation::Overlap; }
 
   // The parts of a pair, as actions of their own.

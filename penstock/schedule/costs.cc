@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "penstock/schedule/error.h"
 #include "penstock/schedule/nearest.h"
@@ -73,6 +74,18 @@ const LinkCosts& Costs::of_link(int from_rank, int to_rank) const {
   return found == links.end() ? link : found->second;
 }
 
+void require_fit(const Costs& costs, int stages, int ranks) {
+  if (costs.stages.size() > static_cast<std::size_t>(stages)) {
+    throw ScheduleError("the costs have " + std::to_string(costs.stages.size()) +
+                        " entries in \"stages\", but there are " + std::to_string(stages) + ".");
+  }
+  for (const auto& [link, times] : costs.links) {
+    if (link.first < ranks && link.second < ranks) continue;
+    throw ScheduleError("the costs have a link from rank " + std::to_string(link.first) + " to rank " +
+                        std::to_string(link.second) + ", but there are " + std::to_string(ranks) + " ranks.");
+  }
+}
+
 Costs shared_out(const Costs& by_rank, const Placement& placement) {
   Costs result = by_rank;
   result.stages.clear();
@@ -93,11 +106,9 @@ Costs parse_costs(std::string_view text, const std::string& source, const Costs&
   json root;
   try {
     root = json::parse(text);
-  } catch (const json::parse_error& error) {
-    const std::size_t at = std::min(error.byte == 0 ? 0 : error.byte - 1, text.size());
-    const auto line = 1 + std::count(text.begin(), text.begin() + static_cast<std::ptrdiff_t>(at), '\n');
-    throw ScheduleError(source + ":" + std::to_string(line) +
-                        ": this is not JSON.\n  Hint: {\"version\": 1, \"stages\": [{\"forward\": 1}]}");
+  } catch (const json::exception& error) {
+    throw ScheduleError(source + ": this is not JSON that can be read: " + error.what() +
+                        "\n  Hint: {\"version\": 1, \"stages\": [{\"forward\": 1}]}");
   }
   reader.require_keys(root, "the file", {"version", "stages", "links"});
   const json version = root.value("version", json());
@@ -123,6 +134,7 @@ Costs parse_costs(std::string_view text, const std::string& source, const Costs&
     }
   }
   if (const json* links = reader.list(root, "links")) {
+    std::set<std::pair<int, int>> named;
     for (std::size_t i = 0; i < links->size(); ++i) {
       const json& object = (*links)[i];
       const std::string path = "links[" + std::to_string(i) + "]";
@@ -130,7 +142,14 @@ Costs parse_costs(std::string_view text, const std::string& source, const Costs&
       LinkCosts link = defaults.link;
       reader.number(object, path, "latency", link.latency);
       reader.number(object, path, "bandwidth", link.bandwidth);
-      costs.links[{reader.index(object, path, "from"), reader.index(object, path, "to")}] = link;
+      const int from = reader.index(object, path, "from");
+      const int to = reader.index(object, path, "to");
+      if (from == to) reader.fail(path, "leads from rank " + std::to_string(from) + " to itself.");
+      if (!named.emplace(from, to).second) {
+        reader.fail(path,
+                    "names the link from rank " + std::to_string(from) + " to rank " + std::to_string(to) + " again.");
+      }
+      costs.links[{from, to}] = link;
     }
   }
   return costs;

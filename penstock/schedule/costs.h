@@ -42,6 +42,9 @@ struct Costs {
   const LinkCosts& of_link(int from_rank, int to_rank) const;
 };
 
+// Throws ScheduleError when costs name a stage or a rank that there is not.
+void require_fit(const Costs& costs, int stages, int ranks);
+
 // Costs by stage out of costs by rank, `stages` of which are those of a rank's whole share of the model: each of a rank's
 // stages takes an equal part of its times and of what it keeps. So schedules with different numbers of stages a rank do
 // the same work.

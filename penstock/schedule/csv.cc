@@ -47,15 +47,15 @@ std::vector<Placed> read_cells(std::string_view text, const std::string& source,
   if (text.starts_with("\xEF\xBB\xBF")) text.remove_prefix(3);
   std::vector<Placed> cells;
   std::size_t line_number = 0;
-  for (; !text.empty(); ++ranks) {
+  while (!text.empty()) {
     const std::string_view line = take_line(text);
-    ++line_number;
+    const int rank = static_cast<int>(line_number++);
     for (std::size_t begin = 0; begin <= line.size();) {
       const std::size_t end = std::min(line.find(',', begin), line.size());
       const std::string_view cell = unquoted(line.substr(begin, end - begin));
       if (!cell.empty()) {
         try {
-          cells.push_back({parse_action(cell), ranks, line_number, begin + 1});
+          cells.push_back({parse_action(cell), rank, line_number, begin + 1});
         } catch (const ScheduleError& error) {
           fail(source, line_number, begin + 1, error.what());
         }
@@ -63,6 +63,8 @@ std::vector<Placed> read_cells(std::string_view text, const std::string& source,
       begin = end + 1;
     }
   }
+  // Empty lines at the end are no ranks.
+  ranks = cells.empty() ? 0 : cells.back().rank + 1;
   return cells;
 }
 
@@ -108,7 +110,7 @@ Schedule parse_csv(std::string_view text, const CsvOptions& options) {
   }
 
   std::vector<int> rank_of_stage(static_cast<std::size_t>(stages), kNone);
-  StageGraph graph(stages);
+  std::vector<Edge> skips;
   for (const Placed& cell : cells) {
     for_each_part(cell.action, [&](const Action& part) {
       int& rank = rank_of_stage[static_cast<std::size_t>(part.stage)];
@@ -119,13 +121,15 @@ Schedule parse_csv(std::string_view text, const CsvOptions& options) {
                  std::to_string(part.stage) + " has actions on rank " + std::to_string(rank) + " already.");
       }
     });
-    const Edge along = cell.action.is_message() ? edge_under(cell.action) : Edge{0, 1};
+    if (!cell.action.is_message()) continue;
+    const Edge along = edge_under(cell.action);
     if (along.to == along.from + 1) continue;
-    try {
-      graph.add_edge(along.from, along.to);
-    } catch (const ScheduleError& error) {
-      fail(options.source, cell.line, cell.column, quoted(cell.action) + ": " + error.what());
+    if (along.from < 0 || along.from >= along.to || along.to >= stages) {
+      fail(options.source, cell.line, cell.column,
+           quoted(cell.action) + " goes along no edge that can be: from an earlier stage to a later one of the " +
+               std::to_string(stages) + " in the file.");
     }
+    skips.push_back(along);
   }
   for (int stage = 0; stage < stages; ++stage) {
     if (rank_of_stage[static_cast<std::size_t>(stage)] == kNone) {
@@ -133,7 +137,9 @@ Schedule parse_csv(std::string_view text, const CsvOptions& options) {
                           std::to_string(stages - 1) + " has.");
     }
   }
-  for (const Edge& edge : options.skips) graph.add_edge(edge.from, edge.to);
+  StageGraph graph(stages);
+  graph.add_edges(skips);
+  graph.add_edges(options.skips);
   for (const std::vector<int>& group : options.shared) graph.share(group);
 
   Schedule schedule(Placement(std::move(rank_of_stage), ranks), std::move(graph), std::max(microbatches, 1));

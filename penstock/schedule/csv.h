@@ -22,7 +22,8 @@ struct CsvOptions {
 };
 
 // The schedule that a CSV says; stages lie where their actions stand, and idle slots are left out. The file is read for
-// what it is, and not verified. Throws ScheduleError, with file, line and column.
+// what it is, and not verified; empty lines stand for ranks without actions, but not at the end. Throws ScheduleError,
+// with the file, and the line and column where there is one.
 Schedule parse_csv(std::string_view text, const CsvOptions& options = {});
 
 }  // namespace penstock

@@ -23,13 +23,18 @@ StageGraph::StageGraph(int stages) : stages_(stages), group_of_(static_cast<std:
 }
 
 void StageGraph::add_edge(int from, int to) {
-  if (from < 0 || from >= to || to >= stages_) {
+  const Edge edge{from, to};
+  add_edges({&edge, 1});
+}
+
+void StageGraph::add_edges(std::span<const Edge> edges) {
+  for (const auto& [from, to] : edges) {
+    if (from >= 0 && from < to && to < stages_) continue;
     throw ScheduleError("no edge can lead from stage " + std::to_string(from) + " to stage " + std::to_string(to) +
                         ": an edge leads from an earlier stage to a later one of the " + std::to_string(stages_) +
                         " stages (0 to " + std::to_string(stages_ - 1) + ").");
   }
-  if (edge_index(from, to) >= 0) return;
-  edges_.push_back({from, to});
+  edges_.insert(edges_.end(), edges.begin(), edges.end());
   index_edges();
 }
 
@@ -70,10 +75,10 @@ void StageGraph::share(std::vector<int> stages) {
 
 int StageGraph::edge_index(int from, int to) const {
   if (from < 0 || to < 0 || from >= stages_ || to >= stages_) return -1;
-  for (const int index : in_edges(to)) {
-    if (edges_[static_cast<std::size_t>(index)].from == from) return index;
-  }
-  return -1;
+  const auto leading = in_edges(to);
+  const auto origin = [&](int index) { return edges_[static_cast<std::size_t>(index)].from; };
+  const auto found = std::ranges::lower_bound(leading, from, {}, origin);
+  return found != leading.end() && origin(*found) == from ? *found : -1;
 }
 
 std::vector<Edge> StageGraph::skips() const {
@@ -86,6 +91,7 @@ std::vector<Edge> StageGraph::skips() const {
 void StageGraph::index_edges() {
   std::sort(edges_.begin(), edges_.end(),
             [](const Edge& a, const Edge& b) { return std::pair(a.to, a.from) < std::pair(b.to, b.from); });
+  edges_.erase(std::unique(edges_.begin(), edges_.end()), edges_.end());
   in_ = incidence(&Edge::to);
   out_ = incidence(&Edge::from);
 }

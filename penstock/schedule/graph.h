@@ -32,6 +32,8 @@ class StageGraph {
   // Adds an edge; one that is there already, such as an edge of the chain, changes nothing. Throws ScheduleError unless
   // 0 <= from < to < stages.
   void add_edge(int from, int to);
+  // The same for many at once.
+  void add_edges(std::span<const Edge> edges);
   // Lets stages share parameters. Throws ScheduleError for fewer than two stages, or one that there is not.
   void share(std::vector<int> stages);
 

@@ -1,5 +1,5 @@
 // Passes: pure functions from schedule to schedule. `lower` runs those that turn computations into what a rank
-// executes.
+// executes. Those that add actions throw ScheduleError, with the explanation, when a list is not as it should be.
 #pragma once
 
 #include "penstock/schedule/schedule.h"
@@ -28,7 +28,7 @@ Schedule drop_reductions(const Schedule& schedule);
 // between two ranks in the order of sending.
 Schedule add_communication(const Schedule& schedule);
 
-// The first microbatches, or the first stages, of a schedule without communication.
+// The first microbatches, or the first stages with the edges and groups among them, of a schedule without communication.
 Schedule keep_microbatches(Schedule schedule, int microbatches);
 Schedule keep_stages(Schedule schedule, int stages);
 
@@ -42,8 +42,8 @@ struct LowerOptions {
   bool reductions = true;
 };
 
-// Verifies a schedule of computations, then adds sharding, reductions and communication. Throws ScheduleError when it
-// is not valid, or has been lowered already.
+// Adds what a schedule does not have yet of sharding, reductions and communication. Throws ScheduleError when it is not
+// valid, or has messages already.
 Schedule lower(const Schedule& schedule, const LowerOptions& options = {});
 
 }  // namespace penstock

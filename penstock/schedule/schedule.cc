@@ -62,4 +62,15 @@ Features features_of(const Schedule& schedule) {
   return features;
 }
 
+std::string counted(std::size_t number, const std::string& what) {
+  const char* const plural = what.ends_with("ch") ? "es" : "s";
+  return std::to_string(number) + " " + what + (number == 1 ? "" : plural);
+}
+
+std::string size_text(const Schedule& schedule) {
+  return counted(static_cast<std::size_t>(schedule.ranks()), "rank") + ", " +
+         counted(static_cast<std::size_t>(schedule.stages()), "stage") + ", " +
+         counted(static_cast<std::size_t>(schedule.microbatches()), "microbatch");
+}
+
 }  // namespace penstock

@@ -3,7 +3,8 @@
 // the simulator, the drawings and the executor read it.
 //
 // How a list runs, and what all of them mean by it:
-//  - A rank takes its actions in order. The parts of a pair run in turn, once what both need of other ranks is there.
+//  - A rank takes its actions in order. The parts of a pair run in turn, each when its inputs are there; what they send
+//    stands behind the pair, so that nothing the second part waits for may depend on the first by way of another rank.
 //  - F of a stage needs the F of each stage that feeds it; I or B needs its own F and the I or B of each stage that it
 //    feeds; W needs its I. What comes from another rank needs a RECV, posted earlier in the list, and the matching SEND.
 //  - RECV posts a receive and returns. SEND follows what it sends, and may block until its receive is posted.
@@ -15,6 +16,7 @@
 
 #include <cstddef>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -79,9 +81,16 @@ struct Features {
   bool sharding = false;
   bool reduction = false;
   bool shared_sums = false;
+
+  bool computations_only() const { return !communication && !sharding && !reduction && !shared_sums; }
   friend bool operator==(const Features&, const Features&) = default;
 };
 
 Features features_of(const Schedule& schedule);
+
+// "4 ranks, 8 stages, 8 microbatches"
+std::string size_text(const Schedule& schedule);
+// "1 rank", "2 ranks", "3 microbatches"
+std::string counted(std::size_t number, const std::string& what);
 
 }  // namespace penstock

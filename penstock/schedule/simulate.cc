@@ -3,11 +3,13 @@
 #include "penstock/schedule/simulate.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <string>
 #include <utility>
 
 #include "penstock/schedule/error.h"
+#include "penstock/schedule/verify.h"
 
 namespace penstock {
 namespace {
@@ -16,8 +18,11 @@ enum class Way : std::uint8_t { Forward, Backward };
 
 class Simulator {
  public:
-  Simulator(const Schedule& schedule, const Costs& costs)
-      : schedule_(schedule), graph_(schedule.graph()), implicit_messages_(!features_of(schedule).communication) {
+  Simulator(const Schedule& schedule, const Features& features, const Costs& costs)
+      : schedule_(schedule),
+        graph_(schedule.graph()),
+        implicit_messages_(!features.communication),
+        has_backward_(features.backward) {
     for (int stage = 0; stage < schedule.stages(); ++stage) stage_costs_.push_back(costs.of_stage(stage));
     for (const Way way : {Way::Forward, Way::Backward}) add_links(way, costs);
     forward_end_.assign(schedule.cells(), kNotYet);
@@ -63,17 +68,21 @@ class Simulator {
     double clock = 0;
     double first_start = kNotYet;
     double last_end = 0;
-    bool blocked = false;
+    enum class State : std::uint8_t { Running, WaitsForInput, InMeeting } state = State::Running;
     // In the middle of a pair: the first part has run.
     bool first_part_done = false;
     double pair_start = 0;
+    // Time spent in meetings since the last computation, by the rank that came last.
+    std::map<int, double> met = {};
     int activations = 0;
     double bytes = 0;
   };
 
   struct Group {
     int missing = 0;
-    double met = 0;
+    // When the last rank came, and which.
+    double met = -1;
+    int last = kNone;
     std::vector<int> ranks;
   };
 
@@ -162,7 +171,7 @@ class Simulator {
         if (!channel(way, e).crosses) continue;
         const Message& input = message_of(way, e, part.microbatch);
         if (input.state != Message::State::Arrived) {
-          self.blocked = true;
+          self.state = Rank::State::WaitsForInput;
           return false;
         }
         if (input.time > start) {
@@ -190,6 +199,8 @@ class Simulator {
     } else if (waited_for != kNone) {
       figures.waiting[waited_for] += start - self.clock;
     }
+    for (const auto& [other, time] : self.met) figures.waiting[other] += time;
+    self.met.clear();
     const double takes = duration(part.computation, costs);
     self.clock = start + takes;
     self.last_end = self.clock;
@@ -197,7 +208,9 @@ class Simulator {
     if (is_forward(part)) {
       figures.peak_activations = std::max(figures.peak_activations, ++self.activations);
       figures.peak_bytes = std::max(figures.peak_bytes, self.bytes += costs.bytes_kept);
-    } else if (makes_weight_gradient(part)) {
+    }
+    // Without backwards nothing is kept for them.
+    if (makes_weight_gradient(part) || !has_backward_) {
       --self.activations;
       self.bytes -= costs.bytes_kept;
     }
@@ -220,8 +233,7 @@ class Simulator {
   double pass_message(int rank, const Rank& self, const Action& action) {
     const Edge along = edge_under(action);
     const int e = graph_.edge_index(along.from, along.to);
-    const bool forwards =
-        action.computation == Computation::SendForward || action.computation == Computation::RecvForward;
+    const bool forwards = action.carries_activation();
     const Way way = forwards ? Way::Forward : Way::Backward;
     if (action.is_recv()) {
       post(way, e, action.microbatch, self.clock);
@@ -273,16 +285,18 @@ class Simulator {
 
   bool meet(int rank, Rank& self, const Action& action) {
     Group& group = groups_[static_cast<std::size_t>(graph_.group_of(action.stage))];
-    if (!self.blocked) {
-      group.met = std::max(group.met, self.clock);
+    if (self.state != Rank::State::InMeeting) {
+      self.state = Rank::State::InMeeting;
+      if (self.clock > group.met) {
+        group.met = self.clock;
+        group.last = rank;
+      }
       --group.missing;
     }
-    if (group.missing > 0) {
-      self.blocked = true;
-      return false;
-    }
-    self.blocked = false;
+    if (group.missing > 0) return false;
+    self.state = Rank::State::Running;
     for (const int other : group.ranks) wake(other);
+    if (group.met > self.clock) self.met[group.last] += group.met - self.clock;
     times(rank).spans.push_back({self.clock, group.met});
     self.clock = group.met;
     return true;
@@ -290,12 +304,13 @@ class Simulator {
 
   void wake(int rank) {
     Rank& other = state(rank);
-    if (!other.blocked) return;
-    const auto actions = schedule_.actions(rank);
-    const bool meeting = actions[other.next].computation == Computation::SumShared;
-    // Who waits in a meeting has joined it, and stays marked until it is complete.
-    if (meeting && groups_[static_cast<std::size_t>(graph_.group_of(actions[other.next].stage))].missing > 0) return;
-    if (!meeting) other.blocked = false;
+    if (other.state == Rank::State::Running) return;
+    if (other.state == Rank::State::InMeeting) {
+      const Action& meeting = schedule_.actions(rank)[other.next];
+      if (groups_[static_cast<std::size_t>(graph_.group_of(meeting.stage))].missing > 0) return;
+    } else {
+      other.state = Rank::State::Running;
+    }
     queue_.push_back(rank);
   }
 
@@ -308,6 +323,9 @@ class Simulator {
                             to_string(actions[state(rank).next]) + ".\n  Hint: verify says why.");
       }
       timeline_.makespan = std::max(timeline_.makespan, state(rank).clock);
+    }
+    if (!std::isfinite(timeline_.makespan)) {
+      throw ScheduleError("the costs are too large: the makespan is beyond what a number can hold.");
     }
     double work = 0;
     for (int rank = 0; rank < schedule_.ranks(); ++rank) {
@@ -323,6 +341,7 @@ class Simulator {
   const StageGraph& graph_;
   // A schedule of computations only: results are sent at once, to where a receive is always posted.
   const bool implicit_messages_;
+  const bool has_backward_;
 
   std::vector<StageCosts> stage_costs_;
   std::map<std::pair<int, int>, std::size_t> link_index_;
@@ -359,7 +378,9 @@ PairSpans split_pair(const Action& pair, const Span& span, const Costs& costs) {
 }
 
 Timeline simulate(const Schedule& schedule, const Costs& costs) {
-  return Simulator(schedule, costs).run();
+  const Features features = features_of(schedule);
+  if (const auto violation = verify_each_list(schedule, features)) throw ScheduleError(explain(schedule, *violation));
+  return Simulator(schedule, features, costs).run();
 }
 
 }  // namespace penstock

@@ -3,9 +3,10 @@
 //
 // Computations take the time that costs say: a full backward an input and a weight backward, a pair the times of its
 // parts in turn, each part's result leaving at the part's own end. Everything else takes the rank no time. A link
-// carries one message at a time in the order of sending, for bytes ÷ bandwidth, and delivers it a latency later; a
-// message whose receive is not posted yet stands aside and moves when it is. In a schedule of computations only, sends
-// follow at once and receives are always posted.
+// takes messages one at a time in the order of sending, each for bytes ÷ bandwidth, and delivers it a latency later. A
+// message whose receive is posted after its turn does not hold up the others: it arrives bytes ÷ bandwidth and a latency
+// after the posting, whatever else is under way then. In a schedule of computations only, sends follow at once and
+// receives are always posted.
 #pragma once
 
 #include <map>
@@ -30,7 +31,7 @@ struct RankTimes {
   double fill = 0;
   double drain = 0;
   std::map<int, double> waiting;
-  // At most at one time, from a forward's start to the end of its W or B.
+  // At most at one time, from a forward's start to the end of its W or B; of its own in a schedule of forwards alone.
   int peak_activations = 0;
   double peak_bytes = 0;
 };
@@ -52,7 +53,7 @@ PairSpans split_pair(const Action& pair, const Span& span, const Costs& costs);
 // What one computation takes on its stage.
 double duration(Computation computation, const StageCosts& stage);
 
-// Throws ScheduleError when the schedule does not run to its end; `verify` says why.
+// Throws ScheduleError when a list is not as it should be, or the lists do not run to their end; `verify` says why.
 Timeline simulate(const Schedule& schedule, const Costs& costs = {});
 
 }  // namespace penstock

@@ -216,8 +216,7 @@ class Verifier {
   }
 
   void look_at_message(const Action& action) {
-    const bool forwards =
-        action.computation == Computation::SendForward || action.computation == Computation::RecvForward;
+    const bool forwards = action.carries_activation();
     if (!expected_.communication) fail_here("a message in a schedule without communication.");
     if (!forwards && !expected_.backward) fail_here("a gradient's message in a schedule of forwards alone.");
     const Edge along = edge_under(action);
@@ -506,7 +505,10 @@ std::optional<Violation> found_by(const std::function<void()>& look) {
 }  // namespace
 
 std::optional<Violation> verify(const Schedule& schedule) {
-  return verify(schedule, features_of(schedule));
+  Features expected = features_of(schedule);
+  // Where gradients are reduced, those of shared parameters are summed.
+  expected.shared_sums |= expected.reduction && !schedule.graph().groups().empty();
+  return verify(schedule, expected);
 }
 
 std::optional<Violation> verify(const Schedule& schedule, const Features& expected) {
@@ -531,6 +533,11 @@ std::string explain(const Schedule& schedule, const Violation& violation) {
          table_of(
              schedule,
              {.mark_rank = violation.rank, .mark_position = violation.position, .steps_around = 5, .most_ranks = 8});
+}
+
+void require_lists(const Schedule& schedule) {
+  const auto violation = verify_each_list(schedule, features_of(schedule));
+  if (violation) throw ScheduleError(explain(schedule, *violation));
 }
 
 void require_valid(const Schedule& schedule) {

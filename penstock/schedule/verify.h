@@ -18,7 +18,8 @@ struct Violation {
   std::string what;
 };
 
-// The first violation, or none. `expected` says what the schedule should contain; left out, what it does contain.
+// The first violation, or none. `expected` says what the schedule should contain; left out, what it does contain, and
+// sums of shared parameters where it has reductions and the graph has groups.
 std::optional<Violation> verify(const Schedule& schedule);
 std::optional<Violation> verify(const Schedule& schedule, const Features& expected);
 
@@ -28,7 +29,8 @@ std::optional<Violation> verify_each_list(const Schedule& schedule, const Featur
 // The violation in full: rank, position and action, the sentence, and the table around the place, which is marked.
 std::string explain(const Schedule& schedule, const Violation& violation);
 
-// Throws ScheduleError with the explanation of the first violation.
+// Throws ScheduleError with the explanation of the first violation; `require_lists` of what verify_each_list finds.
 void require_valid(const Schedule& schedule);
+void require_lists(const Schedule& schedule);
 
 }  // namespace penstock

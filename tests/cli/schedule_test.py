@@ -1,9 +1,13 @@
 """penstock schedule, as a user calls it: answers, messages, exit codes, files. PENSTOCK names the command."""
 
+import fcntl
 import json
 import os
+import pty
+import struct
 import subprocess
 import tempfile
+import termios
 import unittest
 
 PENSTOCK = os.environ["PENSTOCK"]
@@ -77,6 +81,9 @@ class Usage(Case):
         self.refuses("schedule", "verify", "gpipe", *size, "--edges", "0-9", message="no edge can lead from stage 0 to stage 9")
         self.refuses("schedule", "verify", "gpipe", *size, "--edges", "0:3", message="--edges '0:3' is no list of stages.\n  Hint: --edges 0-3,1-2")
         self.refuses("schedule", "verify", "gpipe", *size, "--edges", "0-1-2", message="is no list of edges")
+        self.refuses("schedule", "verify", "gpipe", *size, "--edges", "", message="is no list of stages")
+        self.refuses("schedule", "verify", "gpipe", *size, "--edges", "0-3,", message="is no list of stages")
+        self.answers("verify", "gpipe", *size, "--edges", "0-3", "--edges", "1-3")
         self.refuses("schedule", "verify", "gpipe", *size, "--shared", "0", message="at least two stages")
         self.refuses("schedule", "verify", "gpipe", *size, "--shared", "a", message="--shared 'a' is no list of stages")
 
@@ -87,6 +94,29 @@ class Usage(Case):
         self.refuses(*gpipe, "-o", self.path("none/file.csv"), message="could not be written: No such file")
         self.refuses(*gpipe, "-o", self.folder, message="is a folder")
         self.assertEqual(os.listdir(self.folder), [])
+
+    def test_says_when_nothing_can_be_written(self):
+        for words in (["list"], ["verify", "gpipe", "--ranks", "2", "--microbatches", "2"], ["show", "--help"],
+                      ["compare", "--ranks", "2", "--microbatches", "2"], ["export", "gpipe", "--ranks", "2", "--microbatches", "2"]):
+            with open("/dev/full", "w") as full:
+                result = subprocess.run([PENSTOCK, "schedule", *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+            self.assertEqual(result.returncode, 2, words)
+            self.assertIn("could not be written", result.stderr)
+
+    def test_writes_through_links_and_keeps_modes(self):
+        file = self.write("out.csv", "")
+        os.chmod(file, 0o600)
+        os.symlink(file, self.path("link.csv"))
+        self.answers("export", "gpipe", "--ranks", 2, "--microbatches", 2, "-o", self.path("link.csv"))
+        self.assertTrue(os.path.islink(self.path("link.csv")))
+        self.assertEqual(os.stat(file).st_mode & 0o777, 0o600)
+        with open(file) as written:
+            self.assertIn("0F0", written.read())
+
+    def test_help_names_the_usual_values(self):
+        text = self.answers("simulate", "--help")
+        self.assertIn("--forward X [1]", text)
+        self.assertIn("--latency X [0]", text)
 
     def test_does_not_load_libtorch(self):
         libraries = subprocess.run(["ldd", PENSTOCK], capture_output=True, text=True).stdout
@@ -156,6 +186,11 @@ class Verify(Case):
         self.assertEqual(result.returncode, 1)
         self.assertIn("rank 0, position 1: 0B0 waits for 1B0 on rank 1\n  rank 1, position 0: 1F1 waits for 0F1 on rank 0", result.stdout)
 
+    def test_a_file_with_reductions_alone_gets_its_messages(self):
+        text = self.answers("verify", "--csv", self.write("half.csv", "0F0,0B0,0REDUCE_GRAD\n1F0,1B0,1REDUCE_GRAD\n"))
+        self.assertIn("2 messages", text)
+        self.assertIn("1SEND_B0", self.answers("export", "--csv", self.path("half.csv"), "--lowered"))
+
     def test_a_file_that_is_no_schedule_is_bad_use(self):
         self.refuses("schedule", "verify", "--csv", self.write("bad.csv", "0F0,0X0\n"), message="bad.csv:1:5: '0X0' is not an action")
         self.refuses("schedule", "simulate", "--csv", self.write("bad.csv", "0F0,0B0\n1B0,1F0\n"), message="1B0 comes before its forward")
@@ -186,6 +221,36 @@ class ExportAndShow(Case):
     def test_no_colour_where_there_is_no_terminal(self):
         self.assertNotIn("\033", self.answers("show", "1F1B", *self.SIZE))
 
+    def on_a_terminal(self, columns, *words, **environment):
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        process = subprocess.Popen([PENSTOCK, "schedule", *map(str, words)], stdout=theirs, env={**os.environ, **environment})
+        os.close(theirs)
+        text = b""
+        while True:
+            try:
+                piece = os.read(ours, 65536)
+            except OSError:  # The other end is closed.
+                break
+            if not piece:
+                break
+            text += piece
+        os.close(ours)
+        self.assertEqual(process.wait(timeout=60), 0)
+        return text.decode()
+
+    def test_colour_and_width_of_a_terminal(self):
+        show = ("show", "1F1B", "--ranks", 3, "--microbatches", 20)
+        painted = self.on_a_terminal(100, *show)
+        self.assertIn("\033[30;48;5;", painted)
+        plain = self.on_a_terminal(100, *show, NO_COLOR="1")
+        self.assertNotIn("\033", plain)
+        self.assertLessEqual(max(len(line) for line in plain.splitlines() if line.startswith("rank")), 100)
+        file = self.path("out.txt")
+        self.on_a_terminal(40, *show, "-o", file)
+        with open(file) as written:
+            self.assertEqual(written.read(), self.answers(*show))
+
 
 class Compare(Case):
     def test_best_first_with_the_same_work(self):
@@ -199,8 +264,11 @@ class Compare(Case):
 
     def test_costs_by_rank(self):
         costs = self.write("costs.json", '{"version": 1, "stages": [{"forward": 4}, {}]}')
-        text = self.answers("compare", "--ranks", 2, "--microbatches", 4, "--costs", costs)
-        self.assertIn("GPipe", text)
+        rows = self.answers("compare", "--ranks", 2, "--microbatches", 4, "--costs", costs).splitlines()
+        makespans = {row.split()[0]: float(row.split()[2]) for row in rows[1:]}
+        # Four forwards of 4 on the first rank, one on the second; then backwards of 2, one behind the other.
+        self.assertEqual(makespans["GPipe"], 4 * 4 + 1 + 4 * 2 + 2)
+        self.refuses("schedule", "compare", "--ranks", 1, "--microbatches", 4, "--costs", costs, message='2 entries in "stages", but there are 1')
 
 
 if __name__ == "__main__":

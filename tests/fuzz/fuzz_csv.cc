@@ -17,13 +17,19 @@ namespace {
 void try_text(std::string_view text) {
   const Schedule schedule = parse_csv(text);
   if (parse_csv(to_csv(schedule)) != schedule) std::abort();
-  if (const auto violation = verify(schedule)) {
-    if (explain(schedule, *violation).empty()) std::abort();
-    return;
+  const auto violation = verify(schedule);
+  if (violation && explain(schedule, *violation).empty()) std::abort();
+  // What is not valid is refused by an error, never worse.
+  for (const auto act : {+[](const Schedule& s) { simulate(s); }, +[](const Schedule& s) { add_sharding(s); },
+                         +[](const Schedule& s) { add_reductions(s); }, +[](const Schedule& s) { drop_backwards(s); },
+                         +[](const Schedule& s) { add_communication(s); }}) {
+    try {
+      act(schedule);
+    } catch (const ScheduleError&) {
+      continue;
+    }
   }
-  simulate(schedule);
-  const Features features = features_of(schedule);
-  if (features.communication || features.sharding || features.reduction || features.shared_sums) return;
+  if (violation || features_of(schedule).communication) return;
   const Schedule lowered = lower(schedule);
   if (verify(lowered)) std::abort();
   simulate(lowered);

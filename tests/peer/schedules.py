@@ -252,23 +252,6 @@ def write_merged(file, orders):
     return count
 
 
-def write_simulated(file, orders):
-    """Ticks of the peer's simulator, which knows computations and messages only, and no pairs (so no DualPipeV)."""
-    count = 0
-    for case, lists in orders.items():
-        name, ranks, local, microbatches = case
-        if name not in MULTI_STAGE or name == "DualPipeV" or ranks > 4 or local > 3 or microbatches > 8:
-            continue
-        rank_of = {action.stage_index: rank for rank, actions in enumerate(lists) for action in actions}
-        messages = peer._add_send_recv(
-            {rank: list(actions) for rank, actions in enumerate(lists)}, rank_of.__getitem__, ranks * local
-        )
-        ticks = peer._simulate_comms_compute(messages, rank_of.__getitem__, ranks * local)
-        write_case(file, (*case, max(map(len, ticks.values()))))
-        count += 1
-    return count
-
-
 def main():
     arguments = argparse.ArgumentParser(description="Writes what the installed peer answers, for our tests to read.")
     arguments.add_argument("directory", metavar="OUTDIR")
@@ -285,8 +268,6 @@ def main():
         counts["sharding"] = write_sharding(file)
     with written_aside(options.directory, "merged.txt") as file:
         counts["merged"] = write_merged(file, orders)
-    with written_aside(options.directory, "simulated.txt") as file:
-        counts["simulated"] = write_simulated(file, orders)
 
     answers = ", ".join(
         f"{name} {tally[name, 'accepted']}/{tally[name, 'refused']}" for name in (*SINGLE_STAGE, *MULTI_STAGE)

@@ -81,7 +81,7 @@ TEST(Action, RefusesWhatIsNoActionAndSaysWhy) {
       {"(0F1;3B0)OVERLAP_F_Bx", "nothing may follow it, but 'x' does"},
       {std::string("0F1\0", 4), "nothing may follow it, but '?' does"},
   };
-  for (const auto& [text, words] : cases) expect_error([&] { parse_action(text); }, words);
+  for (const auto& entry : cases) expect_error([&] { parse_action(entry.first); }, entry.second);
 }
 
 }  // namespace

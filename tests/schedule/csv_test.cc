@@ -46,6 +46,7 @@ TEST(ScheduleCsv, TakesAnEmptyLineForARankWithoutActions) {
   const Schedule schedule = parse_csv("0F0\n\n1F0\n");
   EXPECT_EQ(schedule.ranks(), 3);
   EXPECT_EQ(schedule.placement().rank_of(1), 2);
+  EXPECT_EQ(parse_csv("0F0\n1F0\n\n\n").ranks(), 2);
 }
 
 TEST(ScheduleCsv, NamesLineAndColumnOfABadAction) {
@@ -62,8 +63,21 @@ TEST(ScheduleCsv, RefusesWhatIsNoSchedule) {
   expect_error([] { parse_csv("0F0\n2147483647F2147483646\n"); },
                "schedule.csv:2:1: '2147483647F2147483646' counts further than the file has actions");
   expect_error([] { parse_csv("0F0,0SEND_F0@9\n"); },
-               "schedule.csv:1:5: '0SEND_F0@9': no edge can lead from stage 0 to stage 9");
+               "schedule.csv:1:5: '0SEND_F0@9' goes along no edge that can be: from an earlier stage to a later one of "
+               "the 1 in the file");
   expect_error([] { parse_csv("PK\x03\x04\n"); }, "schedule.csv:1:1: 'PK");
+}
+
+TEST(ScheduleCsv, TakesManySkips) {
+  std::string first = "0F0";
+  std::string second;
+  for (int stage = 1; stage < 20000; ++stage) {
+    if (stage > 1) first.append(",0SEND_F0@").append(std::to_string(stage));
+    second.append(stage > 1 ? "," : "").append(std::to_string(stage)).append("F0");
+  }
+  const Schedule schedule = parse_csv(first.append("\n").append(second).append("\n"));
+  EXPECT_EQ(schedule.graph().skips().size(), 19998U);
+  EXPECT_TRUE(verify(schedule));
 }
 
 TEST(ScheduleCsv, LoadsMoreThanAMillionActions) {

@@ -94,6 +94,16 @@ TEST(TraceDrawing, PairsTheFlowOfEachMessage) {
     if (event["ph"] == "f") --flows[event["id"]];
   }
   EXPECT_EQ(flows.size(), 8U);
+  // An arrow leads forwards in time.
+  std::map<std::string, double> sent;
+  for (const auto& event : trace["traceEvents"]) {
+    if (event["ph"] == "s") sent[event["id"]] = event["ts"];
+  }
+  for (const auto& event : trace["traceEvents"]) {
+    if (event["ph"] == "f") {
+      EXPECT_LE(sent[event["id"]], event["ts"].get<double>()) << event["id"];
+    }
+  }
   for (const auto& [id, balance] : flows) EXPECT_EQ(balance, 0) << id;
 }
 

@@ -1,9 +1,18 @@
 #include "tests/schedule/expect.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <iostream>
 #include <vector>
 
 namespace penstock {
+
+Random seeded(unsigned usual) {
+  const char* const wanted = std::getenv("PENSTOCK_SEED");
+  const unsigned seed = wanted == nullptr ? usual : static_cast<unsigned>(std::stoul(wanted));
+  std::cout << "PENSTOCK_SEED=" << seed << "\n";
+  return Random(seed);
+}
 
 StageGraph random_graph(Random& random, int stages) {
   StageGraph graph(stages);

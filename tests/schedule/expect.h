@@ -25,6 +25,9 @@ void expect_error(const Act& act, const std::string& words) {
 
 using Random = std::mt19937;
 
+// From PENSTOCK_SEED if it is set, else from `usual`; a failure in the test shows which.
+Random seeded(unsigned usual);
+
 inline int between(Random& random, int low, int high) {
   return std::uniform_int_distribution<int>(low, high)(random);
 }

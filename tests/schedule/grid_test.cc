@@ -18,7 +18,7 @@ std::vector<int> stages_per_rank_of(const Generator& generator) {
   return {1, 2, 3, 4};
 }
 
-// Receives of one edge that are posted and whose message has not been used yet, at most; the same for each rank.
+// Receives of a rank that are posted and whose message has not been used yet, at most.
 int most_outstanding_receives(const Schedule& lowered) {
   int most = 0;
   for (int rank = 0; rank < lowered.ranks(); ++rank) {
@@ -95,7 +95,7 @@ TEST_P(EverySchedule, IsSoundOnTheWholeGrid) {
 }
 
 TEST_P(EverySchedule, IsSoundWithSkipsAndSharedParameters) {
-  Random random(1);
+  Random random = seeded(1);
   for_the_grid([&](int ranks, int stages_per_rank, int microbatches) {
     const Schedule schedule = make(ranks, stages_per_rank, microbatches);
     expect_sound(schedule.with_graph(random_graph(random, schedule.stages())));
@@ -103,7 +103,7 @@ TEST_P(EverySchedule, IsSoundWithSkipsAndSharedParameters) {
 }
 
 TEST_P(EverySchedule, IsSoundOnUnequalPlacements) {
-  Random random(2);
+  Random random = seeded(2);
   for_the_grid([&](int ranks, int stages_per_rank, int microbatches) {
     const int stages = std::max(1, ranks * stages_per_rank + between(random, -ranks, ranks));
     const Placement placement = random_placement(random, ranks, stages);

@@ -6,6 +6,7 @@
 
 #include "penstock/schedule/csv.h"
 #include "penstock/schedule/generators.h"
+#include "penstock/schedule/simulate.h"
 #include "penstock/schedule/verify.h"
 #include "tests/schedule/expect.h"
 
@@ -47,9 +48,13 @@ TEST(Reductions, FollowTheLastWeightGradientAndSumsFollowAll) {
 }
 
 TEST(Reductions, StandBehindAPair) {
-  const Schedule schedule = parse_csv("0F0,(0F1;0B0)OVERLAP_F_B,1F0,1F1,1B0,(1B1;0B1)OVERLAP_F_B\n");
-  EXPECT_EQ(to_csv(add_reductions(schedule)),
-            "0F0,(0F1;0B0)OVERLAP_F_B,1F0,1F1,1B0,(1B1;0B1)OVERLAP_F_B,1REDUCE_GRAD,0REDUCE_GRAD\n");
+  const Schedule schedule = parse_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n");
+  EXPECT_EQ(to_csv(add_reductions(schedule)), "0F0,(0F1;0B0)OVERLAP_F_B,0B1,0REDUCE_GRAD\n");
+  const Schedule last = parse_csv("0F0,0F1,0B0,(0B1;1F0)OVERLAP_F_B\n");
+  EXPECT_TRUE(verify(last));
+  const Schedule pairs = parse_csv("0F0,1F0,(0F1;1B0)OVERLAP_F_B,(1F1;0B0)OVERLAP_F_B,(1B1;0B1)OVERLAP_F_B\n");
+  EXPECT_EQ(to_csv(add_reductions(pairs)),
+            "0F0,1F0,(0F1;1B0)OVERLAP_F_B,(1F1;0B0)OVERLAP_F_B,(1B1;0B1)OVERLAP_F_B,1REDUCE_GRAD,0REDUCE_GRAD\n");
 }
 
 TEST(Reductions, AreNotThereWithoutBackwards) {
@@ -79,7 +84,7 @@ TEST(Communication, PostsTheNextReceiveBeforeThisOneIsUsed) {
 
 // Messages of the peer's have no tags, nor have NCCL's.
 TEST(Communication, ReceivesInTheOrderOfSendingBetweenTwoRanks) {
-  Random random(5);
+  Random random = seeded(5);
   for (const Generator& generator : generators()) {
     for (int trial = 0; trial < 40; ++trial) {
       const int stages = between(random, 2, 8);
@@ -116,6 +121,9 @@ TEST(Selection, KeepsTheFirstMicrobatchesAndStages) {
   EXPECT_EQ(to_csv(keep_microbatches(parse_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n"), 1)), "0F0,0B0\n");
   EXPECT_EQ(keep_stages(one_f_one_b(4, 3), 4), one_f_one_b(4, 3));
   EXPECT_EQ(keep_stages(one_f_one_b(4, 3), 2).stages(), 2);
+  const Schedule linked = parse_csv("0F0,1F0,2F0,3F0\n", {.skips = {{0, 2}, {1, 3}}, .shared = {{0, 2, 3}}});
+  EXPECT_EQ(keep_stages(linked, 3).graph().skips(), (std::vector<Edge>{{0, 2}}));
+  EXPECT_EQ(keep_stages(linked, 3).graph().groups().front(), (std::vector<int>{0, 2}));
 }
 
 TEST(Placing, KeepsTheOrderOfEachStageAndIsValid) {
@@ -131,6 +139,37 @@ TEST(Lowering, RefusesWhatIsNotValidOrLoweredAlready) {
   expect_error([] { lower(parse_csv("0F0,0B0\n1B0,1F0\n")); },
                "rank 1, position 0, 1B0: 1B0 comes before its forward 1F0");
   expect_error([] { lower(lower(gpipe(2, 2))); }, "lowered already");
+  expect_error([] { add_communication(lower(gpipe(2, 2))); }, "the schedule has messages already");
+}
+
+// Lists that come with reductions, as the peer's GPipe and 1F1B do, get the messages that they lack.
+TEST(Lowering, AddsWhatIsMissing) {
+  const Schedule reduced = add_reductions(gpipe(2, 2));
+  EXPECT_EQ(lower(reduced), lower(gpipe(2, 2)));
+  EXPECT_EQ(lower(add_sharding(reduced)), lower(gpipe(2, 2)));
+}
+
+TEST(Passes, RefuseListsThatAreNotAsTheyShouldBe) {
+  for (const char* text : {"0F0,0F0", "1F0,0F0", "0F0,0F2", "0F0,0B0,0SUM_SHARED"}) {
+    const Schedule schedule = parse_csv(text);
+    EXPECT_THROW(add_sharding(schedule), ScheduleError) << text;
+    EXPECT_THROW(add_reductions(schedule), ScheduleError) << text;
+    EXPECT_THROW(add_communication(schedule), ScheduleError) << text;
+    EXPECT_THROW(simulate(schedule), ScheduleError) << text;
+  }
+}
+
+// Receives are placed by an order in which ranks meet as well.
+TEST(Communication, StaysFreeOfDeadlockAroundMeetings) {
+  const Schedule schedule = parse_csv(
+      "3F3,3F2,3F1,3F0,5F3,5F2,5F1,5F0,5I0,5W0,5I2,5W2,3B2,5I1,3B0,5I3,5W3,5W1,3I3,3W3,3I1,3W1\n"
+      "\n"
+      "1F3,1F2,1F1,1F0,6F3,6F2,6F1,6F0,6B0,6B1,6I2,6W2,6I3,1I0,6W3,1W0,6SUM_SHARED,1I2,1B3,1W2,1B1\n"
+      "2F3,2F2,2F1,2F0,4F3,4F2,4F1,4F0,4B2,4B0,2I0,4B3,2W0,2B2,4I1,4W1,2B3,2I1,4SUM_SHARED,2W1\n"
+      "0F3,0F2,0F1,0F0,0B0,0B3,0B2,0I1,0W1\n",
+      {.shared = {{4, 6}}});
+  require_valid(schedule);
+  require_valid(add_communication(schedule));
 }
 
 TEST(Lowering, LeavesOutWhatIsNotWanted) {

@@ -126,7 +126,7 @@ TEST(Peer, LowersToTheSameWithoutMessages) {
 }
 
 TEST(Peer, IsNeverFasterWithItsPlacesOfMessages) {
-  Random random(3);
+  Random random = seeded(3);
   std::map<std::string, int> faster;
   std::map<std::string, int> deadlocks;
   int cases = 0;
@@ -168,7 +168,7 @@ TEST(Peer, GetsFilesToLoad) {
   ASSERT_NE(folder, nullptr);
   std::filesystem::remove_all(folder);
   std::filesystem::create_directories(folder);
-  Random random(4);
+  Random random = seeded(4);
   for (const Generator& generator : generators()) {
     // A schedule without backwards is refused by the peer's validation.
     if (generator.name == "ForwardOnly") continue;

@@ -92,14 +92,30 @@ TEST(Simulator, LetsRanksMeetForSharedParameters) {
 }
 
 TEST(Simulator, SaysWhereAScheduleSticks) {
-  expect_error([] { simulate(parse_csv("0F0,0B0\n1F1,1F0,1B0,1B1\n")); },
+  expect_error([] { simulate(parse_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n")); },
                "does not run to its end: rank 0 is stuck at position 1, 0B0.\n  Hint: verify says why.");
 }
 
-TEST(Simulator, CanDoWhatTheTwoPlacesOfThePeerCannot) {
-  for (const char* name : {"DualPipeV", "ZBVZeroBubble", "Interleaved1F1B"}) {
-    EXPECT_GT(simulate(lower(generate(name, {.ranks = 4, .microbatches = 8}))).makespan, 0) << name;
+TEST(Simulator, AddsUpWhereRanksMeetInTheMiddle) {
+  const Schedule schedule =
+      parse_csv("0F0,3F0,3B0,3SUM_SHARED,0B0\n1F0,2F0,2B0,2SUM_SHARED,1B0\n", {.shared = {{2, 3}}});
+  const Timeline timeline = simulate(schedule);
+  EXPECT_EQ(timeline.makespan, 12);
+  for (const RankTimes& times : timeline.ranks) {
+    double total = times.work + times.fill + times.drain;
+    for (const auto& [rank, time] : times.waiting) total += time;
+    EXPECT_EQ(total, timeline.makespan);
   }
+}
+
+TEST(Simulator, KeepsNothingWithoutBackwards) {
+  EXPECT_EQ(simulate(forward_only(2, 2, 8)).ranks[0].peak_activations, 1);
+}
+
+TEST(Simulator, RefusesCostsBeyondNumbers) {
+  Costs costs;
+  costs.stage.forward = 1e308;
+  expect_error([&] { simulate(gpipe(2, 2), costs); }, "the costs are too large");
 }
 
 TEST(Costs, AreReadFromAFile) {
@@ -117,7 +133,8 @@ TEST(Costs, AreReadFromAFile) {
 
 TEST(Costs, NameWhatIsWrongInAFile) {
   const std::vector<std::pair<std::string, std::string>> cases = {
-      {"{\n]", "costs.json:2: this is not JSON"},
+      {"{\n]", "costs.json: this is not JSON that can be read"},
+      {R"({"version": 1, "stages": [{"forward": 1e999}]})", "costs.json: this is not JSON that can be read"},
       {"[]", "costs.json: the file should be an object, but is array"},
       {"{}", "costs.json: version should be 1, but is missing"},
       {R"({"version": 2})", "version should be 1, but is 2"},
@@ -129,10 +146,21 @@ TEST(Costs, NameWhatIsWrongInAFile) {
       {R"({"version": 1, "stages": [{"forward": -1}]})",
        "stages[0].forward should be a number that is not negative, but is -1"},
       {R"({"version": 1, "links": [{"to": 1}]})", "links[0] has no 'from', the index of a rank"},
+      {R"({"version": 1, "links": [{"from": 1, "to": 1}]})", "links[0] leads from rank 1 to itself"},
+      {R"({"version": 1, "links": [{"from": 1, "to": 0}, {"from": 1, "to": 0}]})",
+       "links[1] names the link from rank 1 to rank 0 again"},
       {R"({"version": 1, "links": [{"from": 0.5, "to": 1}]})",
        "links[0].from should be the index of a rank, but is 0.5"},
   };
-  for (const auto& [text, words] : cases) expect_error([&] { parse_costs(text, "costs.json"); }, words);
+  for (const auto& entry : cases) expect_error([&] { parse_costs(entry.first, "costs.json"); }, entry.second);
+}
+
+TEST(Costs, MustFit) {
+  Costs costs;
+  costs.stages.resize(3);
+  expect_error([&] { require_fit(costs, 2, 2); }, "the costs have 3 entries in \"stages\", but there are 2");
+  costs.links[{0, 5}] = {};
+  expect_error([&] { require_fit(costs, 3, 2); }, "a link from rank 0 to rank 5, but there are 2 ranks");
 }
 
 TEST(Costs, OfARanksShareAreDividedByItsStages) {

@@ -123,6 +123,12 @@ TEST(Verifier, WatchesSumsOfSharedParameters) {
   expect_violation("0F0,0B0,0SUM_SHARED\n1F0,1B0\n", 1, 2, "1SUM_SHARED is missing", shared);
 }
 
+TEST(Verifier, WantsSumsWhereGradientsAreReducedAndParametersShared) {
+  const std::string csv = to_csv(lower(gpipe(2, 1)));
+  EXPECT_FALSE(verify(parse_csv(csv)));
+  expect_violation(csv, 0, 7, "0SUM_SHARED is missing", {.shared = {{0, 1}}});
+}
+
 TEST(Verifier, FindsRanksThatMeetInDifferentOrders) {
   const CsvOptions shared{.shared = {{0, 1}, {2, 3}}};
   const std::string one = "0F0,2F0,2B0,0B0,";

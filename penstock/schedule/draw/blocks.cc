@@ -8,7 +8,7 @@
 namespace penstock {
 namespace {
 
-// The page's colours; a terminal's nearest.
+// The page's hues, lighter where its labels are dark on all of them; beside each a terminal's nearest.
 constexpr std::array<std::array<Colour, 2>, 4> kPalette = {{
     {{{"#5b8ede", 68}, {"#9fbdf0", 111}}},   // F
     {{{"#e0a92c", 178}, {"#fbe4ab", 223}}},  // I
@@ -22,16 +22,6 @@ Colour colour_of(const Drawing& drawing, const Action& part) {
   const auto local = drawing.schedule.placement().stages_of(drawing.schedule.placement().rank_of(part.stage));
   const auto position = std::ranges::lower_bound(local, part.stage) - local.begin();
   return kPalette[static_cast<std::size_t>(part.computation) % kPalette.size()][static_cast<std::size_t>(position % 2)];
-}
-
-std::string subtitle_of(const Drawing& drawing) {
-  const auto count = [](int number, const std::string& what) {
-    const char* const plural = what.ends_with("ch") ? "es" : "s";
-    return std::to_string(number) + " " + what + (number == 1 ? "" : plural);
-  };
-  const Schedule& schedule = drawing.schedule;
-  return count(schedule.ranks(), "rank") + ", " + count(schedule.stages(), "stage") + ", " +
-         count(schedule.microbatches(), "microbatch");
 }
 
 std::string number_text(double value) {
@@ -48,7 +38,7 @@ std::string xml_text(std::string_view text) {
       case '<': out += "&lt;"; break;
       case '>': out += "&gt;"; break;
       case '"': out += "&quot;"; break;
-      default: out += c; break;
+      default: out += static_cast<unsigned char>(c) < ' ' ? '?' : c; break;
     }
   }
   return out;

@@ -47,11 +47,9 @@ struct Colour {
 };
 Colour colour_of(const Drawing& drawing, const Action& part);
 
-// "4 ranks, 8 stages, 8 microbatches"
-std::string subtitle_of(const Drawing& drawing);
 // "51.5", "0.0667": up to six digits, none of them in vain.
 std::string number_text(double value);
-// With & < > " escaped.
+// With & < > " escaped, and control characters replaced.
 std::string xml_text(std::string_view text);
 // "makespan 51.5   bubble 6.8 %   peak activations 16", with `between` in between.
 std::string figures_of(const Drawing& drawing, std::string_view between);

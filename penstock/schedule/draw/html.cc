@@ -64,7 +64,7 @@ json page_data(const Drawing& drawing) {
   const auto placement = schedule.placement().ranks_by_stage();
   return {{"version", 1},
           {"title", drawing.title},
-          {"subtitle", subtitle_of(drawing)},
+          {"subtitle", size_text(drawing.schedule)},
           {"stages", schedule.stages()},
           {"microbatches", schedule.microbatches()},
           {"placement", std::vector<int>(placement.begin(), placement.end())},

@@ -14,22 +14,22 @@ constexpr double kBlock = 20;
 constexpr double kLetter = 6.2;
 constexpr double kWidest = 16000;
 
-// Pixels for a unit of time, so that the shortest computation has room for its text, within reason.
-double pixels_per_unit(const Drawing& drawing) {
-  double scale = 0;
+// Pixels for the whole, so that the shortest computation has room for its text, within reason.
+double pixels_of(const Drawing& drawing) {
+  double pixels = 0;
   for (int rank = 0; rank < drawing.schedule.ranks(); ++rank) {
     for_each_block(drawing, rank, [&](const Block& block) {
-      const double length = block.span.end - block.span.start;
-      if (!block.action.is_compute() || length <= 0) return;
-      scale = std::max(scale, (kLetter * static_cast<double>(to_string(block.action).size()) + 8) / length);
+      const double share = (block.span.end - block.span.start) / drawing.timeline.makespan;
+      if (!block.action.is_compute() || !(share > 0)) return;
+      pixels = std::max(pixels, (kLetter * static_cast<double>(to_string(block.action).size()) + 8) / share);
     });
   }
-  return std::min(scale, kWidest / std::max(drawing.timeline.makespan, 1e-300));
+  return std::min(pixels, kWidest);
 }
 
 // A round step of the axis, for about a tick every 80 pixels.
-double tick_step(double pixels_per_unit) {
-  const double rough = 80 / std::max(pixels_per_unit, 1e-300);
+double tick_step(double makespan, double pixels) {
+  const double rough = makespan * 80 / std::max(pixels, 80.0);
   const double power = std::pow(10, std::floor(std::log10(rough)));
   for (const double factor : {1.0, 2.0, 5.0}) {
     if (factor * power >= rough) return factor * power;
@@ -41,17 +41,19 @@ double tick_step(double pixels_per_unit) {
 
 void draw_svg(std::ostream& out, const Drawing& drawing) {
   const Schedule& schedule = drawing.schedule;
-  const double scale = pixels_per_unit(drawing);
+  const double makespan = drawing.timeline.makespan;
+  const double pixels = pixels_of(drawing);
+  const auto at = [&](double time) { return makespan > 0 ? time / makespan * pixels : 0; };
   const double left =
       kMargin + kLetter * static_cast<double>(("rank " + std::to_string(schedule.ranks() - 1)).size()) + 16;
   const double axis = kHead + kRow * schedule.ranks();
-  const double width = std::max(left + scale * drawing.timeline.makespan + kMargin, 720.0);
+  const double width = std::max(left + pixels + kMargin, 720.0);
   const double height = axis + 76;
 
   out << R"(<svg xmlns="http://www.w3.org/2000/svg" width=")" << number_text(width) << R"(" height=")"
       << number_text(height) << R"(" viewBox="0 0 )" << number_text(width) << " " << number_text(height)
       << R"(" role="img">)" << "\n"
-      << "<title>" << xml_text(drawing.title) << ": " << subtitle_of(drawing) << "</title>\n"
+      << "<title>" << xml_text(drawing.title) << ": " << size_text(drawing.schedule) << "</title>\n"
       << "<style>text{font:11px ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;fill:#1c2733}"
          ".h{font-size:15px;font-weight:600}.q{fill:#5b6875}.l{stroke:#d5dbe1}.b text{fill:#10151a;text-anchor:middle}"
          ".p{fill:none;stroke:#1c2733;stroke-width:1.2}.bg{fill:#fff}.r{fill:#f1f4f7}"
@@ -59,12 +61,13 @@ void draw_svg(std::ostream& out, const Drawing& drawing) {
          ".r{fill:#1b2228}.p{stroke:#e6ebf0}}</style>\n"
       << R"(<rect class="bg" width="100%" height="100%"/>)" << "\n"
       << R"(<text class="h" x=")" << kMargin << R"(" y="26">)" << xml_text(drawing.title) << "</text>\n"
-      << R"(<text class="q" x=")" << kMargin << R"(" y="43">)" << subtitle_of(drawing) << " · "
+      << R"(<text class="q" x=")" << kMargin << R"(" y="43">)" << size_text(drawing.schedule) << " · "
       << figures_of(drawing, " · ") << "</text>\n";
 
-  const double step = tick_step(scale);
-  for (int tick = 0; tick * step <= drawing.timeline.makespan * (1 + 1e-9); ++tick) {
-    const double x = left + tick * step * scale;
+  const double step = tick_step(makespan, pixels);
+  const int ticks = step > 0 ? static_cast<int>(std::min(makespan / step * (1 + 1e-9), kWidest)) : 0;
+  for (int tick = 0; tick <= ticks; ++tick) {
+    const double x = left + at(tick * step);
     out << R"(<line class="l" x1=")" << number_text(x) << R"(" x2=")" << number_text(x) << R"(" y1=")" << kHead
         << R"(" y2=")" << axis + 4 << R"("/><text class="q" x=")" << number_text(x) << R"(" y=")" << axis + 17
         << R"(" text-anchor="middle">)" << number_text(tick * step) << "</text>\n";
@@ -73,13 +76,13 @@ void draw_svg(std::ostream& out, const Drawing& drawing) {
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     const double top = kHead + kRow * rank + (kRow - kBlock) / 2;
     out << R"(<text class="q" x=")" << kMargin << R"(" y=")" << top + 14 << R"(">rank )" << rank << "</text>\n"
-        << R"(<rect class="r" x=")" << number_text(left) << R"(" y=")" << top << R"(" width=")"
-        << number_text(scale * drawing.timeline.makespan) << R"(" height=")" << kBlock << R"("/><g class="b">)" << "\n";
+        << R"(<rect class="r" x=")" << number_text(left) << R"(" y=")" << top << R"(" width=")" << number_text(pixels)
+        << R"(" height=")" << kBlock << R"("/><g class="b">)" << "\n";
     int open_pair = 0;
     double pair_left = 0;
     for_each_block(drawing, rank, [&](const Block& block) {
-      const double x = left + scale * block.span.start;
-      const double w = scale * (block.span.end - block.span.start);
+      const double x = left + at(block.span.start);
+      const double w = at(block.span.end) - at(block.span.start);
       const std::string text = to_string(block.action);
       const std::string title = "<title>" + text + " " + std::string(describe(block.action.computation)) + ", rank " +
                                 std::to_string(rank) + ", " + number_text(block.span.start) + " to " +

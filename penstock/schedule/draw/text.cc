@@ -22,17 +22,16 @@ class TextPicture {
   TextPicture(const Drawing& drawing, const TextOptions& options)
       : drawing_(drawing),
         options_(options),
-        margin_(("rank " + std::to_string(drawing.schedule.ranks() - 1)).size() + 3),
-        scale_(scale_for_labels()) {
+        margin_(("rank " + std::to_string(drawing.schedule.ranks() - 1)).size() + 3) {
     const auto room =
         static_cast<double>(std::max<std::ptrdiff_t>(20, options.width - static_cast<std::ptrdiff_t>(margin_)));
-    const double makespan = drawing.timeline.makespan;
-    labelled_ = scale_ * makespan <= room;
-    if (!labelled_) scale_ = room / makespan;
+    const double wanted = columns_for_labels();
+    labelled_ = wanted <= room;
+    columns_ = labelled_ ? wanted : room;
   }
 
   void draw(std::ostream& out) const {
-    out << drawing_.title << ": " << subtitle_of(drawing_) << "\n\n";
+    out << drawing_.title << ": " << size_text(drawing_.schedule) << "\n\n";
     for (int rank = 0; rank < drawing_.schedule.ranks(); ++rank) draw_row(out, rank);
     out << "\n";
     draw_legend(out);
@@ -40,20 +39,23 @@ class TextPicture {
   }
 
  private:
-  // Columns for a unit of time, so that every computation has room for its text and a gap.
-  double scale_for_labels() const {
-    double scale = 0;
+  // Columns for the whole, so that every computation has room for its text and a gap.
+  double columns_for_labels() const {
+    double columns = 0;
     for (int rank = 0; rank < drawing_.schedule.ranks(); ++rank) {
       for_each_block(drawing_, rank, [&](const Block& block) {
-        const double length = block.span.end - block.span.start;
-        if (!block.action.is_compute() || length <= 0) return;
-        scale = std::max(scale, static_cast<double>(to_string(block.action).size() + 1) / length);
+        const double share = (block.span.end - block.span.start) / drawing_.timeline.makespan;
+        if (!block.action.is_compute() || !(share > 0)) return;
+        columns = std::max(columns, static_cast<double>(to_string(block.action).size() + 1) / share);
       });
     }
-    return scale;
+    return columns;
   }
 
-  std::size_t column(double time) const { return static_cast<std::size_t>(std::lround(time * scale_)); }
+  std::size_t column(double time) const {
+    if (drawing_.timeline.makespan == 0) return 0;
+    return static_cast<std::size_t>(std::lround(time / drawing_.timeline.makespan * columns_));
+  }
 
   void draw_row(std::ostream& out, int rank) const {
     Row row;
@@ -125,7 +127,7 @@ class TextPicture {
   const Drawing& drawing_;
   const TextOptions& options_;
   std::size_t margin_;
-  double scale_;
+  double columns_ = 0;
   bool labelled_ = true;
 };
 

@@ -2,6 +2,7 @@
 // action, and a flow from each send to what receives it.
 #include <nlohmann/json.hpp>
 #include <ostream>
+#include <vector>
 
 #include "penstock/schedule/draw/blocks.h"
 
@@ -9,6 +10,27 @@ namespace penstock {
 namespace {
 
 constexpr double kMicrosecondsPerUnit = 1000;
+
+std::string json_text(const std::string& text) {
+  return nlohmann::json(text).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
+// When each stage began to use what it received for a microbatch: an activation in its forward, a gradient in I or B.
+struct UseTimes {
+  std::vector<double> forward;
+  std::vector<double> backward;
+
+  explicit UseTimes(const Drawing& drawing) : forward(drawing.schedule.cells()), backward(drawing.schedule.cells()) {
+    for (int rank = 0; rank < drawing.schedule.ranks(); ++rank) {
+      for_each_block(drawing, rank, [&](const Block& block) {
+        if (!block.action.is_compute()) return;
+        const std::size_t cell = drawing.schedule.cell(block.action.stage, block.action.microbatch);
+        if (is_forward(block.action)) forward[cell] = block.span.start;
+        if (makes_input_gradient(block.action)) backward[cell] = block.span.start;
+      });
+    }
+  }
+};
 
 std::string_view category_of(const Action& action) {
   if (action.is_compute()) return "computation";
@@ -19,13 +41,14 @@ std::string_view category_of(const Action& action) {
 
 void draw_trace(std::ostream& out, const Drawing& drawing) {
   const Schedule& schedule = drawing.schedule;
-  out << R"({"displayTimeUnit":"ms","otherData":{"version":1,"title":)" << nlohmann::json(drawing.title).dump()
-      << R"(,"makespan":)" << nlohmann::json(drawing.timeline.makespan).dump() << R"(,"bubble":)"
+  out << R"({"displayTimeUnit":"ms","otherData":{"version":1,"title":)" << json_text(drawing.title) << R"(,"makespan":)"
+      << nlohmann::json(drawing.timeline.makespan).dump() << R"(,"bubble":)"
       << nlohmann::json(drawing.timeline.bubble).dump() << "},\n\"traceEvents\":[\n";
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     out << R"({"name":"process_name","ph":"M","pid":)" << rank << R"(,"args":{"name":"rank )" << rank << "\"}},\n"
         << R"({"name":"process_sort_index","ph":"M","pid":)" << rank << R"(,"args":{"sort_index":)" << rank << "}},\n";
   }
+  const UseTimes uses(drawing);
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     for_each_block(drawing, rank, [&](const Block& block) {
       const Action& action = block.action;
@@ -39,10 +62,14 @@ void draw_trace(std::ostream& out, const Drawing& drawing) {
       if (block.pair != 0) out << R"(,"pair":)" << block.pair;
       out << "}},\n";
       if (!action.is_message()) return;
+      // An arrow leads from the send to the computation that uses what was sent.
       const Action send = action.is_send() ? action : counterpart(action);
+      const std::size_t cell = schedule.cell(action.stage, action.microbatch);
+      const double used = (action.carries_activation() ? uses.forward : uses.backward)[cell] * kMicrosecondsPerUnit;
       out << R"({"name":")" << to_string(send) << R"(","cat":"communication","ph":")"
           << (action.is_send() ? "s" : "f\",\"bp\":\"e") << R"(","id":")" << to_string(send) << R"(","ts":)"
-          << nlohmann::json(start).dump() << R"(,"pid":)" << rank << R"(,"tid":)" << rank << "},\n";
+          << nlohmann::json(action.is_send() ? start : used).dump() << R"(,"pid":)" << rank << R"(,"tid":)" << rank
+          << "},\n";
     });
   }
   // A last event, so that every one before it can end in a comma.

@@ -1,16 +1,14 @@
 // DualPipeV: two stages a rank in a V, forwards and backwards in overlapped pairs, so that the communication of one
 // hides behind the computation of the other.
 //
-//   rank 0 | 0F0 0F1 0F2     3F0 3I0 3W0 3F1 (0F3;3B1) (3F2;0B0) …
-//   rank 1 |     1F0 2F0 1F1 2F1 1F2 2B0 (2F2;1B0) …
+//   rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1---- 3F2 0B0---- 0F4 3B2---- 3F3 0B1---- 3B3---- 3F4     0B2---- 3B4---- 0I3 0W3 0I4 0W4
+//   rank 1 |     1F0 2F0 1F1 2F1 1F2 2B0---- 2F2 1B0---- 1F3 2B1---- 2F3 1B1---- 1F4 2B2---- 2F4 1B2---- 2B3---- 1B3---- 2I4 1I4 2W4 1W4
 //
 // From DeepSeek's DualPipe, cut in half; its eight phases are those below.
 #include <algorithm>
 #include <deque>
-#include <utility>
 
 #include "penstock/schedule/generators.h"
-#include "penstock/schedule/passes.h"
 
 namespace penstock {
 namespace {
@@ -30,13 +28,16 @@ struct Chunk {
 
 Schedule dual_pipe_v(int ranks, int microbatches) {
   const int covered = std::max(2 * ranks, microbatches);
-  Schedule schedule(v_placement(ranks, /*stages_per_rank=*/2), covered);
+  Schedule schedule(v_placement(ranks, /*stages_per_rank=*/2), microbatches);
   for (int rank = 0; rank < ranks; ++rank) {
     Chunk down{.stage = rank};
     Chunk up{.stage = 2 * ranks - 1 - rank};
     const int after = ranks - 1 - rank;
     std::deque<Action> weights;
-    const auto add = [&](const Action& action) { schedule.add(rank, action); };
+    const auto is_there = [&](const Action& action) { return action.microbatch < microbatches; };
+    const auto add = [&](const Action& action) {
+      if (is_there(action)) schedule.add(rank, action);
+    };
     const auto add_input = [&](Chunk& chunk) {
       const Action input = chunk.next_input();
       weights.push_back(weight_backward(input.stage, input.microbatch));
@@ -49,7 +50,13 @@ Schedule dual_pipe_v(int ranks, int microbatches) {
     };
     const auto add_pair = [&](Chunk& forwards, Chunk& backwards) {
       const Action first = forwards.next_forward();
-      add(overlap(first, backwards.next_backward()));
+      const Action second = backwards.next_backward();
+      if (is_there(first) && is_there(second)) {
+        add(overlap(first, second));
+      } else {
+        add(first);
+        add(second);
+      }
     };
 
     // 1: forwards down.
@@ -104,7 +111,7 @@ Schedule dual_pipe_v(int ranks, int microbatches) {
     // 8: what weight gradients are left.
     while (!weights.empty()) add_weight();
   }
-  return keep_microbatches(std::move(schedule), microbatches);
+  return schedule;
 }
 
 }  // namespace penstock

@@ -2,8 +2,8 @@
 // rank lets as many input backwards run ahead of their weight gradients as its number says: the last rank has the
 // longest wait at its end to fill.
 //
-//   rank 0 | 0F0 0F1 2F0 2F1         2I0 2W0 0F2 2I1 2W1 …
-//   rank 1 |     1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 …
+//   rank 0 | 0F0 0F1 2F0 2F1     2I0 2W0 0F2 2I1 2W1 0F3 0I0 0W0 2F2 0I1 0W1 2F3 2I2 2W2 2I3 2W3 0I2 0W2 0I3 0W3
+//   rank 1 |     1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1F3 1I1 1W0 3F2 3I2 1W1 3F3 3I3 3W2 1I2 3W3 1I3 1W2 1W3
 #include <utility>
 
 #include "penstock/schedule/generators.h"

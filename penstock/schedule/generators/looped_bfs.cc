@@ -1,7 +1,7 @@
 // LoopedBFS: stage by stage, each for the whole batch; then back, last microbatch first.
 //
-//   rank 0 | 0F0 0F1 2F0 2F1                         2B1 2B0 0B1 0B0
-//   rank 1 |     1F0 1F1 3F0 3F1 3B1 3B0     1B1 1B0
+//   rank 0 | 0F0 0F1 2F0 2F1             2B1---- 2B0---- 0B1---- 0B0----
+//   rank 1 |     1F0 1F1 3F0 3F1 3B1---- 3B0---- 1B1---- 1B0----
 //
 // A stage's parameters are needed in two stretches only, which suits sharded ones; all activations are alive at the
 // turn.

@@ -1,15 +1,13 @@
 // ZBVZeroBubble: two stages a rank in a V, the backward split; with equal costs of F, I and W no rank waits between its
 // first action and its last.
 //
-//   rank 0 | 0F0 0F1 0F2             3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
-//   rank 1 |     1F0 2F0 1F1 2F1 2I0 …
+//   rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3
+//   rank 1 |     1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
 //
 // From Qi et al., "Pipeline Parallelism with Controllable Memory": a rank keeps as much as 1F1B's first one.
 #include <algorithm>
-#include <utility>
 
 #include "penstock/schedule/generators.h"
-#include "penstock/schedule/passes.h"
 
 namespace penstock {
 namespace {
@@ -26,13 +24,16 @@ struct Chunk {
 
 Schedule zbv_zero_bubble(int ranks, int microbatches) {
   const int covered = std::max(2 * ranks - 1, microbatches);
-  Schedule schedule(v_placement(ranks, /*stages_per_rank=*/2), covered);
+  Schedule schedule(v_placement(ranks, /*stages_per_rank=*/2), microbatches);
   for (int rank = 0; rank < ranks; ++rank) {
     Chunk down{.stage = rank};
     Chunk up{.stage = 2 * ranks - 1 - rank};
-    const auto add_forward = [&](Chunk& chunk) { schedule.add(rank, forward(chunk.stage, chunk.forwards++)); };
-    const auto add_input = [&](Chunk& chunk) { schedule.add(rank, input_backward(chunk.stage, chunk.inputs++)); };
-    const auto add_weight = [&](Chunk& chunk) { schedule.add(rank, weight_backward(chunk.stage, chunk.weights++)); };
+    const auto add = [&](const Action& action) {
+      if (action.microbatch < microbatches) schedule.add(rank, action);
+    };
+    const auto add_forward = [&](Chunk& chunk) { add(forward(chunk.stage, chunk.forwards++)); };
+    const auto add_input = [&](Chunk& chunk) { add(input_backward(chunk.stage, chunk.inputs++)); };
+    const auto add_weight = [&](Chunk& chunk) { add(weight_backward(chunk.stage, chunk.weights++)); };
 
     // The V fills: forwards down, until the first of them comes up again.
     for (int i = 0; i < 2 * (ranks - rank) - 1; ++i) add_forward(down);
@@ -69,7 +70,7 @@ Schedule zbv_zero_bubble(int ranks, int microbatches) {
     while (up.weights < up.inputs) add_weight(up);
     while (down.weights < down.inputs) add_weight(down);
   }
-  return keep_microbatches(std::move(schedule), microbatches);
+  return schedule;
 }
 
 }  // namespace penstock

@@ -12,12 +12,13 @@
 // way, and one for each edge.
 #include <algorithm>
 #include <array>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "penstock/schedule/error.h"
-#include "penstock/schedule/passes.h"
+#include "penstock/schedule/passes/unchecked.h"
 #include "penstock/schedule/verify.h"
 
 namespace penstock {
@@ -71,9 +72,11 @@ class Communication {
         forward_(schedule.cells()),
         backward_(schedule.cells()),
         channels_to_(static_cast<std::size_t>(schedule.ranks()), 0),
-        receives_(static_cast<std::size_t>(schedule.ranks())) {
+        receives_(static_cast<std::size_t>(schedule.ranks())),
+        last_(static_cast<std::size_t>(schedule.ranks())) {
     index();
     for (const Way way : {Way::Forward, Way::Backward}) add_channels(way);
+    add_meetings();
     walk();
     reserve_receives();
     for (int rank = 0; rank < schedule.ranks(); ++rank) place_receives_of_sends_from(rank);
@@ -90,6 +93,17 @@ class Communication {
     // Behind this action of the rank's list, or kStart.
     int after;
     Action action;
+  };
+
+  // Where the last receive stands so far of what a rank sends.
+  struct LastReceive {
+    int sender = kNone;
+    int after = kStart;
+  };
+
+  // The ranks of a group of stages that share parameters, and whether each has come.
+  struct Meeting {
+    std::map<int, bool> ranks;
   };
 
   Channel& channel(Way way, int e) { return channels_[static_cast<std::size_t>(way)][static_cast<std::size_t>(e)]; }
@@ -145,6 +159,14 @@ class Communication {
     }
   }
 
+  void add_meetings() {
+    for (const auto& group : graph_.groups()) {
+      Meeting meeting;
+      for (const int stage : group) meeting.ranks.emplace(schedule_.placement().rank_of(stage), false);
+      meetings_.push_back(std::move(meeting));
+    }
+  }
+
   // All ranks in lock-step, an action a turn.
   void walk() {
     std::vector<std::size_t> next(static_cast<std::size_t>(schedule_.ranks()), 0);
@@ -153,7 +175,7 @@ class Communication {
       for (int rank = 0; rank < schedule_.ranks(); ++rank) {
         std::size_t& position = next[static_cast<std::size_t>(rank)];
         const auto actions = schedule_.actions(rank);
-        if (position == actions.size() || !is_ready(actions[position])) continue;
+        if (position == actions.size() || !is_ready(actions[position], rank)) continue;
         for_each_part(actions[position], [&](const Action& part) { take(part); });
         ++position;
         moved = true;
@@ -166,8 +188,13 @@ class Communication {
     }
   }
 
-  // Whether what other ranks make for it is there; a pair needs all before it begins.
-  bool is_ready(const Action& action) const {
+  // Whether what other ranks make for it is there, or all have come to a meeting; a pair needs all before it begins.
+  bool is_ready(const Action& action, int rank) {
+    if (action.computation == Computation::SumShared) {
+      Meeting& meeting = meetings_[static_cast<std::size_t>(graph_.group_of(action.stage))];
+      meeting.ranks[rank] = true;
+      return std::ranges::all_of(meeting.ranks, [](const auto& member) { return member.second; });
+    }
     bool ready = true;
     for_each_part(action, [&](const Action& part) {
       if (is_forward(part)) {
@@ -221,15 +248,15 @@ class Communication {
 
   // The receives that answer a rank's sends, in the order of sending.
   void place_receives_of_sends_from(int rank) {
-    std::vector<int> last(static_cast<std::size_t>(schedule_.ranks()), kStart);
     for (const Action& action : schedule_.actions(rank)) {
       for_each_part(action, [&](const Action& part) {
         for_each_send(part, [&](const Channel& along, bool forwards) {
-          int& after = last[along.receiver_rank];
-          after = std::max(after, along.posted_after(part.microbatch));
+          LastReceive& last = last_[along.receiver_rank];
+          if (last.sender != rank) last = {rank, kStart};
+          last.after = std::max(last.after, along.posted_after(part.microbatch));
           const Computation computation = forwards ? Computation::RecvForward : Computation::RecvBackward;
           receives_[along.receiver_rank].push_back(
-              {after, message(along.receiver, computation, part.microbatch, part.stage)});
+              {last.after, message(along.receiver, computation, part.microbatch, part.stage)});
         });
       });
     }
@@ -274,16 +301,23 @@ class Communication {
   Uses backward_;
   // By way and edge.
   std::array<std::vector<Channel>, 2> channels_;
+  // By group.
+  std::vector<Meeting> meetings_;
   // By rank: channels from other ranks.
   std::vector<std::size_t> channels_to_;
   // By rank; of each sender in the order of sending.
   std::vector<std::vector<Receive>> receives_;
+  // By rank that receives.
+  std::vector<LastReceive> last_;
 };
 
 }  // namespace
+
+namespace unchecked {
 
 Schedule add_communication(const Schedule& schedule) {
   return Communication(schedule).result();
 }
 
+}  // namespace unchecked
 }  // namespace penstock

@@ -2,21 +2,38 @@
 
 #include "penstock/schedule/error.h"
 #include "penstock/schedule/passes.h"
+#include "penstock/schedule/passes/unchecked.h"
 #include "penstock/schedule/verify.h"
 
 namespace penstock {
 
+Schedule add_sharding(const Schedule& schedule, int max_active_stages) {
+  require_lists(schedule);
+  return unchecked::add_sharding(schedule, max_active_stages);
+}
+
+Schedule add_reductions(Schedule schedule) {
+  require_lists(schedule);
+  return unchecked::add_reductions(std::move(schedule));
+}
+
+Schedule add_communication(const Schedule& schedule) {
+  if (features_of(schedule).communication) throw ScheduleError("the schedule has messages already.");
+  require_lists(schedule);
+  return unchecked::add_communication(schedule);
+}
+
 Schedule lower(const Schedule& schedule, const LowerOptions& options) {
   const Features features = features_of(schedule);
-  if (features.communication || features.sharding || features.reduction || features.shared_sums) {
-    throw ScheduleError("the schedule has been lowered already: it contains more than computations.");
-  }
+  if (features.communication) throw ScheduleError("the schedule has been lowered already: it has messages.");
   // Whether lists wait for each other for ever is found by add_communication, which walks them.
-  if (const auto violation = verify_each_list(schedule, features)) throw ScheduleError(explain(schedule, *violation));
-  if (!options.sharding && !options.reductions) return add_communication(schedule);
-  Schedule result = options.sharding ? add_sharding(schedule, options.max_active_stages) : schedule;
-  if (options.reductions) result = add_reductions(std::move(result));
-  return add_communication(result);
+  require_lists(schedule);
+  const bool shard = options.sharding && !features.sharding;
+  const bool reduce = options.reductions && !features.reduction && !features.shared_sums;
+  if (!shard && !reduce) return unchecked::add_communication(schedule);
+  Schedule result = shard ? unchecked::add_sharding(schedule, options.max_active_stages) : schedule;
+  if (reduce) result = unchecked::add_reductions(std::move(result));
+  return unchecked::add_communication(result);
 }
 
 }  // namespace penstock

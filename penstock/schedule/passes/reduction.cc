@@ -2,9 +2,9 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/schedule/passes.h"
+#include "penstock/schedule/passes/unchecked.h"
 
-namespace penstock {
+namespace penstock::unchecked {
 
 Schedule add_reductions(Schedule schedule) {
   const StageGraph& graph = schedule.graph();
@@ -40,4 +40,4 @@ Schedule add_reductions(Schedule schedule) {
   return schedule;
 }
 
-}  // namespace penstock
+}  // namespace penstock::unchecked

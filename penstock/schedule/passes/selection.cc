@@ -92,7 +92,15 @@ Schedule keep_microbatches(Schedule schedule, int microbatches) {
 Schedule keep_stages(Schedule schedule, int stages) {
   if (stages >= schedule.stages()) return schedule;
   const auto ranks = schedule.placement().ranks_by_stage().first(static_cast<std::size_t>(stages));
-  Schedule result(Placement({ranks.begin(), ranks.end()}, schedule.ranks()), schedule.microbatches());
+  StageGraph graph(stages);
+  for (const Edge& edge : schedule.graph().edges()) {
+    if (edge.to < stages) graph.add_edge(edge.from, edge.to);
+  }
+  for (std::vector<int> group : schedule.graph().groups()) {
+    std::erase_if(group, [&](int stage) { return stage >= stages; });
+    if (group.size() > 1) graph.share(std::move(group));
+  }
+  Schedule result(Placement({ranks.begin(), ranks.end()}, schedule.ranks()), std::move(graph), schedule.microbatches());
   copy_if(result, schedule, [&](const Action& part) { return part.stage < stages; });
   return result;
 }

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "penstock/schedule/error.h"
-#include "penstock/schedule/passes.h"
+#include "penstock/schedule/passes/unchecked.h"
 
 namespace penstock {
 namespace {
@@ -86,6 +86,8 @@ bool contains(const std::vector<int>& stages, int stage) {
 
 }  // namespace
 
+namespace unchecked {
+
 Schedule add_sharding(const Schedule& schedule, int max_active_stages) {
   if (max_active_stages < 1) {
     throw ScheduleError("a rank needs at least one gathered stage to compute, not " +
@@ -129,4 +131,5 @@ Schedule add_sharding(const Schedule& schedule, int max_active_stages) {
   return result;
 }
 
+}  // namespace unchecked
 }  // namespace penstock

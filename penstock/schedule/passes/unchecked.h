@@ -1,0 +1,12 @@
+// The passes that add actions, for schedules whose lists have been looked at already.
+#pragma once
+
+#include "penstock/schedule/schedule.h"
+
+namespace penstock::unchecked {
+
+Schedule add_sharding(const Schedule& schedule, int max_active_stages);
+Schedule add_reductions(Schedule schedule);
+Schedule add_communication(const Schedule& schedule);
+
+}  // namespace penstock::unchecked
