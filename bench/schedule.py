@@ -83,10 +83,13 @@ def compare_lowering(bench, peer, runs):
         ratio = statistics.median(theirs) / statistics.median(ours)
         rows.append((size(case), with_noise(ours), with_noise(theirs), f"{ratio:.0f}x"))
     print_table(rows)
+    # Of the last and largest.
+    return ratio
 
 
 def measure_simulation(path, runs):
     rows = [("ranks x stages a rank x microbatches", "actions", "time", "million actions/s", "peak memory")]
+    slowest = float("inf")
     for case in SIMULATED:
         times = []
         for _ in range(runs):
@@ -96,7 +99,9 @@ def measure_simulation(path, runs):
             times.append(seconds)
         speed = actions / statistics.median(times) / 1e6
         rows.append((size(case), f"{actions:,.0f}", with_noise(times), f"{speed:.1f}", f"{peak / 2**30:.2f} GiB"))
+        slowest = min(slowest, speed)
     print_table(rows)
+    return slowest, peak / 2**30
 
 
 def main():
@@ -112,10 +117,17 @@ def main():
     print(f"Interleaved1F1B, median of {options.runs} runs (fastest–slowest)\n")
     print("made and lowered")
     with Answering(options.bench) as bench, Answering(options.python, str(peer)) as answering_peer:
-        compare_lowering(bench, answering_peer, options.runs)
+        ratio = compare_lowering(bench, answering_peer, options.runs)
     print("\nsimulated, lowered")
-    measure_simulation(options.bench, options.runs)
-    return 0
+    speed, memory = measure_simulation(options.bench, options.runs)
+    goals = {
+        "lowering at least 100 times as fast as the peer": ratio >= 100,
+        "simulation of at least 5 million actions a second": speed >= 5,
+        "the largest in under 4 GiB": memory < 4,
+    }
+    missed = [goal for goal, reached in goals.items() if not reached]
+    print("\ngoals: " + ("all reached" if not missed else "missed: " + "; ".join(missed)))
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 include(CMakePackageConfigHelpers)
 
 install(DIRECTORY "${PROJECT_SOURCE_DIR}/penstock/schedule" DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/penstock"
-        FILES_MATCHING PATTERN "*.h" PATTERN "generators" EXCLUDE PATTERN "passes" EXCLUDE PATTERN "draw" EXCLUDE)
+        FILES_MATCHING PATTERN "*.h" PATTERN "generators" EXCLUDE PATTERN "passes" EXCLUDE PATTERN "draw" EXCLUDE PATTERN "verify" EXCLUDE)
 set(penstock_targets penstock_schedule)
 if(PENSTOCK_TORCH)
   list(APPEND penstock_targets penstock)

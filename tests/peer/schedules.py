@@ -11,7 +11,6 @@ a sequence of records, a record a line that starts with `case` and then, in most
                    case NAME RANKS STAGES_PER_RANK MICROBATCHES deferred    as can be, or with defer_pp_recv=True
     sharding.txt   case NAME RANKS STAGES_PER_RANK MICROBATCHES MAX_ACTIVE  UNSHARD and RESHARD added, nothing else
     merged.txt     case NAME RANKS STAGES_PER_RANK MICROBATCHES             adjacent I and W as one B
-    simulated.txt  case NAME RANKS STAGES_PER_RANK MICROBATCHES TICKS       no rows
 
 Which stage lies on which rank can be read from the rows.
 """

@@ -1,0 +1,163 @@
+// The second look: all lists against each other, with blocking sends. Whoever is stuck at the end waits for somebody who
+// is stuck.
+#include <algorithm>
+#include <optional>
+
+#include "penstock/schedule/verify/tables.h"
+
+namespace penstock {
+namespace {
+
+class BlockingRun : VerifierTables {
+ public:
+  BlockingRun(const Schedule& schedule, const Features& expected) : VerifierTables(schedule, expected) {}
+
+  void run() {
+    clear();
+    const auto ranks = static_cast<std::size_t>(schedule_.ranks());
+    next_.assign(ranks, 0);
+    queued_.assign(ranks, 1);
+    queue_.clear();
+    for (int rank = schedule_.ranks() - 1; rank >= 0; --rank) queue_.push_back(rank);
+    while (!queue_.empty()) {
+      const int rank = queue_.back();
+      queue_.pop_back();
+      queued_[static_cast<std::size_t>(rank)] = 0;
+      advance(rank);
+    }
+    for (int rank = 0; rank < schedule_.ranks(); ++rank) {
+      if (next_[static_cast<std::size_t>(rank)] < schedule_.actions(rank).size()) fail_deadlock(rank);
+    }
+  }
+
+ private:
+  // What a rank waits for: an action of another rank.
+  struct Wait {
+    Action for_action;
+    int on_rank;
+  };
+
+  void advance(int rank) {
+    std::size_t& next = next_[static_cast<std::size_t>(rank)];
+    const auto actions = schedule_.actions(rank);
+    for (; next < actions.size(); ++next) {
+      arrive(actions[next], rank);
+      if (waits_for(actions[next], rank)) return;
+      complete(actions[next]);
+    }
+  }
+
+  void wake(int rank) {
+    if (std::exchange(queued_[static_cast<std::size_t>(rank)], 1)) return;
+    queue_.push_back(rank);
+  }
+
+  // What others see of an action as soon as its rank comes to it.
+  void arrive(const Action& action, int rank) {
+    if (action.computation != Computation::SumShared) return;
+    const int group = graph().group_of(action.stage);
+    if (std::exchange(joined(rank, group), 1)) return;
+    for (const int member : graph().groups()[static_cast<std::size_t>(group)]) {
+      if (rank_of(member) != rank) wake(rank_of(member));
+    }
+  }
+
+  std::optional<Wait> waits_for(const Action& action, int rank) {
+    if (action.is_send()) {
+      const Action receive = counterpart(action);
+      if (message_state(edge_of(action), action.microbatch) & message_bit(receive.computation)) return std::nullopt;
+      return Wait{receive, rank_of(receive.stage)};
+    }
+    if (action.computation == Computation::SumShared) {
+      const int group = graph().group_of(action.stage);
+      for (const int member : graph().groups()[static_cast<std::size_t>(group)]) {
+        if (!joined(rank_of(member), group)) return Wait{parameters(member, Computation::SumShared), rank_of(member)};
+      }
+      return std::nullopt;
+    }
+    if (action.is_overlap()) {
+      auto first = input_of(action.first(), rank);
+      return first ? first : input_of(action.second(), rank);
+    }
+    return action.is_compute() ? input_of(action, rank) : std::nullopt;
+  }
+
+  // The first input from another rank that is not there yet.
+  std::optional<Wait> input_of(const Action& part, int rank) {
+    const bool forwards = is_forward(part);
+    if (!forwards && !makes_input_gradient(part)) return std::nullopt;
+    for (const int e : forwards ? graph().in_edges(part.stage) : graph().out_edges(part.stage)) {
+      const int source = forwards ? edge(e).from : edge(e).to;
+      if (rank_of(source) == rank) continue;
+      const Computation send = forwards ? Computation::SendForward : Computation::SendBackward;
+      if (expected_.communication) {
+        if (message_state(e, part.microbatch) & message_bit(send)) continue;
+        return Wait{message(source, send, part.microbatch, part.stage), rank_of(source)};
+      }
+      if (computed(source, part.microbatch) & (forwards ? kForwardBit : kInputBit | kFullBit)) continue;
+      return Wait{forwards ? forward(source, part.microbatch) : input_backward(source, part.microbatch),
+                  rank_of(source)};
+    }
+    return std::nullopt;
+  }
+
+  void complete(const Action& action) {
+    if (action.is_message()) {
+      message_state(edge_of(action), action.microbatch) |= message_bit(action.computation);
+      wake(rank_of(action.other_stage));
+    } else if (action.is_compute()) {
+      for_each_part(action, [&](const Action& part) {
+        computed(part.stage, part.microbatch) |= bit_of(part.computation);
+        if (expected_.communication) return;
+        for (const int e : graph().out_edges(part.stage)) wake(rank_of(edge(e).to));
+        for (const int e : graph().in_edges(part.stage)) wake(rank_of(edge(e).from));
+      });
+    }
+  }
+
+  // Every rank that is stuck waits for one that is stuck: following them ends in a circle.
+  [[noreturn]] void fail_deadlock(int rank) {
+    std::vector<int> way;
+    while (std::find(way.begin(), way.end(), rank) == way.end()) {
+      way.push_back(rank);
+      rank = waits_for(schedule_.actions(rank)[next_[static_cast<std::size_t>(rank)]], rank)->on_rank;
+    }
+    way.erase(way.begin(), std::find(way.begin(), way.end(), rank));
+    std::string what = "the ranks wait for each other in a circle";
+    what += expected_.communication ? " (a send waits until its receive is posted):" : ":";
+    for (const int member : way) {
+      const std::size_t position = next_[static_cast<std::size_t>(member)];
+      const Action& action = schedule_.actions(member)[position];
+      const Wait wait = *waits_for(action, member);
+      what += "\n  rank " + std::to_string(member) + ", position " + std::to_string(position) + ": " +
+              to_string(action) + " waits for " + wait_text(wait) + " on rank " + std::to_string(wait.on_rank);
+    }
+    fail(way.front(), next_[static_cast<std::size_t>(way.front())], std::move(what));
+  }
+
+  // A wait for a gradient is for whichever backward makes it.
+  std::string wait_text(const Wait& wait) const {
+    const Action full = full_backward(wait.for_action.stage, wait.for_action.microbatch);
+    if (wait.for_action.computation == Computation::InputBackward) {
+      bool has_full = false;
+      for (const Action& action : schedule_.actions(wait.on_rank)) {
+        for_each_part(action, [&](const Action& part) { has_full |= part == full; });
+      }
+      if (has_full) return to_string(full);
+    }
+    return to_string(wait.for_action);
+  }
+
+  // Each rank's next action, and the ranks that may be able to go on.
+  std::vector<std::size_t> next_;
+  std::vector<int> queue_;
+  std::vector<char> queued_;
+};
+
+}  // namespace
+
+void run_lists(const Schedule& schedule, const Features& expected) {
+  BlockingRun(schedule, expected).run();
+}
+
+}  // namespace penstock
