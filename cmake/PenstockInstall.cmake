@@ -1,12 +1,16 @@
 # Installation: headers under include/penstock, the libraries, the command, and a package for find_package(penstock).
 include(CMakePackageConfigHelpers)
 
-install(DIRECTORY "${PROJECT_SOURCE_DIR}/penstock/schedule" DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/penstock"
-        FILES_MATCHING PATTERN "*.h" PATTERN "generators" EXCLUDE PATTERN "passes" EXCLUDE PATTERN "draw" EXCLUDE PATTERN "verify" EXCLUDE)
 set(penstock_targets penstock_schedule)
+set(penstock_rooms "${PROJECT_SOURCE_DIR}/penstock/schedule")
 if(PENSTOCK_TORCH)
   list(APPEND penstock_targets penstock)
+  list(APPEND penstock_rooms "${PROJECT_SOURCE_DIR}/penstock/tensor")
 endif()
+# What lies in folders inside a room is its own.
+install(DIRECTORY ${penstock_rooms} DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/penstock"
+        FILES_MATCHING PATTERN "*.h" PATTERN "generators" EXCLUDE PATTERN "passes" EXCLUDE PATTERN "draw" EXCLUDE
+        PATTERN "verify" EXCLUDE)
 install(TARGETS ${penstock_targets} EXPORT penstock-targets)
 install(EXPORT penstock-targets NAMESPACE penstock:: DESTINATION "${CMAKE_INSTALL_LIBDIR}/cmake/penstock")
 if(PENSTOCK_BUILD_CLI)

@@ -1,0 +1,111 @@
+// Our side of bench/attention.py: reads what to measure from standard input, a line each, and answers with a line. One
+// thread, 1 × 8 heads × LENGTH × 64 in float32, causal within a window of 256.
+//
+//   forward LENGTH   seconds for a forward
+//   both LENGTH      seconds for a forward and a backward
+//   mask LENGTH      seconds to make the block mask
+//   memory LENGTH    bytes that a forward and a backward hold at most, besides their inputs and the mask
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <fstream>
+#include <iostream>
+#include <map>
+#include <string>
+
+#include "penstock/tensor/attention.h"
+
+namespace penstock {
+namespace {
+
+constexpr std::int64_t kHeads = 8;
+constexpr std::int64_t kSize = 64;
+constexpr std::int64_t kWindow = 256;
+
+at::Tensor in_window(const at::Tensor& /*b*/, const at::Tensor& /*h*/, const at::Tensor& q, const at::Tensor& kv) {
+  return (q >= kv).logical_and(q - kv < kWindow);
+}
+
+struct Problem {
+  explicit Problem(std::int64_t length) : mask(create_block_mask(in_window, {}, {}, length, length)) {
+    for (at::Tensor* tensor : {&query, &key, &value, &seed}) *tensor = at::randn({1, kHeads, length, kSize});
+    // What is made on first use is made now.
+    flex_attention(query, key, value, nullptr, mask);
+  }
+
+  void forward() const { flex_attention(query, key, value, nullptr, mask); }
+  void both() const {
+    const auto leaf = [](const at::Tensor& tensor) { return tensor.detach().requires_grad_(); };
+    flex_attention(leaf(query), leaf(key), leaf(value), nullptr, mask).backward(seed);
+  }
+
+  BlockMask mask;
+  at::Tensor query;
+  at::Tensor key;
+  at::Tensor value;
+  at::Tensor seed;
+};
+
+template <class Act>
+double seconds(const Act& act) {
+  const auto start = std::chrono::steady_clock::now();
+  act();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+// A line of the kernel's report on this process, in bytes.
+std::int64_t status(const std::string& name) {
+  std::ifstream in("/proc/self/status");
+  for (std::string word; in >> word;) {
+    std::int64_t kilobytes = 0;
+    if (word == name + ":" && in >> kilobytes) return kilobytes * 1024;
+  }
+  return 0;
+}
+
+template <class Act>
+std::int64_t most_memory(const Act& act) {
+  // The kernel starts anew with the peak.
+  std::ofstream("/proc/self/clear_refs") << 5;
+  const std::int64_t before = status("VmRSS");
+  act();
+  return status("VmHWM") - before;
+}
+
+int answer_questions() {
+  at::set_num_threads(1);
+  std::map<std::int64_t, Problem> problems;
+  std::string what;
+  std::int64_t length = 0;
+  while (std::cin >> what >> length) {
+    const Problem& problem = problems.try_emplace(length, length).first->second;
+    if (what == "forward") {
+      std::cout << seconds([&] { problem.forward(); }) << std::endl;
+    } else if (what == "both") {
+      std::cout << seconds([&] { problem.both(); }) << std::endl;
+    } else if (what == "mask") {
+      std::cout << seconds([&] { create_block_mask(in_window, {}, {}, length, length); }) << std::endl;
+    } else if (what == "memory") {
+      std::cout << most_memory([&] { problem.both(); }) << std::endl;
+    } else {
+      std::cerr << "'" << what << "' is none of forward, both, mask and memory\n";
+      return 2;
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace penstock
+
+int main() {
+  try {
+    return penstock::answer_questions();
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << "\n";
+    return 1;
+  }
+}

@@ -1,0 +1,225 @@
+#include "penstock/tensor/random_scope.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/boxing/KernelFunction.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/enum_tag.h>
+#include <ATen/core/stack.h>
+
+#include <cassert>
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace penstock {
+namespace {
+
+constexpr c10::DispatchKey kScopeKey = c10::DispatchKey::DeferredInit;
+constexpr const char* kOwner = "penstock::RandomScope";
+constexpr c10::DispatchKeySet kBelowScopeKey(c10::DispatchKeySet::FULL_AFTER, kScopeKey);
+
+constinit thread_local RandomScope* innermost = nullptr;
+// The generator for each depth of nesting on this thread, used by one scope after the other.
+thread_local std::vector<at::Generator> generators;
+
+constexpr std::uint64_t kGoldenGamma = 0x9e3779b97f4a7c15;
+
+constexpr std::uint64_t mixed(std::uint64_t bits) {
+  bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9;
+  bits = (bits ^ (bits >> 27)) * 0x94d049bb133111eb;
+  return bits ^ (bits >> 31);
+}
+
+constexpr std::uint64_t hash_of(std::initializer_list<std::uint64_t> numbers) {
+  std::uint64_t hash = 0;
+  for (const std::uint64_t number : numbers) {
+    hash = mixed((hash ^ number) + kGoldenGamma);
+  }
+  return hash;
+}
+
+void start(at::CPUGeneratorImpl& generator, std::uint64_t hash) {
+  // Nothing left of this state, so that the first draw makes the next one.
+  at::mt19937_data_pod data{.seed_ = hash, .left_ = 1, .seeded_ = true, .next_ = 0, .state_ = {}};
+  std::uint64_t counter = hash;
+  for (std::size_t word = 0; word < data.state_.size(); word += 2) {
+    counter += kGoldenGamma;
+    const std::uint64_t bits = mixed(counter);
+    data.state_[word] = static_cast<std::uint32_t>(bits);
+    data.state_[word + 1] = static_cast<std::uint32_t>(bits >> 32);
+  }
+  at::mt19937 engine = generator.engine();
+  engine.set_data(data);
+  generator.set_engine(engine);
+  // Normal numbers are made in pairs, and the generator keeps the second.
+  generator.set_next_float_normal_sample(std::nullopt);
+  generator.set_next_double_normal_sample(std::nullopt);
+}
+
+// Whether a call draws on the CPU, as one on a tensor there does. A factory has no tensor yet and draws by calling
+// another operator; a call on the meta device draws nothing. Throws for other devices.
+bool draws_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet keys) {
+  const c10::BackendComponent backend = keys.highestBackendKey();
+  if (backend == c10::BackendComponent::InvalidBit || backend == c10::BackendComponent::MetaBit) {
+    return false;
+  }
+  TORCH_CHECK(backend == c10::BackendComponent::CPUBit, op.operator_name(), " on a tensor of the backend ",
+              c10::toString(backend), " in a RandomScope: scopes hold random numbers of the CPU only.\n",
+              "  Hint: give the operator a generator of that device, or call it outside of the scope.");
+  return true;
+}
+
+c10::IValue generator_of_scope(const c10::OperatorHandle& op) {
+  std::optional<at::Generator> generator = RandomScope::current();
+  TORCH_CHECK(generator, op.operator_name(), " on a thread that took over the state of one in a RandomScope, but has ",
+              "none of its own: which numbers it draws would depend on when it runs.\n",
+              "  Hint: enter a RandomScope on this thread, with a place of its own.");
+  return {*std::move(generator)};
+}
+
+// Fills the `generator` argument, when the caller gave none.
+class DrawFromScope final : public c10::OperatorKernel {
+ public:
+  explicit DrawFromScope(std::ptrdiff_t from_end) : from_end_(from_end) {}
+
+  // NOLINTNEXTLINE(readability-make-member-function-const): the dispatcher asks for this signature.
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    c10::IValue& generator = stack->end()[-from_end_];
+    // None, or a generator without an implementation, which operators take for none.
+    if (!generator.isPtrType() && draws_on_cpu(op, keys)) {
+      generator_of_scope(op).swap(generator);
+    }
+    op.redispatchBoxed(keys & kBelowScopeKey, stack);
+  }
+
+ private:
+  std::ptrdiff_t from_end_;
+};
+
+// For kernels of other devices which draw without a generator: refuses them, unless their dropout is 0.
+class RefuseElsewhere final : public c10::OperatorKernel {
+ public:
+  explicit RefuseElsewhere(std::optional<std::ptrdiff_t> probability_from_end)
+      : probability_from_end_(probability_from_end) {}
+
+  // NOLINTNEXTLINE(readability-make-member-function-const): the dispatcher asks for this signature.
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    if (!probability_from_end_ || stack->end()[-*probability_from_end_].toDouble() > 0) {
+      draws_on_cpu(op, keys);
+    }
+    op.redispatchBoxed(keys & kBelowScopeKey, stack);
+  }
+
+ private:
+  std::optional<std::ptrdiff_t> probability_from_end_;
+};
+
+// Where the argument that `is_it` accepts lies on the stack, counted from its end.
+template <class Predicate>
+std::optional<std::ptrdiff_t> find_argument(const c10::FunctionSchema& schema, Predicate&& is_it) {
+  const std::vector<c10::Argument>& arguments = schema.arguments();
+  for (std::size_t index = 0; index < arguments.size(); ++index) {
+    if (is_it(arguments[index])) {
+      return static_cast<std::ptrdiff_t>(arguments.size() - index);
+    }
+  }
+  return std::nullopt;
+}
+
+bool is_generator(const c10::Argument& argument) {
+  const auto* optional = argument.type()->castRaw<c10::OptionalType>();
+  return optional != nullptr && optional->getElementType()->kind() == c10::TypeKind::GeneratorType;
+}
+
+bool is_dropout_probability(const c10::Argument& argument) {
+  const std::string& name = argument.name();
+  return argument.type()->kind() == c10::TypeKind::FloatType &&
+         (name == "p" || name == "dropout" || name == "dropout_p");
+}
+
+// The kernels of the scope's key, for as long as this library is loaded. They are made when it is loaded, and not by
+// the first scope: the dispatcher's tables must not change while other threads call operators.
+class Kernels {
+ public:
+  Kernels() {
+    c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
+    registrations_.push_back(dispatcher.registerFallback(kScopeKey, c10::KernelFunction::makeFallthrough(), kOwner));
+    for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+      if (const auto op = dispatcher.findSchema(name)) {
+        add_kernel_of(*op);
+      }
+    }
+  }
+
+ private:
+  void add_kernel_of(const c10::OperatorHandle& op) {
+    if (const auto generator = find_argument(op.schema(), is_generator)) {
+      add(op, c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<DrawFromScope>(*generator)));
+    } else if (op.hasTag(at::Tag::nondeterministic_seeded) && draws_by_itself(op)) {
+      const auto probability = find_argument(op.schema(), is_dropout_probability);
+      add(op, c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<RefuseElsewhere>(probability)));
+    }
+  }
+
+  // Operators without a kernel for the CPU are kernels of other devices; of those with one, native_dropout alone has a
+  // kernel elsewhere that does not call other operators.
+  static bool draws_by_itself(const c10::OperatorHandle& op) {
+    return !op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU) ||
+           op.operator_name() == c10::OperatorName("aten::native_dropout", "");
+  }
+
+  void add(const c10::OperatorHandle& op, c10::KernelFunction kernel) {
+    registrations_.push_back(c10::Dispatcher::singleton().registerImpl(op.operator_name(), kScopeKey, std::move(kernel),
+                                                                       std::nullopt, nullptr, kOwner));
+  }
+
+  std::vector<c10::RegistrationHandleRAII> registrations_;
+};
+
+const Kernels kKernels;
+
+}  // namespace
+
+RandomScope::RandomScope(std::uint64_t seed, std::int64_t step, std::int64_t microbatch, std::int64_t place)
+    : hash_(hash_of({seed, static_cast<std::uint64_t>(step), static_cast<std::uint64_t>(microbatch),
+                     static_cast<std::uint64_t>(place)})),
+      outer_(innermost),
+      depth_(outer_ == nullptr ? 0 : outer_->depth_ + 1),
+      key_(kScopeKey) {
+  innermost = this;
+}
+
+RandomScope::~RandomScope() {
+  assert(innermost == this && "random scopes end in the opposite order of their beginning, on their own thread");
+  innermost = outer_;
+}
+
+std::optional<at::Generator> RandomScope::current() {
+  if (innermost == nullptr || !c10::impl::tls_is_dispatch_key_included(kScopeKey)) {
+    return std::nullopt;
+  }
+  return innermost->generator();
+}
+
+const at::Generator& RandomScope::generator() {
+  if (generators.size() <= depth_) {
+    generators.resize(depth_ + 1);
+  }
+  at::Generator& generator = generators[depth_];
+  if (!seeded_) {
+    // Someone may have kept the generator of an earlier scope; it stays theirs.
+    if (!generator.defined() || generator.getIntrusivePtr().use_count() > 1) {
+      generator = at::detail::createCPUGenerator();
+    }
+    start(*generator.get<at::CPUGeneratorImpl>(), hash_);
+    seeded_ = true;
+  }
+  return generator;
+}
+
+}  // namespace penstock

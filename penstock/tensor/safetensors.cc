@@ -1,0 +1,263 @@
+#include "penstock/tensor/safetensors.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <system_error>
+#include <unordered_map>
+
+namespace penstock {
+namespace {
+
+[[noreturn]] void fail(const std::string& path, const std::string& what) {
+  throw SafetensorsError(path + ": " + what);
+}
+
+// With what the system said last.
+[[noreturn]] void fail_system(const std::string& path, const std::string& what) {
+  fail(path, what + ": " + std::generic_category().message(errno) + ".");
+}
+
+class Descriptor {
+ public:
+  explicit Descriptor(int number) : number_(number) {}
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  ~Descriptor() {
+    if (number_ >= 0) ::close(number_);
+  }
+
+  int operator*() const { return number_; }
+  bool close() { return ::close(std::exchange(number_, -1)) == 0; }
+
+ private:
+  int number_;
+};
+
+// All bytes of a file. They may be written; the file does not change by it.
+class Mapping {
+ public:
+  explicit Mapping(const std::string& path) {
+    // Without O_NONBLOCK, a pipe would be waited for.
+    const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
+    struct stat status = {};
+    if (*file < 0 || ::fstat(*file, &status) != 0) fail_system(path, "could not be opened");
+    if (S_ISDIR(status.st_mode)) fail(path, "is a folder; give the name of a file.");
+    if (!S_ISREG(status.st_mode)) fail(path, "is no regular file, and so cannot be mapped.");
+    size_ = static_cast<std::size_t>(status.st_size);
+    if (size_ == 0) return;
+    // Pages count against the memory that the system promises only when they are written.
+    void* const data = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, *file, 0);
+    if (data == MAP_FAILED) fail_system(path, "could not be mapped");
+    data_ = static_cast<char*>(data);
+  }
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+  ~Mapping() {
+    if (data_ != nullptr) ::munmap(data_, size_);
+  }
+
+  char* data() const { return data_; }
+  std::string_view bytes() const { return {data_, size_}; }
+
+ private:
+  char* data_ = nullptr;
+  std::size_t size_ = 0;
+};
+
+// A file in the folder of its target that takes the target's name when it is whole, and goes away otherwise.
+class Aside {
+ public:
+  explicit Aside(const std::string& target)
+      : target_(target),
+        target_name_(std::filesystem::path(target).filename()),
+        folder_(open_folder(target)),
+        file_(create()) {}
+  Aside(const Aside&) = delete;
+  Aside& operator=(const Aside&) = delete;
+  ~Aside() {
+    if (!renamed_) ::unlinkat(*folder_, name_.c_str(), 0);
+  }
+
+  void write(const void* data, std::size_t size) {
+    constexpr std::size_t kMost = std::size_t{1} << 30U;
+    for (const char* next = static_cast<const char*>(data); size > 0;) {
+      const ssize_t written = ::write(*file_, next, std::min(size, kMost));
+      if (written < 0 && errno == EINTR) continue;
+      if (written <= 0) fail_system(target_, "could not be written");
+      next += written;
+      size -= static_cast<std::size_t>(written);
+    }
+  }
+
+  void sync_and_rename() {
+    if (::fsync(*file_) != 0 || !file_.close()) fail_system(target_, "could not be written");
+    if (::renameat(*folder_, name_.c_str(), *folder_, target_name_.c_str()) != 0) {
+      fail_system(target_, "could not be written");
+    }
+    renamed_ = true;
+    // Some file systems cannot sync a folder, and say so with EINVAL.
+    if (::fsync(*folder_) != 0 && errno != EINVAL) fail_system(target_, "was written, but its folder not synced");
+  }
+
+ private:
+  static int open_folder(const std::string& target) {
+    const std::filesystem::path folder = std::filesystem::path(target).parent_path();
+    const int opened = ::open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (opened < 0) fail_system(target, "could not be written, as its folder could not be opened");
+    return opened;
+  }
+
+  // Tries names until one is free: a process of the same number may have left some behind.
+  int create() {
+    static std::atomic<unsigned> count = 0;
+    for (;;) {
+      name_ = ".penstock-" + std::to_string(::getpid()) + "-" + std::to_string(count++) + ".part";
+      const int opened = ::openat(*folder_, name_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+      if (opened >= 0) return opened;
+      if (errno != EEXIST) fail_system(target_, "could not be written");
+    }
+  }
+
+  const std::string& target_;
+  std::string target_name_;
+  std::string name_;
+  Descriptor folder_;
+  Descriptor file_;
+  bool renamed_ = false;
+};
+
+void require_target(const std::string& path) {
+  if (std::filesystem::path(path).filename().empty()) fail(path, "could not be written: it names no file.");
+  struct stat status = {};
+  if (::stat(path.c_str(), &status) != 0) return;
+  if (S_ISDIR(status.st_mode)) fail(path, "is a folder; give the name of a file.");
+  if (!S_ISREG(status.st_mode)) fail(path, "is no regular file, and is not replaced by one.");
+}
+
+// Refuses what has no bytes to write, or fewer than its sizes and strides reach.
+void require_bytes(const std::string& path, const std::string& name, const at::Tensor& tensor) {
+  const auto refuse = [&](const std::string& why) { fail(path, tensor_text(name) + why); };
+  if (!tensor.defined()) refuse(" is undefined.");
+  if (tensor.layout() != at::kStrided || tensor.is_nested()) {
+    refuse(" is not strided, as safetensors are.\n  Hint: to_dense() or to_padded_tensor() makes it so.");
+  }
+  if (tensor.is_meta() || !tensor.has_storage()) refuse(" has no memory: it is on " + tensor.device().str() + ".");
+  const std::size_t reached = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(),
+                                                               static_cast<std::size_t>(tensor.storage_offset()));
+  if (tensor.numel() > 0 && (tensor._is_zerotensor() || tensor.storage().nbytes() < reached)) {
+    refuse(" has no memory: its storage has " + std::to_string(tensor.storage().nbytes()) + " of " +
+           std::to_string(reached) + " bytes. Was it freed?");
+  }
+}
+
+SafetensorsEntry entry_of(const std::string& name, const at::Tensor& tensor) {
+  return {.name = name, .dtype = tensor.scalar_type(), .shape = tensor.sizes().vec()};
+}
+
+// The same values, one after another in the CPU's memory. Narrow dtypes, for which torch lacks kernels, go as bytes.
+at::Tensor plain(const at::Tensor& tensor) {
+  at::Tensor values = tensor.detach().resolve_conj().resolve_neg();
+  if (values.element_size() == 1) values = values.view(at::kByte);
+  return values.to(at::kCPU).contiguous();
+}
+
+}  // namespace
+
+void write_safetensors(const std::string& path, const NamedTensors& tensors,
+                       const std::map<std::string, std::string>& metadata) {
+  std::vector<SafetensorsEntry> entries;
+  std::unordered_map<std::string_view, const at::Tensor*> by_name;
+  for (const auto& [name, tensor] : tensors) {
+    require_bytes(path, name, tensor);
+    entries.push_back(entry_of(name, tensor));
+    by_name.emplace(name, &tensor);
+  }
+  const SafetensorsHeader header = lay_out_safetensors(std::move(entries), metadata, path);
+  const std::string beginning = to_bytes(header, path);
+
+  require_target(path);
+  Aside aside(path);
+  aside.write(beginning.data(), beginning.size());
+  for (const SafetensorsEntry& entry : header.entries) {
+    if (entry.begin == entry.end) continue;
+    const at::Tensor values = plain(*by_name.at(entry.name));
+    aside.write(values.const_data_ptr(), entry.end - entry.begin);
+  }
+  aside.sync_and_rename();
+}
+
+struct SafetensorsFile::Content {
+  explicit Content(std::string source)
+      : path(std::move(source)), mapping(path), header(parse_safetensors_header(mapping.bytes(), path)) {
+    for (const SafetensorsEntry& entry : header.entries) {
+      names.push_back(entry.name);
+      by_name.emplace(entry.name, &entry);
+    }
+  }
+
+  std::string path;
+  Mapping mapping;
+  SafetensorsHeader header;
+  std::vector<std::string> names;
+  std::unordered_map<std::string_view, const SafetensorsEntry*> by_name;
+};
+
+SafetensorsFile::SafetensorsFile(const std::string& path) : content_(std::make_shared<Content>(path)) {}
+
+const std::vector<std::string>& SafetensorsFile::names() const {
+  return content_->names;
+}
+
+bool SafetensorsFile::contains(std::string_view name) const {
+  return content_->by_name.contains(name);
+}
+
+const std::map<std::string, std::string>& SafetensorsFile::metadata() const {
+  return content_->header.metadata;
+}
+
+at::Tensor SafetensorsFile::tensor(std::string_view name) const {
+  const auto found = content_->by_name.find(name);
+  if (found == content_->by_name.end()) {
+    std::string hint;
+    for (std::size_t i = 0; i < std::min<std::size_t>(names().size(), 3); ++i) {
+      hint += (i == 0 ? "\n  Hint: it has " : ", ") + tensor_text(names()[i]);
+    }
+    fail(content_->path, "there is no " + tensor_text(name) + "." + hint + (names().size() > 3 ? ", …" : ""));
+  }
+  const SafetensorsEntry& entry = *found->second;
+  const auto options = at::TensorOptions().dtype(entry.dtype);
+  if (entry.begin == entry.end) return at::empty(entry.shape, options);
+
+  char* const begin = content_->mapping.data() + content_->header.data_begin + entry.begin;
+  const std::string_view bytes(begin, entry.end - entry.begin);
+  if (reinterpret_cast<std::uintptr_t>(begin) % safetensors_element_size(entry.dtype) != 0) {
+    at::Tensor copy = at::empty(entry.shape, options);
+    std::memcpy(copy.mutable_data_ptr(), bytes.data(), bytes.size());
+    return copy;
+  }
+  if (entry.dtype == at::kBool && std::any_of(bytes.begin(), bytes.end(), [](char byte) { return (byte & ~1) != 0; })) {
+    return at::from_blob(begin, entry.shape, at::kByte).to(at::kBool);
+  }
+  return at::from_blob(begin, entry.shape, [content = content_](void* /*data*/) {}, options);
+}
+
+NamedTensors read_safetensors(const std::string& path) {
+  const SafetensorsFile file(path);
+  NamedTensors tensors;
+  for (const std::string& name : file.names()) tensors.emplace_back(name, file.tensor(name));
+  return tensors;
+}
+
+}  // namespace penstock

@@ -1,0 +1,103 @@
+// What the tests of block masks and attention share: mask functions, masks at random, the peer's cases, checks of
+// errors.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/jit/serialization/pickle.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "penstock/tensor/block_mask.h"
+
+namespace penstock::testing {
+
+inline at::Tensor causal(const at::Tensor& /*b*/, const at::Tensor& /*h*/, const at::Tensor& q, const at::Tensor& kv) {
+  return q >= kv;
+}
+
+inline MaskMod window(std::int64_t width) {
+  return [width](const at::Tensor& /*b*/, const at::Tensor& /*h*/, const at::Tensor& q, const at::Tensor& kv) {
+    return (q >= kv).logical_and(q - kv < width);
+  };
+}
+
+// Within documents, by ids [batch, length].
+inline MaskMod documents(const at::Tensor& ids) {
+  return [ids](const at::Tensor& b, const at::Tensor& /*h*/, const at::Tensor& q, const at::Tensor& kv) {
+    return ids.index({b, q}) == ids.index({b, kv});
+  };
+}
+
+// What a table [batch, heads, queries, keys] says.
+inline MaskMod looked_up(const at::Tensor& allowed) {
+  return [allowed](const at::Tensor& b, const at::Tensor& h, const at::Tensor& q, const at::Tensor& kv) {
+    return allowed.index({b, h, q, kv});
+  };
+}
+
+// A table of blocks that are empty, full or anything.
+inline at::Tensor patchwork(std::int64_t batch, std::int64_t heads, std::int64_t q_len, std::int64_t kv_len,
+                            std::int64_t block) {
+  const at::Tensor kind = at::randint(0, 3, {batch, heads, (q_len + block - 1) / block, (kv_len + block - 1) / block})
+                              .repeat_interleave(block, 2)
+                              .repeat_interleave(block, 3)
+                              .narrow(2, 0, q_len)
+                              .narrow(3, 0, kv_len);
+  return (kind == 2).logical_or((kind == 1).logical_and(at::rand(kind.sizes()) < 0.5));
+}
+
+// The mask of a table.
+inline BlockMask mask_of(const at::Tensor& allowed, BlockSize block) {
+  return create_block_mask(looked_up(allowed), allowed.size(0), allowed.size(1), allowed.size(2), allowed.size(3),
+                           block);
+}
+
+// What a call throws, of the type that it should.
+template <class Error, class Act>
+std::string message_of(const Act& act) {
+  try {
+    act();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "nothing was thrown";
+}
+
+inline ::testing::AssertionResult same_tensor(const at::Tensor& expected, const at::Tensor& found) {
+  if (expected.defined() && found.defined() && expected.scalar_type() == found.scalar_type() &&
+      expected.sizes() == found.sizes() && at::equal(expected, found)) {
+    return ::testing::AssertionSuccess();
+  }
+  std::ostringstream text;
+  text << "expected " << expected << "\nfound " << found;
+  return ::testing::AssertionFailure() << text.str();
+}
+
+// A list's own, which outlive it.
+inline std::vector<c10::IValue> items(const c10::IValue& list) {
+  return list.toListRef().vec();
+}
+
+// A list of dicts that attention_peer.py wrote, into the folder that PENSTOCK_ATTENTION names.
+using Case = c10::Dict<c10::IValue, c10::IValue>;
+inline std::vector<Case> peer_cases(const std::string& file) {
+  const char* const folder = std::getenv("PENSTOCK_ATTENTION");
+  if (folder == nullptr) throw std::runtime_error("PENSTOCK_ATTENTION does not name the folder of attention_peer.py");
+  std::ifstream in(std::filesystem::path(folder) / file, std::ios::binary);
+  if (!in) throw std::runtime_error("there is no " + file + " in " + folder);
+  const std::vector<char> bytes((std::istreambuf_iterator<char>(in)), std::istreambuf_iterator<char>());
+  std::vector<Case> cases;
+  for (const c10::IValue& each : items(torch::jit::pickle_load(bytes))) cases.push_back(each.toGenericDict());
+  return cases;
+}
+
+}  // namespace penstock::testing
