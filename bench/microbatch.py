@@ -1,0 +1,100 @@
+"""Microbatches: how fast ours are split and merged, beside torch.distributed.pipelining ("the peer").
+
+    microbatch.py --bench build/release/bin/penstock_microbatch_bench [--runs 15]
+
+Runs in a Python with the peer, on one thread each. Ours and the peer's take turns in one run, so that what else the
+machine does hits both. Times are medians, with the fastest and the slowest run beside them as a measure of the noise.
+"""
+
+import argparse
+import ctypes
+import gc
+import statistics
+import sys
+import time
+import warnings
+
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+
+import torch
+from torch.distributed.pipelining.microbatch import TensorChunkSpec, merge_chunks, split_args_kwargs_into_chunks
+
+from schedule import Answering, print_table, with_noise
+
+TENSORS = 4
+CHUNKS = 64
+# Rows, columns, and whether the tensors are leaves that require grad. Joining the large ones is mostly copying.
+CASES = ((512, 16, False), (512, 256, False), (512, 256, True))
+# Of a case in a run, which counts by its median: on a busy machine most of the short ones are left alone.
+REPEATS = 21
+
+
+def keep_freed_memory():
+    """Or it is chance in which of the two processes malloc asks for new pages for each tensor that is merged."""
+    malloc_trim_threshold, malloc_mmap_threshold = -1, -3
+    libc = ctypes.CDLL(None)
+    libc.mallopt(malloc_mmap_threshold, 1 << 30)
+    libc.mallopt(malloc_trim_threshold, 1 << 30)
+
+
+def peer_seconds(rows, columns, grad):
+    args = tuple(torch.rand(rows, columns, requires_grad=grad) for _ in range(TENSORS))
+    spec = tuple(TensorChunkSpec(0) for _ in args)
+    splitting, merging = [], []
+    # What the last one left is not to be collected in this one's time.
+    gc.collect()
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        chunks, _ = split_args_kwargs_into_chunks(args, {}, CHUNKS, spec)
+        between = time.perf_counter()
+        merged = merge_chunks(chunks, spec)
+        merging.append(time.perf_counter() - between)
+        splitting.append(between - start)
+        del chunks, merged
+    return statistics.median(splitting), statistics.median(merging)
+
+
+def our_seconds(bench, rows, columns, grad):
+    return bench.numbers(2, TENSORS, rows, columns, int(grad), CHUNKS, REPEATS)
+
+
+def rows_of(case, ours, theirs):
+    rows, columns, grad = case
+    name = f"{rows}x{columns}{', requires grad' if grad else ''}"
+    for what, of in (("split", 0), ("merge", 1), ("both", slice(2))):
+        times = [[sum(run[of]) if isinstance(of, slice) else run[of] for run in runs] for runs in (ours, theirs)]
+        ratio = statistics.median(times[1]) / statistics.median(times[0])
+        yield name, what, *map(with_noise, times), f"{ratio:.1f}x"
+
+
+def main():
+    arguments = argparse.ArgumentParser(description="Times our microbatches beside the peer's.")
+    arguments.add_argument("--bench", required=True, help="the penstock_microbatch_bench program")
+    arguments.add_argument("--runs", type=int, default=15, help=f"of each case, {REPEATS} times each (default: %(default)s)")
+    options = arguments.parse_args()
+    if options.runs < 1:
+        arguments.error("--runs is at least 1")
+
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    # Torch itself is not to be looked through at every collection.
+    gc.collect()
+    gc.freeze()
+    table = [(f"{TENSORS} float32 tensors", f"{CHUNKS} chunks", "ours", "the peer", "ratio")]
+    with Answering(options.bench) as bench:
+        for case in CASES:
+            # The first of all pays for caches and allocators.
+            our_seconds(bench, *case)
+            peer_seconds(*case)
+            ours, theirs = [], []
+            for _ in range(options.runs):
+                ours.append(our_seconds(bench, *case))
+                theirs.append(peer_seconds(*case))
+            table += rows_of(case, ours, theirs)
+    print(f"Split and merged, one thread, median of {options.runs} runs (fastest–slowest)\n")
+    print_table(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+// Our side of bench/microbatch.py: reads what to measure from standard input, a line each, and answers with a line.
+//
+//   TENSORS ROWS COLUMNS GRAD CHUNKS REPEATS   seconds to split the tensors by their rows, and to merge the chunks again,
+//                                              the medians of REPEATS; GRAD is 1 if they are leaves that require grad
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <malloc.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <iostream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "penstock/tensor/microbatch.h"
+
+namespace penstock {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds(Clock::duration duration) {
+  return std::chrono::duration<double>(duration).count();
+}
+
+double median(std::vector<double> times) {
+  std::sort(times.begin(), times.end());
+  return times.at(times.size() / 2);
+}
+
+Kwargs no_kwargs() {
+  return c10::impl::toTypedDict<std::string, c10::IValue>(
+      c10::impl::GenericDict(c10::StringType::get(), c10::AnyType::get()));
+}
+
+void answer(std::size_t tensors, std::int64_t rows, std::int64_t columns, bool grad, std::int64_t chunks, int repeats) {
+  Args args;
+  std::vector<c10::IValue> specs;
+  for (std::size_t i = 0; i < tensors; ++i) {
+    args.emplace_back(at::rand({rows, columns}).requires_grad_(grad));
+    specs.push_back(TensorChunkSpec(0));
+  }
+  const c10::IValue spec = c10::ivalue::Tuple::create(specs);
+  const Kwargs kwargs = no_kwargs();
+  std::vector<double> splitting;
+  std::vector<double> merging;
+  for (int i = 0; i < repeats; ++i) {
+    const auto start = Clock::now();
+    SplitArgs split = split_args_kwargs_into_chunks(args, kwargs, chunks, spec);
+    const auto between = Clock::now();
+    splitting.push_back(seconds(between - start));
+    // What a stage gives back: a tuple for each chunk.
+    std::vector<c10::IValue> outputs;
+    outputs.reserve(split.args.size());
+    for (Args& chunk : split.args) outputs.emplace_back(c10::ivalue::Tuple::create(std::move(chunk)));
+    const auto merge_start = Clock::now();
+    const c10::IValue merged = merge_chunks(outputs, spec);
+    merging.push_back(seconds(Clock::now() - merge_start));
+  }
+  std::cout << median(splitting) << " " << median(merging) << std::endl;
+}
+
+int answer_questions() {
+  at::set_num_threads(1);
+  // As in microbatch.py: freed memory is kept, or the pages of what is merged would be most of the time.
+  ::mallopt(M_MMAP_THRESHOLD, 1 << 30);
+  ::mallopt(M_TRIM_THRESHOLD, 1 << 30);
+  std::size_t tensors = 0;
+  std::int64_t rows = 0;
+  std::int64_t columns = 0;
+  bool grad = false;
+  std::int64_t chunks = 0;
+  int repeats = 0;
+  while (std::cin >> tensors >> rows >> columns >> grad >> chunks >> repeats) {
+    answer(tensors, rows, columns, grad, chunks, repeats);
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace penstock
+
+int main() {
+  try {
+    return penstock::answer_questions();
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << "\n";
+    return 1;
+  }
+}

@@ -1,0 +1,474 @@
+#include "penstock/tensor/microbatch.h"
+
+#include <ATen/ops/add.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/tensor_split.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <algorithm>
+#include <atomic>
+#include <limits>
+#include <sstream>
+#include <utility>
+#include <variant>
+
+#include "penstock/tensor/block_mask.h"
+#include "penstock/tensor/nested.h"
+
+namespace penstock {
+namespace {
+
+using Spec = std::variant<TensorChunkSpec, Replicate, CustomReducer>;
+
+// A spec as a leaf of a value.
+struct SpecHolder : torch::CustomClassHolder {
+  explicit SpecHolder(Spec held) : spec(std::move(held)) {}
+  Spec spec;
+};
+
+c10::IValue hold(Spec spec) {
+  return c10::IValue::make_capsule(c10::make_intrusive<SpecHolder>(std::move(spec)));
+}
+
+const Spec* spec_of(const c10::IValue& leaf) {
+  if (!leaf.isCapsule()) return nullptr;
+  const auto* const holder = dynamic_cast<const SpecHolder*>(leaf.toCapsule().get());
+  return holder == nullptr ? nullptr : &holder->spec;
+}
+
+std::atomic<bool> mask_minibatches = false;
+
+[[noreturn]] void fail(const Path& path, const std::string& what) {
+  throw ChunkError(path.text() + ": " + what);
+}
+
+c10::IValue specs_of_dims(const c10::IValue& dims, const char* what) {
+  for_each_leaf(dims, Path(what), [](const c10::IValue& leaf, const Path& path) {
+    if (!leaf.isInt()) fail(path, "found " + describe(leaf) + ", expected the int of a dimension.");
+  });
+  return map_leaves(dims, [](const c10::IValue& leaf) -> c10::IValue { return TensorChunkSpec(leaf.toInt()); });
+}
+
+bool is_tensor(const c10::IValue& leaf) {
+  return leaf.isTensor() && leaf.toTensor().defined();
+}
+
+std::int64_t checked_dim(const at::Tensor& tensor, const TensorChunkSpec& spec, const Path& path) {
+  const std::int64_t dims = tensor.dim();
+  if (spec.split_dim >= -dims && spec.split_dim < dims)
+    return spec.split_dim < 0 ? spec.split_dim + dims : spec.split_dim;
+  fail(path, "found " + describe(tensor) + ", which has no dimension " + std::to_string(spec.split_dim) + " to split." +
+                 (dims == 0 ? "\n  Hint: Replicate() gives each chunk the whole value." : ""));
+}
+
+// Where chunk `index` of `count` begins along a dimension: the first size % count chunks are longer by one.
+std::int64_t chunk_begin(std::int64_t size, std::int64_t count, std::int64_t index) {
+  return index * (size / count) + std::min(index, size % count);
+}
+
+// The whole tensor with all but one part of a dimension zeroed.
+at::Tensor masked(const at::Tensor& whole, std::int64_t dim, std::int64_t begin, std::int64_t length) {
+  at::Tensor result = at::zeros_like(whole);
+  result.narrow(dim, begin, length).copy_(whole.narrow(dim, begin, length));
+  return result;
+}
+
+std::vector<c10::IValue> split_tensor(const at::Tensor& tensor, std::int64_t dim, std::int64_t chunks) {
+  std::vector<c10::IValue> result;
+  result.reserve(static_cast<std::size_t>(chunks));
+  if (debug_mask_minibatches()) {
+    for (std::int64_t i = 0; i < chunks; ++i) {
+      const std::int64_t begin = chunk_begin(tensor.size(dim), chunks, i);
+      result.emplace_back(masked(tensor, dim, begin, chunk_begin(tensor.size(dim), chunks, i + 1) - begin));
+    }
+    return result;
+  }
+  const bool keep_grad = tensor.is_leaf() && tensor.requires_grad();
+  for (at::Tensor& chunk : at::tensor_split(tensor, chunks, dim)) {
+    if (keep_grad && chunk.requires_grad()) chunk.retain_grad();
+    result.emplace_back(std::move(chunk));
+  }
+  return result;
+}
+
+// What becomes of each leaf of a list of arguments.
+class Splitter {
+ public:
+  // `spec` is null for the default.
+  void add(const c10::IValue& value, const c10::IValue* spec, const Path& path) {
+    if (spec != nullptr && node_kind(value) != node_kind(*spec)) {
+      fail(path, "found " + describe(value) + ", but its spec is " + spec_text(*spec) + ".");
+    }
+    switch (node_kind(value)) {
+      case NodeKind::Leaf: add_leaf(value, spec, path); break;
+      case NodeKind::Tuple:
+        add_all(value.toTupleRef().elements(),
+                spec == nullptr ? std::nullopt : elements_of(spec->toTupleRef().elements()), path, value, spec);
+        break;
+      case NodeKind::List:
+        add_all(value.toListRef(), spec == nullptr ? std::nullopt : elements_of(spec->toListRef()), path, value, spec);
+        break;
+      case NodeKind::Dict: add_dict(value, spec, path); break;
+    }
+  }
+
+  // How many chunks there can be, at most `wanted`.
+  std::int64_t chunks(std::int64_t wanted) const {
+    for (const Leaf& leaf : leaves_) wanted = std::min(wanted, leaf.size);
+    return wanted;
+  }
+
+  void split(std::int64_t chunks) {
+    for (Leaf& leaf : leaves_) {
+      leaf.chunks = split_leaf(leaf, chunks);
+    }
+  }
+
+  // The values that were added, in their order, for one chunk.
+  c10::IValue chunk(const c10::IValue& value, std::size_t index) {
+    return map_leaves(value, [&](const c10::IValue&) { return std::move(leaves_[next_++].chunks[index]); });
+  }
+  void rewind() { next_ = 0; }
+
+ private:
+  // It goes into any number of chunks.
+  static constexpr std::int64_t kAny = std::numeric_limits<std::int64_t>::max();
+
+  struct Leaf {
+    c10::IValue value;
+    std::int64_t dim = 0;
+    // Along the dimension.
+    std::int64_t size = kAny;
+    bool replicated = false;
+    std::vector<c10::IValue> chunks = {};
+  };
+
+  static std::optional<c10::ArrayRef<c10::IValue>> elements_of(c10::ArrayRef<c10::IValue> elements) { return elements; }
+
+  void add_all(c10::ArrayRef<c10::IValue> values, const std::optional<c10::ArrayRef<c10::IValue>>& specs,
+               const Path& path, const c10::IValue& whole, const c10::IValue* spec) {
+    if (specs && specs->size() != values.size()) {
+      fail(path, "found " + describe(whole) + ", but its spec is " + spec_text(*spec) + ".");
+    }
+    for (std::size_t i = 0; i < values.size(); ++i) add(values[i], specs ? &(*specs)[i] : nullptr, Path(path, i));
+  }
+
+  void add_dict(const c10::IValue& value, const c10::IValue* spec, const Path& path) {
+    const auto dict = value.toGenericDict();
+    if (spec != nullptr && spec->toGenericDict().size() != dict.size()) {
+      fail(path, "found " + describe(value) + ", but its spec is " + spec_text(*spec) + ".");
+    }
+    for (const auto& entry : dict) {
+      const c10::IValue key = entry.key();
+      const Path here(path, key);
+      if (spec == nullptr) {
+        add(entry.value(), nullptr, here);
+        continue;
+      }
+      const auto specs = spec->toGenericDict();
+      const auto found = specs.find(key);
+      if (found == specs.end()) fail(here, "its spec " + spec_text(*spec) + " has no such key.");
+      const c10::IValue inner = found->value();
+      add(entry.value(), &inner, here);
+    }
+  }
+
+  static std::vector<c10::IValue> split_leaf(const Leaf& leaf, std::int64_t chunks) {
+    if (leaf.replicated) return std::vector<c10::IValue>(static_cast<std::size_t>(chunks), leaf.value);
+    if (is_tensor(leaf.value)) return split_tensor(leaf.value.toTensor(), leaf.dim, chunks);
+    std::vector<c10::IValue> result;
+    for (const BlockMask& chunk : BlockMask::from_ivalue(leaf.value).split(chunks)) result.push_back(chunk.to_ivalue());
+    return result;
+  }
+
+  void add_leaf(const c10::IValue& value, const c10::IValue* given, const Path& path) {
+    const Spec* spec = given == nullptr ? nullptr : spec_of(*given);
+    if (given != nullptr && spec == nullptr) {
+      fail(path, "its spec is " + describe(*given) + ", expected TensorChunkSpec(dim) or Replicate().");
+    }
+    const bool can_split = is_tensor(value) || BlockMask::is(value);
+    Leaf leaf{.value = value};
+    leaf.replicated = spec == nullptr ? !can_split : std::holds_alternative<Replicate>(*spec);
+    if (!leaf.replicated) {
+      const auto* const by_dim = spec == nullptr ? nullptr : std::get_if<TensorChunkSpec>(spec);
+      if (spec != nullptr && by_dim == nullptr) fail(path, "a reducer merges chunks, it cannot split a value.");
+      if (!can_split) fail(path, "found " + describe(value) + ", which " + spec_text(*given) + " cannot split.");
+      measure(leaf, by_dim == nullptr ? TensorChunkSpec(DEFAULT_CHUNK_DIM) : *by_dim, path);
+    }
+    leaves_.push_back(std::move(leaf));
+  }
+
+  // How far a leaf can be split.
+  static void measure(Leaf& leaf, const TensorChunkSpec& spec, const Path& path) {
+    if (is_tensor(leaf.value)) {
+      leaf.dim = checked_dim(leaf.value.toTensor(), spec, path);
+      leaf.size = leaf.value.toTensor().size(leaf.dim);
+    } else {
+      if (spec.split_dim != 0) {
+        fail(path,
+             "a block mask is split along dimension 0, its batch, not along " + std::to_string(spec.split_dim) + ".");
+      }
+      const std::int64_t batch = BlockMask::from_ivalue(leaf.value).batch();
+      // The mask of one row is shared by all chunks.
+      leaf.size = batch == 1 ? kAny : batch;
+    }
+    if (leaf.size == 0) {
+      fail(path, "found " + describe(leaf.value) + ", which has nothing to split along dimension " +
+                     std::to_string(leaf.dim) + ".");
+    }
+  }
+
+  std::vector<Leaf> leaves_;
+  std::size_t next_ = 0;
+};
+
+bool equal_leaves(const c10::IValue& one, const c10::IValue& other) {
+  if (is_tensor(one) != is_tensor(other)) return false;
+  if (!is_tensor(one)) return one == other;
+  const at::Tensor& a = one.toTensor();
+  const at::Tensor& b = other.toTensor();
+  return a.is_same(b) || (a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() && at::equal(a, b));
+}
+
+// Merges chunks leaf by leaf, in the order of the first chunk's leaves.
+class Merger {
+ public:
+  Merger(const std::vector<c10::IValue>& chunks, const std::optional<c10::IValue>& spec) {
+    const Path root("chunks");
+    const c10::IValue& structure = spec ? *spec : chunks.front();
+    for (std::size_t i = 0; i < chunks.size(); ++i) {
+      const std::string difference = structure_difference(structure, chunks[i], Path(root, i));
+      if (!difference.empty()) {
+        throw ChunkError(difference + (spec ? "\n  Hint: the spec is " + spec_text(*spec) : std::string()));
+      }
+    }
+    merge(spec ? &*spec : nullptr, chunks, Path(""));
+    std::size_t next = 0;
+    merged_ = map_leaves(chunks.front(), [&](const c10::IValue&) { return std::move(leaves_[next++]); });
+  }
+
+  const c10::IValue& merged() const { return merged_; }
+
+ private:
+  [[noreturn]] static void fail_at(std::size_t chunk, const Path& inside, const std::string& what) {
+    throw ChunkError("chunks[" + std::to_string(chunk) + "]" + inside.text() + ": " + what);
+  }
+
+  void merge(const c10::IValue* spec, const std::vector<c10::IValue>& nodes, const Path& inside) {
+    const auto merge_child = [&](const Path& path, const auto& child) {
+      std::vector<c10::IValue> children;
+      children.reserve(nodes.size());
+      for (const c10::IValue& node : nodes) children.push_back(child(node));
+      const std::optional<c10::IValue> inner = spec == nullptr ? std::nullopt : std::optional(child(*spec));
+      merge(inner ? &*inner : nullptr, children, path);
+    };
+    const c10::IValue& first = nodes.front();
+    switch (node_kind(first)) {
+      case NodeKind::Leaf: leaves_.push_back(merge_leaf(spec, nodes, inside)); break;
+      case NodeKind::Tuple:
+        for (std::size_t i = 0; i < first.toTupleRef().size(); ++i) {
+          merge_child(Path(inside, i), [&](const c10::IValue& node) { return node.toTupleRef().elements()[i]; });
+        }
+        break;
+      case NodeKind::List:
+        for (std::size_t i = 0; i < first.toListRef().size(); ++i) {
+          merge_child(Path(inside, i), [&](const c10::IValue& node) { return node.toListRef()[i]; });
+        }
+        break;
+      case NodeKind::Dict:
+        for (const auto& entry : first.toGenericDict()) {
+          const c10::IValue key = entry.key();
+          merge_child(Path(inside, key), [&](const c10::IValue& node) { return node.toGenericDict().at(key); });
+        }
+        break;
+    }
+  }
+
+  static c10::IValue merge_leaf(const c10::IValue* given, const std::vector<c10::IValue>& parts, const Path& inside) {
+    if (given == nullptr) return join(TensorChunkSpec(DEFAULT_CHUNK_DIM), parts, inside);
+    const Spec* const spec = spec_of(*given);
+    // None in a spec is what the peer takes for replication.
+    if (spec == nullptr && !given->isNone()) {
+      throw ChunkError("the spec of chunks" + inside.text() + " is " + describe(*given) +
+                       ", expected TensorChunkSpec(dim), Replicate() or a reducer.");
+    }
+    if (spec == nullptr || std::holds_alternative<Replicate>(*spec)) return the_same(parts, inside);
+    if (const auto* by_dim = std::get_if<TensorChunkSpec>(spec)) return join(*by_dim, parts, inside);
+    const CustomReducer& reducer = std::get<CustomReducer>(*spec);
+    c10::IValue so_far = reducer.init_value;
+    for (const c10::IValue& part : parts) so_far = reducer.reduce(so_far, part);
+    return so_far;
+  }
+
+  static c10::IValue the_same(const std::vector<c10::IValue>& parts, const Path& inside) {
+    for (std::size_t i = 1; i < parts.size(); ++i) {
+      if (equal_leaves(parts.front(), parts[i])) continue;
+      fail_at(i, inside,
+              "found " + describe(parts[i]) + ", expected it to equal chunks[0]" + inside.text() + ", " +
+                  describe(parts.front()) + ", since it is replicated.");
+    }
+    return parts.front();
+  }
+
+  static c10::IValue join_masks(const std::vector<c10::IValue>& parts, const Path& inside) {
+    std::vector<BlockMask> masks;
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      if (!BlockMask::is(parts[i]))
+        fail_at(i, inside, "found " + describe(parts[i]) + ", expected a block mask to join.");
+      masks.push_back(BlockMask::from_ivalue(parts[i]));
+    }
+    return BlockMask::merge(masks).to_ivalue();
+  }
+
+  static c10::IValue join(const TensorChunkSpec& spec, const std::vector<c10::IValue>& parts, const Path& inside) {
+    if (BlockMask::is(parts.front())) return join_masks(parts, inside);
+    const auto count = static_cast<std::int64_t>(parts.size());
+    std::vector<at::Tensor> tensors;
+    tensors.reserve(parts.size());
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      if (!is_tensor(parts[i])) fail_at(i, inside, "found " + describe(parts[i]) + ", expected a tensor to join.");
+      at::Tensor part = parts[i].toTensor();
+      const at::Tensor& first = tensors.empty() ? part : tensors.front();
+      const std::int64_t dims = part.dim();
+      if (spec.split_dim < -dims || spec.split_dim >= dims) {
+        fail_at(i, inside,
+                "found " + describe(part) + ", which has no dimension " + std::to_string(spec.split_dim) +
+                    " to join along." +
+                    (dims == 0 ? "\n  Hint: a reducer, such as sum_reducer(), merges scalars." : ""));
+      }
+      const std::int64_t dim = spec.split_dim < 0 ? spec.split_dim + dims : spec.split_dim;
+      if (!fit(first, part, dim)) {
+        fail_at(i, inside,
+                "found " + describe(part) + ", which cannot follow chunks[0]" + inside.text() + ", " + describe(first) +
+                    ", along dimension " + std::to_string(spec.split_dim) + ".");
+      }
+      if (debug_mask_minibatches()) {
+        const std::int64_t begin = chunk_begin(part.size(dim), count, static_cast<std::int64_t>(i));
+        part = part.narrow(dim, begin, chunk_begin(part.size(dim), count, static_cast<std::int64_t>(i) + 1) - begin);
+      }
+      tensors.push_back(std::move(part));
+    }
+    return at::cat(tensors, spec.split_dim);
+  }
+
+  // Whether two tensors have the same sizes but along `dim`.
+  static bool fit(const at::Tensor& one, const at::Tensor& other, std::int64_t dim) {
+    if (one.dim() != other.dim()) return false;
+    for (std::int64_t i = 0; i < one.dim(); ++i) {
+      if (i != dim && one.size(i) != other.size(i)) return false;
+    }
+    return true;
+  }
+
+  std::vector<c10::IValue> leaves_;
+  c10::IValue merged_;
+};
+
+}  // namespace
+
+c10::IValue TensorChunkSpec::from_tuple(const c10::IValue& dims) {
+  return specs_of_dims(dims, "TensorChunkSpec.from_tuple");
+}
+
+c10::IValue TensorChunkSpec::from_dict(const c10::IValue& dims) {
+  return specs_of_dims(dims, "TensorChunkSpec.from_dict");
+}
+
+TensorChunkSpec::operator c10::IValue() const {
+  return hold(*this);
+}
+Replicate::operator c10::IValue() const {
+  return hold(*this);
+}
+CustomReducer::operator c10::IValue() const {
+  return hold(*this);
+}
+
+const CustomReducer& sum_reducer() {
+  static const CustomReducer reducer{at::scalar_tensor(0.0),
+                                     [](const c10::IValue& sum, const c10::IValue& chunk) -> c10::IValue {
+                                       return at::add(sum.toTensor(), chunk.toTensor());
+                                     }};
+  return reducer;
+}
+
+void set_debug_mask_minibatches(bool on) {
+  mask_minibatches = on;
+}
+bool debug_mask_minibatches() {
+  return mask_minibatches;
+}
+
+std::string spec_text(const c10::IValue& spec) {
+  std::string text;
+  const auto add_all = [&](c10::ArrayRef<c10::IValue> elements, char open, char close) {
+    text += open;
+    for (std::size_t i = 0; i < elements.size(); ++i) text += (i == 0 ? "" : ", ") + spec_text(elements[i]);
+    text += close;
+  };
+  switch (node_kind(spec)) {
+    case NodeKind::Tuple: add_all(spec.toTupleRef().elements(), '(', ')'); return text;
+    case NodeKind::List: add_all(spec.toListRef(), '[', ']'); return text;
+    case NodeKind::Dict:
+      for (const auto& entry : spec.toGenericDict()) {
+        std::ostringstream key;
+        key << entry.key();
+        text += (text.empty() ? "" : ", ") + std::move(key).str() + ": " + spec_text(entry.value());
+      }
+      return "{" + text + "}";
+    case NodeKind::Leaf: break;
+  }
+  const Spec* const leaf = spec_of(spec);
+  if (leaf == nullptr) return describe(spec);
+  if (const auto* by_dim = std::get_if<TensorChunkSpec>(leaf))
+    return "TensorChunkSpec(" + std::to_string(by_dim->split_dim) + ")";
+  return std::holds_alternative<Replicate>(*leaf) ? "Replicate()" : "CustomReducer";
+}
+
+bool equal_specs(const c10::IValue& one, const c10::IValue& other) {
+  if (!structure_difference(one, other, Path("spec")).empty()) return false;
+  const std::vector<c10::IValue> ours = flatten_args(one);
+  const std::vector<c10::IValue> theirs = flatten_args(other);
+  return std::equal(ours.begin(), ours.end(), theirs.begin(), theirs.end(),
+                    [](const c10::IValue& a, const c10::IValue& b) {
+                      const Spec* const x = spec_of(a);
+                      const Spec* const y = spec_of(b);
+                      if (x == nullptr || y == nullptr) return x == y && a == b;
+                      if (x->index() != y->index()) return false;
+                      if (const auto* by_dim = std::get_if<TensorChunkSpec>(x))
+                        return *by_dim == std::get<TensorChunkSpec>(*y);
+                      return std::holds_alternative<Replicate>(*x) || a.toCapsule() == b.toCapsule();
+                    });
+}
+
+SplitArgs split_args_kwargs_into_chunks(const Args& args, const Kwargs& kwargs, std::int64_t chunks,
+                                        const std::optional<c10::IValue>& args_spec,
+                                        const std::optional<c10::IValue>& kwargs_spec) {
+  if (chunks < 1)
+    throw ChunkError("arguments can be split into 1 or more chunks, not into " + std::to_string(chunks) + ".");
+  const c10::IValue all_args = c10::ivalue::Tuple::create(args);
+  const c10::IValue all_kwargs = c10::impl::toGenericDict(kwargs);
+  Splitter splitter;
+  splitter.add(all_args, args_spec ? &*args_spec : nullptr, Path("args"));
+  splitter.add(all_kwargs, kwargs_spec ? &*kwargs_spec : nullptr, Path("kwargs"));
+  const std::int64_t count = splitter.chunks(chunks);
+  splitter.split(count);
+
+  SplitArgs result;
+  for (std::size_t i = 0; i < static_cast<std::size_t>(count); ++i) {
+    splitter.rewind();
+    result.args.push_back(splitter.chunk(all_args, i).toTupleRef().elements().vec());
+    result.kwargs.push_back(
+        c10::impl::toTypedDict<std::string, c10::IValue>(splitter.chunk(all_kwargs, i).toGenericDict()));
+  }
+  return result;
+}
+
+c10::IValue merge_chunks(const std::vector<c10::IValue>& chunks, const std::optional<c10::IValue>& spec) {
+  if (chunks.empty()) throw ChunkError("there is no chunk to merge.");
+  return Merger(chunks, spec).merged();
+}
+
+}  // namespace penstock

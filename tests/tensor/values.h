@@ -1,0 +1,258 @@
+// What the tests of this room share: nested values made by hand and at random, what differs between two of them, and
+// checks of error messages.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/core/function_schema.h>
+#include <ATen/core/jit_type.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <iterator>
+#include <limits>
+#include <random>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "penstock/tensor/nested.h"
+
+namespace penstock::testing {
+
+inline c10::IValue tuple(std::vector<c10::IValue> elements) {
+  return c10::ivalue::Tuple::create(std::move(elements));
+}
+
+inline c10::IValue list(const std::vector<c10::IValue>& elements) {
+  c10::impl::GenericList values(c10::AnyType::get());
+  for (const c10::IValue& element : elements) values.push_back(element);
+  return values;
+}
+
+using Items = std::vector<std::pair<c10::IValue, c10::IValue>>;
+inline c10::IValue dict(const Items& items) {
+  c10::impl::GenericDict values(c10::AnyType::get(), c10::AnyType::get());
+  for (const auto& [key, value] : items) values.insert(key, value);
+  return values;
+}
+
+// A named tuple. Its fields are called tensors, whatever they are: a name is all that matters here.
+inline c10::IValue named_tuple(const std::string& name, const std::vector<std::string>& fields,
+                               std::vector<c10::IValue> elements) {
+  const std::vector<c10::TypePtr> types(elements.size(), c10::TensorType::get());
+  return c10::ivalue::Tuple::createNamed(std::move(elements), c10::TupleType::createNamed(name, fields, types));
+}
+
+// 0, 1, 2, … in the shape.
+inline at::Tensor counting(at::IntArrayRef shape, at::ScalarType dtype = at::kFloat) {
+  return at::arange(c10::multiply_integers(shape), dtype).view(shape);
+}
+
+// A tensor in a line, with all that the tests compare.
+inline std::string text(const at::Tensor& tensor) {
+  if (!tensor.defined()) return "undefined tensor";
+  constexpr std::int64_t kShown = 32;
+  std::ostringstream out;
+  out << tensor.scalar_type() << tensor.sizes() << " strides " << tensor.strides()
+      << (tensor.requires_grad() ? " requires grad" : "") << " =";
+  const at::Tensor values = tensor.detach().reshape(-1);
+  for (std::int64_t i = 0; i < std::min(values.numel(), kShown); ++i) out << " " << values[i].item();
+  if (values.numel() > kShown) out << " …";
+  return out.str();
+}
+
+inline std::string text(const c10::IValue& value) {
+  if (value.isTensor()) return text(value.toTensor());
+  std::ostringstream out;
+  if (value.isTuple() || value.isList()) {
+    const auto elements = value.isTuple() ? value.toTupleRef().elements().vec() : value.toListRef().vec();
+    out << (value.isTuple() ? "(" : "[");
+    for (const c10::IValue& element : elements) out << text(element) << ", ";
+    out << (value.isTuple() ? ")" : "]");
+  } else if (value.isGenericDict()) {
+    out << "{";
+    for (const auto& item : value.toGenericDict()) out << text(item.key()) << ": " << text(item.value()) << ", ";
+    out << "}";
+  } else {
+    out << value.tagKind() << " " << value;
+  }
+  return out.str();
+}
+
+inline bool same_bits(const at::Tensor& one, const at::Tensor& other) {
+  const at::Tensor a = one.detach().clone(at::MemoryFormat::Contiguous);
+  const at::Tensor b = other.detach().clone(at::MemoryFormat::Contiguous);
+  return a.nbytes() == b.nbytes() && (a.nbytes() == 0 || std::memcmp(a.data_ptr(), b.data_ptr(), a.nbytes()) == 0);
+}
+
+inline bool identical(const at::Tensor& one, const at::Tensor& other) {
+  if (one.defined() != other.defined()) return false;
+  if (!one.defined()) return true;
+  return one.scalar_type() == other.scalar_type() && one.sizes() == other.sizes() && one.strides() == other.strides() &&
+         one.requires_grad() == other.requires_grad() && same_bits(one, other);
+}
+
+// The names of a named tuple's fields after its own; none for any other tuple.
+inline std::vector<std::string> names_of(const c10::IValue& tuple) {
+  // To ask for the type asks for that of each tensor inside, which an undefined one does not have.
+  for (const at::Tensor& tensor : extract_tensor_args(tuple)) {
+    if (!tensor.defined()) return {};
+  }
+  const auto type = tuple.toTupleRef().type<c10::TupleType>();
+  if (!type->schema()) return {};
+  std::vector<std::string> names{type->name()->qualifiedName()};
+  for (const c10::Argument& field : type->schema()->arguments()) names.push_back(field.name());
+  return names;
+}
+
+// The first difference between two values, with the way to it; empty when there is none. Keys of dicts have no order,
+// NaN is NaN, and tensors are compared with their strides and requires_grad.
+inline std::string difference(const c10::IValue& expected, const c10::IValue& found, const std::string& way = "") {
+  const auto differ = [&] {
+    return (way.empty() ? "all of it" : way) + "\nexpected: " + text(expected) + "\nfound:    " + text(found) + "\n";
+  };
+  if (expected.tagKind() != found.tagKind()) return differ();
+  if (expected.isTensor()) return identical(expected.toTensor(), found.toTensor()) ? "" : differ();
+  const auto first_of = [&](const auto& one, const auto& other) -> std::string {
+    if (one.size() != other.size()) return differ();
+    for (std::size_t i = 0; i < one.size(); ++i) {
+      std::string inside = difference(one[i], other[i], way + "[" + std::to_string(i) + "]");
+      if (!inside.empty()) return inside;
+    }
+    return "";
+  };
+  if (expected.isTuple()) {
+    if (names_of(expected) != names_of(found)) return differ();
+    return first_of(expected.toTupleRef().elements().vec(), found.toTupleRef().elements().vec());
+  }
+  if (expected.isList()) return first_of(expected.toListRef().vec(), found.toListRef().vec());
+  if (expected.isGenericDict()) {
+    const auto one = expected.toGenericDict();
+    const auto other = found.toGenericDict();
+    if (one.size() != other.size()) return differ();
+    for (const auto& item : one) {
+      const auto same_key = other.find(item.key());
+      if (same_key == other.end()) return differ();
+      std::string inside = difference(item.value(), same_key->value(), way + "[" + text(item.key()) + "]");
+      if (!inside.empty()) return inside;
+    }
+    return "";
+  }
+  if (expected.isDouble()) {
+    const double one = expected.toDouble();
+    const double other = found.toDouble();
+    return std::memcmp(&one, &other, sizeof one) == 0 ? "" : differ();
+  }
+  return expected == found ? "" : differ();
+}
+
+// For EXPECT_TRUE: no difference.
+inline ::testing::AssertionResult same(const c10::IValue& expected, const c10::IValue& found) {
+  const std::string what = difference(expected, found);
+  return what.empty() ? ::testing::AssertionSuccess() : ::testing::AssertionFailure() << "they differ in " << what;
+}
+
+// `act` throws an Error with just this message.
+template <class Error, class Act>
+void expect_error(const Act& act, const std::string& message) {
+  try {
+    act();
+    ADD_FAILURE() << "no error, instead of: " << message;
+  } catch (const Error& error) {
+    EXPECT_EQ(error.what(), message);
+  }
+}
+
+inline std::uint64_t from_environment(const char* name, std::uint64_t otherwise) {
+  const char* words = std::getenv(name);
+  return words == nullptr ? otherwise : std::strtoull(words, nullptr, 10);
+}
+
+// The same numbers with every standard library, which its distributions would not give.
+class Random {
+ public:
+  // A case has numbers of its own, so that it is the same in a run of more cases.
+  Random(std::uint64_t seed, std::uint64_t number) : engine_(seed * 1'000'003 + number) {}
+
+  // From `low` to `high`, both included.
+  std::int64_t between(std::int64_t low, std::int64_t high) {
+    return low + static_cast<std::int64_t>(engine_() % static_cast<std::uint64_t>(high - low + 1));
+  }
+  bool percent(int chance) { return between(1, 100) <= chance; }
+  template <class Range>
+  auto element_of(const Range& range) {
+    return range[static_cast<std::size_t>(engine_() % std::size(range))];
+  }
+
+ private:
+  std::mt19937_64 engine_;
+};
+
+// All that tensors on the CPU can be made of by at::empty and filled by conversion.
+inline constexpr std::array kDtypes = {at::kFloat, at::kDouble, at::kHalf,         at::kBFloat16,
+                                       at::kLong,  at::kInt,    at::kShort,        at::kChar,
+                                       at::kByte,  at::kBool,   at::kComplexFloat, at::kComplexDouble};
+
+// Of numbers from -20 to 19, of any layout; most often with `rows` rows.
+inline at::Tensor random_tensor(Random& random, std::int64_t rows) {
+  std::vector<std::int64_t> shape;
+  for (std::int64_t rank = random.element_of(std::array{0, 1, 2, 2, 3, 3, 4, 5}); rank > 0; --rank) {
+    shape.push_back(random.percent(4) ? 0 : random.between(1, 5));
+  }
+  if (!shape.empty() && random.percent(80)) shape[0] = rows;
+  at::Tensor tensor = at::empty(shape, at::kInt);
+  for (std::int64_t i = 0; i < tensor.numel(); ++i) {
+    tensor.data_ptr<std::int32_t>()[i] = static_cast<std::int32_t>(random.between(-20, 19));
+  }
+  tensor = tensor.to(random.element_of(kDtypes));
+  if (shape.size() > 1 && random.percent(30)) {
+    const std::int64_t other = random.between(1, tensor.dim() - 1);
+    tensor = tensor.transpose(0, other).clone().transpose(0, other);
+  }
+  if (at::isFloatingType(tensor.scalar_type()) && random.percent(30)) tensor.requires_grad_();
+  return tensor;
+}
+
+inline c10::IValue random_plain(Random& random) {
+  switch (random.between(0, 5)) {
+    case 0: return random.between(-5, 5);
+    case 1: return static_cast<double>(random.between(-9, 9)) / 4;
+    case 2: return random.percent(50);
+    case 3: return random.element_of(std::array<const char*, 3>{"", "relu", "it's"});
+    case 4: return std::numeric_limits<double>::quiet_NaN();
+    default: return {};
+  }
+}
+
+// Tuples, named or not, lists and dicts up to `depth` deep, with tensors and plain leaves.
+inline c10::IValue random_value(Random& random, std::int64_t rows, int depth) {  // NOLINT(misc-no-recursion): a tree
+  if (depth == 0 || random.percent(40)) {
+    return random.percent(70) ? c10::IValue(random_tensor(random, rows)) : random_plain(random);
+  }
+  std::vector<c10::IValue> elements;
+  for (std::int64_t count = random.between(0, 3); count > 0; --count) {
+    elements.push_back(random_value(random, rows, depth - 1));
+  }
+  std::vector<std::string> names{"ids", "mask", "a b", "it's"};
+  names.resize(elements.size());
+  switch (random.between(0, 4)) {
+    case 0: return tuple(elements);
+    case 1: return named_tuple("Output", names, elements);
+    case 2: return list(elements);
+    default: break;
+  }
+  Items items;
+  const bool by_number = random.percent(20);
+  for (std::size_t i = 0; i < elements.size(); ++i) {
+    items.emplace_back(by_number ? c10::IValue(static_cast<std::int64_t>(i * 7)) : c10::IValue(names[i]), elements[i]);
+  }
+  return dict(items);
+}
+
+}  // namespace penstock::testing
