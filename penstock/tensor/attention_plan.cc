@@ -49,8 +49,8 @@ class Grid {
   void mark(const at::Tensor& num_blocks, const at::Tensor& indices, Block block) {
     const at::Tensor counts = num_blocks.to(at::kLong).contiguous();
     const at::Tensor columns = indices.to(at::kLong).contiguous();
-    const std::int64_t* const count = counts.const_data_ptr<std::int64_t>();
-    const std::int64_t* const column = columns.const_data_ptr<std::int64_t>();
+    const auto* const count = counts.const_data_ptr<std::int64_t>();
+    const auto* const column = columns.const_data_ptr<std::int64_t>();
     for (std::size_t row = 0; row < static_cast<std::size_t>(counts.numel()); ++row) {
       for (std::size_t i = 0; i < static_cast<std::size_t>(count[row]); ++i) {
         const auto at = static_cast<std::size_t>(column[row * columns_ + i]);

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstring>
 #include <limits>
+#include <numbers>
 
 namespace penstock {
 namespace {
@@ -27,7 +28,7 @@ struct Of<float> {
   static constexpr int kBias = 127;
   static constexpr int kDegree = 7;
   // ln 2 in two parts, the first short enough that a whole multiple of it is exact.
-  static constexpr float kLn2High = 0.693359375F;
+  static constexpr float kLn2High = 0.693359375F;  // NOLINT(modernize-use-std-numbers): a part of it
   static constexpr float kLn2Low = -2.12194440e-4F;
   static constexpr float kSmallest = -87.0F;
 };
@@ -39,6 +40,7 @@ struct Of<double> {
   static constexpr int kMantissa = 52;
   static constexpr int kBias = 1023;
   static constexpr int kDegree = 13;
+  // NOLINTNEXTLINE(modernize-use-std-numbers): a part of it
   static constexpr double kLn2High = 6.93147180369123816490e-01;
   static constexpr double kLn2Low = 1.90821492927058770002e-10;
   static constexpr double kSmallest = -708.0;
@@ -83,12 +85,11 @@ template <class Real>
 PENSTOCK_INLINE void exponentiate(Vector<Real>& x) {
   using Type = Of<Real>;
   constexpr auto kCoefficients = taylor_coefficients<Real>();
-  constexpr Real kLog2E = static_cast<Real>(1.44269504088896340736);
   // Adding it rounds to a whole number, which then stands in the lowest bits.
   constexpr Real kRound = static_cast<Real>(3LL << (Type::kMantissa - 1));
   Vector<Real> round = {};
   round += kRound;
-  const Vector<Real> rounded = x * kLog2E + round;
+  const Vector<Real> rounded = x * std::numbers::log2e_v<Real> + round;
   const Vector<Real> whole = rounded - round;
   Integers<Real> exponent;
   Integers<Real> round_bits;
@@ -219,6 +220,7 @@ struct Entries {
 };
 
 // The entries, compiled for one kind of processor.
+// NOLINTBEGIN(bugprone-macro-parentheses): an attribute cannot have any
 #define PENSTOCK_ENTRIES(Processor, target)                                                                     \
   template <class Real>                                                                                         \
   struct Processor {                                                                                            \
@@ -236,6 +238,7 @@ struct Entries {
     }                                                                                                           \
     static constexpr Entries<Real> kEntries = {&mask_scores, &softmax_step, &softmax_again, &softmax_backward}; \
   }
+// NOLINTEND(bugprone-macro-parentheses)
 
 PENSTOCK_ENTRIES(Any, );
 #if defined(__x86_64__)

@@ -279,13 +279,19 @@ BlockMask BlockMask::to(at::Device device) const {
   return moved;
 }
 
+std::string BlockMask::description() const {
+  std::ostringstream text;
+  text << "block mask of shape " << at::IntArrayRef(shape());
+  return std::move(text).str();
+}
+
 bool BlockMask::is(const c10::IValue& value) {
   return value.isObject() && value.isCustomClass() &&
          *value.type() == *c10::getCustomClassType<c10::intrusive_ptr<BlockMask>>();
 }
 
 const BlockMask& BlockMask::from_ivalue(const c10::IValue& value) {
-  if (!is(value)) throw BlockMaskError("a value that should be a BlockMask is " + value.tagKind() + ".");
+  if (!is(value)) throw BlockMaskError("a value that should be a block mask is " + describe(value) + ".");
   return *value.toCustomClass<BlockMask>();
 }
 

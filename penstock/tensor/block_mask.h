@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "penstock/tensor/mask_mod.h"
+#include "penstock/tensor/nested.h"
 
 namespace penstock {
 
@@ -52,7 +53,7 @@ struct BlockList {
 
 class AttentionPlan;
 
-class BlockMask : public torch::CustomClassHolder {
+class BlockMask : public DescribedObject {
  public:
   static constexpr std::int64_t kDefaultBlockSize = 128;
 
@@ -107,6 +108,12 @@ class BlockMask : public torch::CustomClassHolder {
   // One mask of all chunks' rows, in order. Chunks of one split give what they were split from; one mask several times
   // with batch 1 was shared, and stays what it is. Throws BlockMaskError.
   static BlockMask merge(std::span<const BlockMask> chunks);
+
+  // "block mask of shape [4, 1, 2048, 2048]", for errors.
+  std::string description() const override;
+
+  // All that chunks of one mask have in common, in words: masks of one form can be merged.
+  std::string form() const;
 
   // Whether a value is a block mask; the mask that it is (throws BlockMaskError if none); and a value that is this one.
   static bool is(const c10::IValue& value);

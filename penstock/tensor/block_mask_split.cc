@@ -73,14 +73,6 @@ std::int64_t picked_queries(const at::Tensor& rows, const BlockMask& mask) {
   return ends_so ? (rows.numel() - 1) * block + last_queries : rows.numel() * block;
 }
 
-// All that chunks of one mask have in common, in words.
-std::string form_of(const BlockMask& mask) {
-  return std::to_string(mask.heads()) + " heads, " + std::to_string(mask.seq_lengths().q) + " queries and " +
-         std::to_string(mask.seq_lengths().kv) + " keys in blocks of " + std::to_string(mask.block_size().q) + " × " +
-         std::to_string(mask.block_size().kv) + (mask.full_kv() ? " with" : " without") + " full blocks on " +
-         mask.kv_indices().device().str();
-}
-
 // The chunks' functions side by side: each answers for its own rows. What it says of others is thrown away, but it must
 // not be asked about rows that it does not have.
 MaskMod side_by_side(std::vector<MaskMod> mods, std::vector<std::int64_t> sizes) {
@@ -164,6 +156,13 @@ bool BlockMask::shares_all_with(const BlockMask& other) const {
          mask_mod_ == other.mask_mod_ && first_row_ == other.first_row_;
 }
 
+std::string BlockMask::form() const {
+  return std::to_string(heads()) + " heads, " + std::to_string(seq_lengths_.q) + " queries and " +
+         std::to_string(seq_lengths_.kv) + " keys in blocks of " + std::to_string(block_size_.q) + " × " +
+         std::to_string(block_size_.kv) + (full_kv_ ? " with" : " without") + " full blocks on " +
+         kv_.indices.device().str();
+}
+
 BlockMask BlockMask::merge(std::span<const BlockMask> chunks) {
   if (chunks.empty()) throw BlockMaskError("BlockMask::merge: there are no chunks; there should be at least 1.");
   const BlockMask& first = chunks.front();
@@ -174,9 +173,9 @@ BlockMask BlockMask::merge(std::span<const BlockMask> chunks) {
   std::vector<std::int64_t> sizes;
   for (std::size_t i = 0; i < chunks.size(); ++i) {
     const BlockMask& chunk = chunks[i];
-    if (form_of(chunk) != form_of(first)) {
-      throw BlockMaskError("BlockMask::merge: chunk " + std::to_string(i) + " has " + form_of(chunk) +
-                           ", and chunk 0 has " + form_of(first) + "; they should have the same.");
+    if (chunk.form() != first.form()) {
+      throw BlockMaskError("BlockMask::merge: chunk " + std::to_string(i) + " has " + chunk.form() +
+                           ", and chunk 0 has " + first.form() + "; they should have the same.");
     }
     shared = shared && chunk.shares_all_with(first);
     of_one_split = of_one_split && chunk.mask_mod_ == first.mask_mod_ &&

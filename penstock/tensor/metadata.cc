@@ -1,8 +1,7 @@
 #include "penstock/tensor/metadata.h"
 
-#include <c10/core/ScalarType.h>
-
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "penstock/tensor/nested.h"
@@ -19,11 +18,6 @@ std::string list_text(const std::vector<std::int64_t>& numbers) {
   std::string text = "[";
   for (std::size_t i = 0; i < numbers.size(); ++i) text.append(i == 0 ? "" : ", ").append(std::to_string(numbers[i]));
   return text + "]";
-}
-
-// Python's name, which is how users know it.
-std::string dtype_text(at::ScalarType dtype) {
-  return std::string(c10::getDtypeNames(dtype).first);
 }
 
 // Nothing when the number of elements has no 64-bit number.
@@ -79,17 +73,27 @@ class MetadataReader {
     if (flags > kAllFlags || (flags & kPresent) == 0) fail("a tensor has flags " + std::to_string(flags));
     const unsigned dtype = byte();
     if (dtype >= static_cast<unsigned>(at::ScalarType::Undefined)) fail("there is no dtype " + std::to_string(dtype));
-    const unsigned type = byte();
-    if (type >= static_cast<unsigned>(at::COMPILE_TIME_MAX_DEVICE_TYPES))
-      fail("there is no device " + std::to_string(type));
-    const auto index = static_cast<at::DeviceIndex>(static_cast<int>(byte()) - 1);
+    const at::Device on = device();
     const std::size_t dims = count_of("dimensions");
     std::vector<std::int64_t> shape = numbers(dims);
     const auto contiguous = contiguous_strides(shape);
     if (!contiguous) fail("a tensor of shape " + list_text(shape) + " is too large");
     std::vector<std::int64_t> strides = (flags & kContiguous) != 0 ? *contiguous : numbers(dims);
-    return TensorMeta(std::move(shape), std::move(strides), static_cast<at::ScalarType>(dtype),
-                      at::Device(static_cast<at::DeviceType>(type), index), (flags & kRequiresGrad) != 0);
+    return TensorMeta(std::move(shape), std::move(strides), static_cast<at::ScalarType>(dtype), on,
+                      (flags & kRequiresGrad) != 0);
+  }
+
+  at::Device device() {
+    const unsigned kind = byte();
+    if (kind >= static_cast<unsigned>(at::COMPILE_TIME_MAX_DEVICE_TYPES)) {
+      fail("there is no device of kind " + std::to_string(kind));
+    }
+    const auto type = static_cast<at::DeviceType>(kind);
+    const int index = static_cast<int>(byte()) - 1;
+    if (index > (type == at::DeviceType::CPU ? 0 : std::numeric_limits<at::DeviceIndex>::max())) {
+      fail("there is no device " + at::DeviceTypeName(type, true) + ":" + std::to_string(index));
+    }
+    return {type, static_cast<at::DeviceIndex>(index)};
   }
 
   // A number of things that take a byte each at least.
@@ -137,7 +141,7 @@ TensorMeta::TensorMeta(const at::Tensor& tensor)
       requires_grad(tensor.requires_grad()) {}
 
 std::string to_string(const TensorMeta& meta) {
-  std::string text = dtype_text(meta.dtype) + list_text(meta.shape);
+  std::string text = dtype_name(meta.dtype) + list_text(meta.shape);
   if (!is_contiguous(meta)) text += " with strides " + list_text(meta.strides);
   if (!meta.device.is_cpu()) text += " on " + meta.device.str();
   if (meta.requires_grad) text += ", requires grad";
@@ -163,7 +167,7 @@ std::vector<std::string> metadata_differences(const TensorMeta& expected, const 
   };
   differ("shape", list_text(expected.shape), list_text(found.shape));
   differ("stride", list_text(expected.strides), list_text(found.strides));
-  differ("dtype", dtype_text(expected.dtype), dtype_text(found.dtype));
+  differ("dtype", dtype_name(expected.dtype), dtype_name(found.dtype));
   return differences;
 }
 

@@ -1,18 +1,18 @@
 #include "penstock/tensor/microbatch.h"
 
-#include <ATen/ops/add.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/eq.h>
 #include <ATen/ops/equal.h>
-#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/ne.h>
 #include <ATen/ops/tensor_split.h>
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
+#include <exception>
 #include <limits>
-#include <sstream>
 #include <utility>
-#include <variant>
 
 #include "penstock/tensor/block_mask.h"
 #include "penstock/tensor/nested.h"
@@ -20,35 +20,10 @@
 namespace penstock {
 namespace {
 
-using Spec = std::variant<TensorChunkSpec, Replicate, CustomReducer>;
-
-// A spec as a leaf of a value.
-struct SpecHolder : torch::CustomClassHolder {
-  explicit SpecHolder(Spec held) : spec(std::move(held)) {}
-  Spec spec;
-};
-
-c10::IValue hold(Spec spec) {
-  return c10::IValue::make_capsule(c10::make_intrusive<SpecHolder>(std::move(spec)));
-}
-
-const Spec* spec_of(const c10::IValue& leaf) {
-  if (!leaf.isCapsule()) return nullptr;
-  const auto* const holder = dynamic_cast<const SpecHolder*>(leaf.toCapsule().get());
-  return holder == nullptr ? nullptr : &holder->spec;
-}
-
 std::atomic<bool> mask_minibatches = false;
 
 [[noreturn]] void fail(const Path& path, const std::string& what) {
   throw ChunkError(path.text() + ": " + what);
-}
-
-c10::IValue specs_of_dims(const c10::IValue& dims, const char* what) {
-  for_each_leaf(dims, Path(what), [](const c10::IValue& leaf, const Path& path) {
-    if (!leaf.isInt()) fail(path, "found " + describe(leaf) + ", expected the int of a dimension.");
-  });
-  return map_leaves(dims, [](const c10::IValue& leaf) -> c10::IValue { return TensorChunkSpec(leaf.toInt()); });
 }
 
 bool is_tensor(const c10::IValue& leaf) {
@@ -61,6 +36,10 @@ std::int64_t checked_dim(const at::Tensor& tensor, const TensorChunkSpec& spec, 
     return spec.split_dim < 0 ? spec.split_dim + dims : spec.split_dim;
   fail(path, "found " + describe(tensor) + ", which has no dimension " + std::to_string(spec.split_dim) + " to split." +
                  (dims == 0 ? "\n  Hint: Replicate() gives each chunk the whole value." : ""));
+}
+
+std::string no_mask_dimension(const TensorChunkSpec& spec) {
+  return "a block mask is split along dimension 0, its batch, not along " + std::to_string(spec.split_dim) + ".";
 }
 
 // Where chunk `index` of `count` begins along a dimension: the first size % count chunks are longer by one.
@@ -184,7 +163,7 @@ class Splitter {
   }
 
   void add_leaf(const c10::IValue& value, const c10::IValue* given, const Path& path) {
-    const Spec* spec = given == nullptr ? nullptr : spec_of(*given);
+    const ChunkSpec* spec = given == nullptr ? nullptr : chunk_spec_of(*given);
     if (given != nullptr && spec == nullptr) {
       fail(path, "its spec is " + describe(*given) + ", expected TensorChunkSpec(dim) or Replicate().");
     }
@@ -206,10 +185,7 @@ class Splitter {
       leaf.dim = checked_dim(leaf.value.toTensor(), spec, path);
       leaf.size = leaf.value.toTensor().size(leaf.dim);
     } else {
-      if (spec.split_dim != 0) {
-        fail(path,
-             "a block mask is split along dimension 0, its batch, not along " + std::to_string(spec.split_dim) + ".");
-      }
+      if (spec.split_dim != 0) fail(path, no_mask_dimension(spec));
       const std::int64_t batch = BlockMask::from_ivalue(leaf.value).batch();
       // The mask of one row is shared by all chunks.
       leaf.size = batch == 1 ? kAny : batch;
@@ -224,12 +200,24 @@ class Splitter {
   std::size_t next_ = 0;
 };
 
+// NaN is equal to NaN.
+bool equal_tensors(const at::Tensor& one, const at::Tensor& other) {
+  if (one.is_same(other)) return true;
+  if (one.scalar_type() != other.scalar_type() || one.sizes() != other.sizes() || one.device() != other.device()) {
+    return false;
+  }
+  return at::equal(one, other) ||
+         at::eq(one, other).logical_or_(at::ne(one, one).logical_and_(at::ne(other, other))).all().item<bool>();
+}
+
 bool equal_leaves(const c10::IValue& one, const c10::IValue& other) {
-  if (is_tensor(one) != is_tensor(other)) return false;
-  if (!is_tensor(one)) return one == other;
-  const at::Tensor& a = one.toTensor();
-  const at::Tensor& b = other.toTensor();
-  return a.is_same(b) || (a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() && at::equal(a, b));
+  if (one.isTensor() && other.isTensor()) {
+    const bool both = is_tensor(one) && is_tensor(other);
+    return both ? equal_tensors(one.toTensor(), other.toTensor()) : is_tensor(one) == is_tensor(other);
+  }
+  if (one.isTensor() || other.isTensor()) return false;
+  if (one.isDouble() && other.isDouble() && std::isnan(one.toDouble())) return std::isnan(other.toDouble());
+  return one == other;
 }
 
 // Merges chunks leaf by leaf, in the order of the first chunk's leaves.
@@ -288,7 +276,7 @@ class Merger {
 
   static c10::IValue merge_leaf(const c10::IValue* given, const std::vector<c10::IValue>& parts, const Path& inside) {
     if (given == nullptr) return join(TensorChunkSpec(DEFAULT_CHUNK_DIM), parts, inside);
-    const Spec* const spec = spec_of(*given);
+    const ChunkSpec* const spec = chunk_spec_of(*given);
     // None in a spec is what the peer takes for replication.
     if (spec == nullptr && !given->isNone()) {
       throw ChunkError("the spec of chunks" + inside.text() + " is " + describe(*given) +
@@ -296,10 +284,25 @@ class Merger {
     }
     if (spec == nullptr || std::holds_alternative<Replicate>(*spec)) return the_same(parts, inside);
     if (const auto* by_dim = std::get_if<TensorChunkSpec>(spec)) return join(*by_dim, parts, inside);
-    const CustomReducer& reducer = std::get<CustomReducer>(*spec);
-    c10::IValue so_far = reducer.init_value;
-    for (const c10::IValue& part : parts) so_far = reducer.reduce(so_far, part);
+    return fold(std::get<CustomReducer>(*spec), parts, inside);
+  }
+
+  static c10::IValue fold(const CustomReducer& reducer, const std::vector<c10::IValue>& parts, const Path& inside) {
+    c10::IValue so_far = reducer.init_value();
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      try {
+        so_far = reducer.reduce(so_far, parts[i]);
+      } catch (const c10::Error& error) {
+        fail_reduced(i, inside, parts[i], error.what_without_backtrace());
+      } catch (const std::exception& error) {
+        fail_reduced(i, inside, parts[i], error.what());
+      }
+    }
     return so_far;
+  }
+  [[noreturn]] static void fail_reduced(std::size_t chunk, const Path& inside, const c10::IValue& part,
+                                        const std::string& why) {
+    fail_at(chunk, inside, "found " + describe(part) + ", which its reducer cannot take: " + why);
   }
 
   static c10::IValue the_same(const std::vector<c10::IValue>& parts, const Path& inside) {
@@ -318,19 +321,26 @@ class Merger {
       if (!BlockMask::is(parts[i]))
         fail_at(i, inside, "found " + describe(parts[i]) + ", expected a block mask to join.");
       masks.push_back(BlockMask::from_ivalue(parts[i]));
+      if (masks[i].form() == masks.front().form()) continue;
+      fail_at(i, inside,
+              "found a block mask of " + masks[i].form() + ", which cannot follow chunks[0]" + inside.text() + ", of " +
+                  masks.front().form() + ".");
     }
     return BlockMask::merge(masks).to_ivalue();
   }
 
   static c10::IValue join(const TensorChunkSpec& spec, const std::vector<c10::IValue>& parts, const Path& inside) {
-    if (BlockMask::is(parts.front())) return join_masks(parts, inside);
+    if (BlockMask::is(parts.front())) {
+      if (spec.split_dim != 0) fail_at(0, inside, no_mask_dimension(spec));
+      return join_masks(parts, inside);
+    }
     const auto count = static_cast<std::int64_t>(parts.size());
     std::vector<at::Tensor> tensors;
     tensors.reserve(parts.size());
     for (std::size_t i = 0; i < parts.size(); ++i) {
       if (!is_tensor(parts[i])) fail_at(i, inside, "found " + describe(parts[i]) + ", expected a tensor to join.");
       at::Tensor part = parts[i].toTensor();
-      const at::Tensor& first = tensors.empty() ? part : tensors.front();
+      const at::Tensor& first = parts.front().toTensor();
       const std::int64_t dims = part.dim();
       if (spec.split_dim < -dims || spec.split_dim >= dims) {
         fail_at(i, inside,
@@ -353,11 +363,11 @@ class Merger {
     return at::cat(tensors, spec.split_dim);
   }
 
-  // Whether two tensors have the same sizes but along `dim`.
+  // Whether two tensors have the same sizes but along `dim`; there too, where each is a whole one that is masked.
   static bool fit(const at::Tensor& one, const at::Tensor& other, std::int64_t dim) {
-    if (one.dim() != other.dim()) return false;
+    if (one.dim() != other.dim() || one.device() != other.device()) return false;
     for (std::int64_t i = 0; i < one.dim(); ++i) {
-      if (i != dim && one.size(i) != other.size(i)) return false;
+      if ((i != dim || debug_mask_minibatches()) && one.size(i) != other.size(i)) return false;
     }
     return true;
   }
@@ -368,79 +378,11 @@ class Merger {
 
 }  // namespace
 
-c10::IValue TensorChunkSpec::from_tuple(const c10::IValue& dims) {
-  return specs_of_dims(dims, "TensorChunkSpec.from_tuple");
-}
-
-c10::IValue TensorChunkSpec::from_dict(const c10::IValue& dims) {
-  return specs_of_dims(dims, "TensorChunkSpec.from_dict");
-}
-
-TensorChunkSpec::operator c10::IValue() const {
-  return hold(*this);
-}
-Replicate::operator c10::IValue() const {
-  return hold(*this);
-}
-CustomReducer::operator c10::IValue() const {
-  return hold(*this);
-}
-
-const CustomReducer& sum_reducer() {
-  static const CustomReducer reducer{at::scalar_tensor(0.0),
-                                     [](const c10::IValue& sum, const c10::IValue& chunk) -> c10::IValue {
-                                       return at::add(sum.toTensor(), chunk.toTensor());
-                                     }};
-  return reducer;
-}
-
 void set_debug_mask_minibatches(bool on) {
   mask_minibatches = on;
 }
 bool debug_mask_minibatches() {
   return mask_minibatches;
-}
-
-std::string spec_text(const c10::IValue& spec) {
-  std::string text;
-  const auto add_all = [&](c10::ArrayRef<c10::IValue> elements, char open, char close) {
-    text += open;
-    for (std::size_t i = 0; i < elements.size(); ++i) text += (i == 0 ? "" : ", ") + spec_text(elements[i]);
-    text += close;
-  };
-  switch (node_kind(spec)) {
-    case NodeKind::Tuple: add_all(spec.toTupleRef().elements(), '(', ')'); return text;
-    case NodeKind::List: add_all(spec.toListRef(), '[', ']'); return text;
-    case NodeKind::Dict:
-      for (const auto& entry : spec.toGenericDict()) {
-        std::ostringstream key;
-        key << entry.key();
-        text += (text.empty() ? "" : ", ") + std::move(key).str() + ": " + spec_text(entry.value());
-      }
-      return "{" + text + "}";
-    case NodeKind::Leaf: break;
-  }
-  const Spec* const leaf = spec_of(spec);
-  if (leaf == nullptr) return describe(spec);
-  if (const auto* by_dim = std::get_if<TensorChunkSpec>(leaf))
-    return "TensorChunkSpec(" + std::to_string(by_dim->split_dim) + ")";
-  return std::holds_alternative<Replicate>(*leaf) ? "Replicate()" : "CustomReducer";
-}
-
-bool equal_specs(const c10::IValue& one, const c10::IValue& other) {
-  if (!structure_difference(one, other, Path("spec")).empty()) return false;
-  const std::vector<c10::IValue> ours = flatten_args(one);
-  const std::vector<c10::IValue> theirs = flatten_args(other);
-  return std::equal(ours.begin(), ours.end(), theirs.begin(), theirs.end(),
-                    [](const c10::IValue& a, const c10::IValue& b) {
-                      const Spec* const x = spec_of(a);
-                      const Spec* const y = spec_of(b);
-                      if (x == nullptr || y == nullptr) return x == y && a == b;
-                      if (x->index() != y->index()) return false;
-                      if (const auto* by_dim = std::get_if<TensorChunkSpec>(x))
-                        return *by_dim == std::get<TensorChunkSpec>(*y);
-                      return std::holds_alternative<Replicate>(*x) || a.toCapsule() == b.toCapsule();
-                    });
 }
 
 SplitArgs split_args_kwargs_into_chunks(const Args& args, const Kwargs& kwargs, std::int64_t chunks,

@@ -4,6 +4,7 @@
 #include <ATen/core/List.h>
 #include <ATen/core/jit_type.h>
 #include <ATen/ops/detach.h>
+#include <c10/core/ScalarType.h>
 
 #include <algorithm>
 #include <sstream>
@@ -12,34 +13,93 @@
 namespace penstock {
 namespace {
 
-std::string key_text(const c10::IValue& key) {
-  if (key.isString()) return "'" + key.toStringRef() + "'";
-  std::ostringstream text;
-  text << key;
-  return std::move(text).str();
-}
-
 std::string names_of(const c10::Dict<c10::IValue, c10::IValue>& dict) {
   std::string names;
   for (const auto& entry : dict) names += (names.empty() ? "" : ", ") + key_text(entry.key());
   return names;
 }
 
-// The element types of a list are kept as they are: leaves are replaced by leaves of their own kind.
+bool is_of(const c10::IValue& value, const c10::Type& type) {
+  switch (type.kind()) {
+    case c10::TypeKind::AnyType: return true;
+    case c10::TypeKind::TensorType: return value.isTensor();
+    case c10::TypeKind::IntType: return value.isInt();
+    case c10::TypeKind::FloatType: return value.isDouble();
+    case c10::TypeKind::BoolType: return value.isBool();
+    case c10::TypeKind::StringType: return value.isString();
+    default: break;
+  }
+  // The type of an undefined tensor cannot be asked for.
+  for (const at::Tensor& tensor : extract_tensor_args(value)) {
+    if (!tensor.defined()) return false;
+  }
+  return value.type()->isSubtypeOf(type);
+}
+
+// `type`, or that of anything when a value is not of it.
+c10::TypePtr type_for(c10::TypePtr type, c10::ArrayRef<c10::IValue> values) {
+  const bool all = std::all_of(values.begin(), values.end(), [&](const c10::IValue& v) { return is_of(v, *type); });
+  return all ? type : c10::AnyType::get();
+}
+
 c10::IValue list_like(const c10::IValue& list, std::vector<c10::IValue> elements) {
-  c10::List<c10::IValue> result(list.toList().elementType());
+  c10::List<c10::IValue> result(type_for(list.toList().elementType(), elements));
   result.reserve(elements.size());
   for (c10::IValue& element : elements) result.push_back(std::move(element));
   return result;
 }
 
+// A tuple makes its type when it is first asked for, of the types of its elements, unless it is a named one. So a copy
+// without elements is asked: that costs nothing, and no other thread sees it.
 c10::IValue tuple_like(const c10::IValue& tuple, std::vector<c10::IValue> elements) {
-  const auto type = tuple.toTupleRef().type<c10::TupleType>();
+  c10::ivalue::Tuple copy(tuple.toTupleRef());
+  copy.setElements(std::vector<c10::IValue>());
+  const auto type = copy.type<c10::TupleType>();
   if (type->schema() != nullptr) return c10::ivalue::Tuple::createNamed(std::move(elements), type);
   return c10::ivalue::Tuple::create(std::move(elements));
 }
 
+c10::IValue dict_like(const c10::IValue& dict, std::vector<c10::IValue> values) {
+  const auto original = dict.toGenericDict();
+  c10::Dict<c10::IValue, c10::IValue> result(original.keyType(), type_for(original.valueType(), values));
+  result.reserve(values.size());
+  auto value = values.begin();
+  for (const auto& entry : original) result.insert(entry.key(), std::move(*value++));
+  return result;
+}
+
+// What a leaf holds, if that says what it is.
+const DescribedObject* described_object(const c10::IValue& leaf) {
+  const c10::IValue held = leaf.isCustomClass() ? leaf.toObjectRef().getSlot(0) : leaf;
+  return held.isCapsule() ? dynamic_cast<const DescribedObject*>(held.toCapsule().get()) : nullptr;
+}
+
+std::string describe_leaf(const c10::IValue& leaf) {
+  if (leaf.isNone()) return "None";
+  if (leaf.isString()) return "str " + key_text(leaf);
+  if (const DescribedObject* object = described_object(leaf)) return object->description();
+  std::ostringstream text;
+  if (leaf.isTensor()) {
+    const at::Tensor& tensor = leaf.toTensor();
+    if (!tensor.defined()) return "undefined tensor";
+    text << dtype_name(tensor.scalar_type()) << " tensor of shape " << tensor.sizes();
+    if (!tensor.is_cpu()) text << " on " << tensor.device();
+  } else if (leaf.isObject() || leaf.isCapsule()) {
+    text << leaf.type()->repr_str();
+  } else {
+    text << leaf.type()->repr_str() << " " << leaf;
+  }
+  return std::move(text).str();
+}
+
 }  // namespace
+
+std::string key_text(const c10::IValue& key) {
+  if (key.isString()) return "'" + key.toStringRef() + "'";
+  std::ostringstream text;
+  text << key;
+  return std::move(text).str();
+}
 
 std::string Path::text() const {
   if (parent_ == nullptr) return std::string(std::get<std::string_view>(step_));
@@ -54,35 +114,19 @@ NodeKind node_kind(const c10::IValue& value) {
   return NodeKind::Leaf;
 }
 
+std::string dtype_name(at::ScalarType dtype) {
+  return std::string(c10::getDtypeNames(dtype).first);
+}
+
 std::string describe(const c10::IValue& value) {
-  std::ostringstream text;
   switch (node_kind(value)) {
-    case NodeKind::Tuple: text << "tuple of " << value.toTupleRef().size(); break;
-    case NodeKind::List: text << "list of " << value.toListRef().size(); break;
-    case NodeKind::Dict:
-      if (value.toGenericDict().empty()) {
-        text << "empty dict";
-      } else {
-        text << "dict with " << names_of(value.toGenericDict());
-      }
-      break;
-    case NodeKind::Leaf:
-      if (value.isTensor()) {
-        const at::Tensor& tensor = value.toTensor();
-        if (!tensor.defined()) return "undefined tensor";
-        text << tensor.scalar_type() << " tensor of shape " << tensor.sizes();
-      } else if (value.isNone()) {
-        text << "None";
-      } else if (value.isString()) {
-        text << "str " << key_text(value);
-      } else if (value.isCustomClass() || value.isObject() || value.isCapsule()) {
-        text << value.type()->repr_str();
-      } else {
-        text << value.tagKind() << " " << value;
-      }
-      break;
+    case NodeKind::Leaf: return describe_leaf(value);
+    case NodeKind::Tuple: return "tuple of " + std::to_string(value.toTupleRef().size());
+    case NodeKind::List: return "list of " + std::to_string(value.toListRef().size());
+    case NodeKind::Dict: break;
   }
-  return std::move(text).str();
+  const auto dict = value.toGenericDict();
+  return dict.empty() ? "empty dict" : "dict with " + names_of(dict);
 }
 
 void for_each_leaf(const c10::IValue& value, const Path& path,
@@ -116,11 +160,9 @@ c10::IValue map_leaves(const c10::IValue& value, const std::function<c10::IValue
     case NodeKind::List: return list_like(value, map_all(value.toListRef()));
     case NodeKind::Dict: break;
   }
-  const auto dict = value.toGenericDict();
-  c10::Dict<c10::IValue, c10::IValue> result(dict.keyType(), dict.valueType());
-  result.reserve(dict.size());
-  for (const auto& entry : dict) result.insert(entry.key(), map_leaves(entry.value(), map));
-  return result;
+  std::vector<c10::IValue> mapped;
+  for (const auto& entry : value.toGenericDict()) mapped.push_back(map_leaves(entry.value(), map));
+  return dict_like(value, std::move(mapped));
 }
 
 std::string structure_difference(const c10::IValue& expected, const c10::IValue& found, const Path& path) {

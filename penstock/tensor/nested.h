@@ -33,6 +33,18 @@ class Path {
   std::variant<std::string_view, std::size_t, const c10::IValue*> step_;
 };
 
+// An object that can be a leaf and says in a few words what it is.
+class DescribedObject : public torch::CustomClassHolder {
+ public:
+  virtual std::string description() const = 0;
+};
+
+// A key of a dict as one would write it: 'mask', 3.
+std::string key_text(const c10::IValue& key);
+
+// As Python has it, which is how users know it: "float32".
+std::string dtype_name(at::ScalarType dtype);
+
 enum class NodeKind { Leaf, Tuple, List, Dict };
 NodeKind node_kind(const c10::IValue& value);
 
@@ -43,7 +55,8 @@ std::string describe(const c10::IValue& value);
 void for_each_leaf(const c10::IValue& value, const Path& path,
                    const std::function<void(const c10::IValue&, const Path&)>& visit);
 
-// The same structure with map(leaf) in place of each leaf, called in the order of for_each_leaf.
+// The same structure with map(leaf) in place of each leaf, called in the order of for_each_leaf. Lists and dicts keep
+// their element types where the new elements are of these, and may hold anything otherwise.
 c10::IValue map_leaves(const c10::IValue& value, const std::function<c10::IValue(const c10::IValue&)>& map);
 
 // How two values' structures differ first, as a sentence with the path; empty when they do not. Leaves are not compared.

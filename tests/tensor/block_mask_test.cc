@@ -115,7 +115,7 @@ TEST_F(BlockMaskTest, TravelsInAValueAndIsToldFromOthers) {
   const std::array others = {c10::IValue(), c10::IValue(1), c10::IValue(at::ones({2})), c10::IValue("mask"),
                              c10::IValue(c10::List<std::int64_t>())};
   for (const c10::IValue& other : others) EXPECT_FALSE(BlockMask::is(other)) << other.tagKind();
-  EXPECT_EQ(error_of([] { BlockMask::from_ivalue(c10::IValue(1)); }), "a value that should be a BlockMask is Int.");
+  EXPECT_EQ(error_of([] { BlockMask::from_ivalue(c10::IValue(1)); }), "a value that should be a block mask is int 1.");
 }
 
 TEST_F(BlockMaskTest, MovesToADevice) {

@@ -4,19 +4,14 @@
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
-#include <torch/csrc/jit/serialization/pickle.h>
 
 #include <cstdint>
-#include <cstdlib>
-#include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <sstream>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "penstock/tensor/block_mask.h"
+#include "tests/tensor/pickled.h"
 
 namespace penstock::testing {
 
@@ -82,21 +77,11 @@ inline ::testing::AssertionResult same_tensor(const at::Tensor& expected, const 
   return ::testing::AssertionFailure() << text.str();
 }
 
-// A list's own, which outlive it.
-inline std::vector<c10::IValue> items(const c10::IValue& list) {
-  return list.toListRef().vec();
-}
-
-// A list of dicts that attention_peer.py wrote, into the folder that PENSTOCK_ATTENTION names.
+// Cases that attention_peer.py has written.
 using Case = c10::Dict<c10::IValue, c10::IValue>;
 inline std::vector<Case> peer_cases(const std::string& file) {
-  const char* const folder = std::getenv("PENSTOCK_ATTENTION");
-  if (folder == nullptr) throw std::runtime_error("PENSTOCK_ATTENTION does not name the folder of attention_peer.py");
-  std::ifstream in(std::filesystem::path(folder) / file, std::ios::binary);
-  if (!in) throw std::runtime_error("there is no " + file + " in " + folder);
-  const std::vector<char> bytes((std::istreambuf_iterator<char>(in)), std::istreambuf_iterator<char>());
   std::vector<Case> cases;
-  for (const c10::IValue& each : items(torch::jit::pickle_load(bytes))) cases.push_back(each.toGenericDict());
+  for (const c10::IValue& each : read_pickled("PENSTOCK_ATTENTION", file)) cases.push_back(each.toGenericDict());
   return cases;
 }
 

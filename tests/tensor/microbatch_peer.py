@@ -1,8 +1,8 @@
 """Asks the installed torch.distributed.pipelining ("the peer") to split and merge nested values, for our tests to compare.
 
-    microbatch_peer.py OUT_FILE [--cases 3000] [--seed 1]
+    microbatch_peer.py OUTDIR [--cases 3000] [--seed 1]
 
-OUT_FILE is a list of cases, written by torch.save for torch::pickle_load. A case is a dict:
+OUTDIR/cases.pt is a list of cases, written by torch.save for torch::pickle_load. A case is a dict:
 
     name                      what it is, with seed and number
     args, kwargs, chunks      what is split
@@ -27,7 +27,7 @@ import argparse
 import collections
 import functools
 import math
-import os
+import pathlib
 import random
 import sys
 import warnings
@@ -543,16 +543,15 @@ def print_tally(title, records):
 
 def main():
     arguments = argparse.ArgumentParser(description="Writes how the installed peer splits and merges, for our tests.")
-    arguments.add_argument("file", metavar="OUT_FILE")
+    arguments.add_argument("folder", metavar="OUTDIR", type=pathlib.Path)
     arguments.add_argument("--cases", type=int, default=3000, help="(default: %(default)s)")
     arguments.add_argument("--seed", type=int, default=1, help="(default: %(default)s)")
     options = arguments.parse_args()
 
     torch.set_num_threads(1)
     cases = [case(options.seed, number) for number in range(options.cases)]
-    aside = f"{options.file}.part"
-    torch.save(cases, aside)
-    os.replace(aside, options.file)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    torch.save(cases, options.folder / "cases.pt")
     print(f"seed {options.seed}, {len(cases)} cases; where it says what the peer does, it is wrong")
     print_tally("splits", cases)
     print_tally("merges", [record for one in cases for record in one["merges"]])

@@ -3,342 +3,27 @@
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 #include <gtest/gtest.h>
-#include <torch/csrc/jit/serialization/pickle.h>
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <exception>
-#include <fstream>
-#include <functional>
 #include <iostream>
-#include <iterator>
 #include <limits>
 #include <map>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "penstock/tensor/nested.h"
+#include "tests/tensor/chunks.h"
 #include "tests/tensor/values.h"
 
 namespace penstock::testing {
 namespace {
 
-// The debugging mode, for as long as this lives.
-class DebugMask {
- public:
-  explicit DebugMask(bool on) : before_(debug_mask_minibatches()) { set_debug_mask_minibatches(on); }
-  ~DebugMask() { set_debug_mask_minibatches(before_); }
-  DebugMask(const DebugMask&) = delete;
-  DebugMask& operator=(const DebugMask&) = delete;
-
- private:
-  bool before_;
-};
-
-// Cases that tests/tensor/microbatch_peer.py has written; its head tells their form.
-class Case {
- public:
-  explicit Case(const c10::IValue& record) : record_(record.toGenericDict()) {}
-
-  c10::IValue at(const std::string& key) const { return record_.at(key); }
-  std::string text_at(const std::string& key) const { return at(key).toStringRef(); }
-  bool raised() const { return !text_at("raised").empty(); }
-  std::string fault() const { return text_at("fault"); }
-
-  // Of () or (spec,).
-  std::optional<c10::IValue> spec_at(const std::string& key) const {
-    const auto& elements = at(key).toTupleRef().elements();
-    if (elements.empty()) return std::nullopt;
-    return map_leaves(elements[0], [](const c10::IValue& leaf) -> c10::IValue {
-      if (leaf.isInt()) return TensorChunkSpec(leaf.toInt());
-      if (leaf.isNone()) return leaf;
-      if (leaf.toStringRef() == "S") return sum_reducer();
-      return Replicate();
-    });
-  }
-
- private:
-  c10::impl::GenericDict record_;
-};
-
-std::vector<Case> read_cases() {
-  const char* name = std::getenv("PENSTOCK_MICROBATCH");
-  if (name == nullptr) throw std::runtime_error("PENSTOCK_MICROBATCH should name the file of microbatch_peer.py");
-  std::ifstream in(name, std::ios::binary);
-  const std::vector<char> bytes{std::istreambuf_iterator<char>(in), {}};
-  if (bytes.empty()) throw std::runtime_error(std::string(name) + " is empty or missing");
-  std::vector<Case> cases;
-  const c10::IValue records = torch::jit::pickle_load(bytes);
-  for (const c10::IValue& record : records.toListRef()) cases.emplace_back(record);
-  return cases;
-}
-
-const std::vector<Case>& cases() {
-  static const std::vector<Case> kCases = read_cases();
-  return kCases;
-}
-
-std::vector<Case> merges_of(const Case& split) {
-  std::vector<Case> merges;
-  const c10::IValue records = split.at("merges");
-  for (const c10::IValue& record : records.toListRef()) merges.emplace_back(record);
-  return merges;
-}
-
-// All leaves that are tensors, with the chunks of each.
-struct SplitTensor {
-  at::Tensor whole;
-  std::vector<at::Tensor> chunks;
-};
-std::vector<SplitTensor> split_tensors(const c10::IValue& whole, const std::vector<c10::IValue>& chunks) {
-  std::vector<SplitTensor> split;
-  for (const at::Tensor& tensor : extract_tensor_args(whole)) split.push_back({.whole = tensor, .chunks = {}});
-  for (const c10::IValue& chunk : chunks) {
-    const std::vector<at::Tensor> parts = extract_tensor_args(chunk);
-    EXPECT_EQ(parts.size(), split.size()) << text(chunk) << "\nof " << text(whole);
-    for (std::size_t i = 0; i < std::min(parts.size(), split.size()); ++i) split[i].chunks.push_back(parts[i]);
-  }
-  return split;
-}
-
-Args args_of(const c10::IValue& tuple) {
-  return tuple.toTupleRef().elements().vec();
-}
-Kwargs kwargs_of(const c10::IValue& dict) {
-  c10::impl::GenericDict kwargs(c10::StringType::get(), c10::AnyType::get());
-  for (const auto& item : dict.toGenericDict()) kwargs.insert(item.key(), item.value());
-  return c10::impl::toTypedDict<std::string, c10::IValue>(kwargs);
-}
-c10::IValue value_of(const Kwargs& kwargs) {
-  Items items;
-  for (const auto& item : kwargs) items.emplace_back(item.key(), item.value());
-  return dict(items);
-}
-std::vector<c10::IValue> values_of(const std::vector<Args>& chunks) {
-  std::vector<c10::IValue> values;
-  for (const Args& chunk : chunks) values.push_back(tuple(chunk));
-  return values;
-}
-std::vector<c10::IValue> values_of(const std::vector<Kwargs>& chunks) {
-  std::vector<c10::IValue> values;
-  for (const Kwargs& chunk : chunks) values.push_back(value_of(chunk));
-  return values;
-}
-
-SplitArgs split(const Case& one) {
-  return split_args_kwargs_into_chunks(args_of(one.at("args")), kwargs_of(one.at("kwargs")), one.at("chunks").toInt(),
-                                       one.spec_at("args_spec"), one.spec_at("kwargs_spec"));
-}
-
-c10::IValue merge(const Case& merge, const Case& split_first) {
-  const c10::IValue chunks = merge.at("chunks");
-  if (chunks.isList()) return merge_chunks(chunks.toListRef().vec(), merge.spec_at("spec"));
-  const SplitArgs ours = split(split_first);
-  const bool args = chunks.toStringRef() == "args";
-  return merge_chunks(args ? values_of(ours.args) : values_of(ours.kwargs), merge.spec_at("spec"));
-}
-
-// What comes of an act: a value, or the message of a ChunkError. Any other error is a failure.
-struct Outcome {
-  c10::IValue value;
-  std::string error;
-  std::string other_error;
-};
-Outcome outcome_of(const std::function<c10::IValue()>& act) {
-  Outcome outcome;
-  try {
-    outcome.value = act();
-  } catch (const ChunkError& error) {
-    outcome.error = error.what();
-  } catch (const c10::Error& error) {
-    outcome.other_error = error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    outcome.other_error = error.what();
-  }
-  return outcome;
-}
-
-std::string spec_text_of(const std::optional<c10::IValue>& spec) {
-  return spec ? spec_text(*spec) : "none";
-}
-std::string name_of(const Case& one) {
-  return one.text_at("name") + (one.at("debug").toBool() ? ", debugging" : "") + ": " + text(one.at("args")) + ", " +
-         text(one.at("kwargs")) + " in " + std::to_string(one.at("chunks").toInt()) + " by " +
-         spec_text_of(one.spec_at("args_spec")) + " and " + spec_text_of(one.spec_at("kwargs_spec"));
-}
-std::string name_of(const Case& merge, const Case& split_first) {
-  return split_first.text_at("name") + ", " + merge.text_at("name") +
-         (merge.at("debug").toBool() ? ", debugging" : "") + ": " + text(merge.at("chunks")) + " by " +
-         spec_text_of(merge.spec_at("spec"));
-}
-
-// Compares ours with what should come, counts outcomes, and shows the first few that differ.
-class Comparison {
- public:
-  Comparison(std::string what, bool peer_is_right) : what_(std::move(what)), peer_is_right_(peer_is_right) {}
-
-  void add(const Case& one, const std::string& name, const c10::IValue& expected,
-           const std::function<c10::IValue()>& ours) {
-    if (one.fault().empty() != peer_is_right_) return;
-    if (!peer_is_right_) ++counts_["where it " + one.fault()];
-    ++counts_[one.raised() ? "refused" : "answered"];
-    const DebugMask debug(one.at("debug").toBool());
-    const std::string differs = difference_of(one, expected, outcome_of(ours));
-    if (differs.empty()) return;
-    if (++different_ <= kShown) ADD_FAILURE() << name << "\n" << differs;
-  }
-
-  void finish() const {
-    EXPECT_EQ(different_, 0) << "The first " << kShown << " are shown.";
-    std::cout << what_ << (peer_is_right_ ? "" : " that the peer gets wrong") << ":";
-    for (const auto& [outcome, count] : counts_) std::cout << " " << count << " " << outcome << ";";
-    std::cout << "\n";
-    EXPECT_TRUE(counts_.contains("answered"));
-    EXPECT_TRUE(counts_.contains("refused"));
-  }
-
- private:
-  static constexpr int kShown = 5;
-
-  static std::string difference_of(const Case& one, const c10::IValue& expected, const Outcome& ours) {
-    if (!ours.other_error.empty()) return "no ChunkError, but: " + ours.other_error;
-    const bool refused = !ours.error.empty();
-    if (one.raised()) {
-      return refused ? "" : "should raise: " + one.text_at("raised") + "\nours answers: " + text(ours.value);
-    }
-    return refused ? "should answer: " + text(expected) + "\nours refuses:  " + ours.error
-                   : difference(expected, ours.value);
-  }
-
-  std::string what_;
-  bool peer_is_right_;
-  std::map<std::string, int> counts_;
-  int different_ = 0;
-};
-
-c10::IValue expected_split(const Case& one) {
-  return tuple({one.at("split_args"), one.at("split_kwargs")});
-}
-c10::IValue split_value(const Case& one) {
-  const SplitArgs chunks = split(one);
-  return tuple({list(values_of(chunks.args)), list(values_of(chunks.kwargs))});
-}
-c10::IValue expected_merge(const Case& merge) {
-  return merge.raised() ? c10::IValue() : merge.at("result").toTupleRef().elements()[0];
-}
-
-// Cases in which the peer is right, or those in which it is not.
-void compare_splits(bool peer_is_right) {
-  Comparison comparison("splits", peer_is_right);
-  for (const Case& one : cases()) {
-    comparison.add(one, name_of(one), expected_split(one), [&] { return split_value(one); });
-  }
-  comparison.finish();
-}
-void compare_merges(bool peer_is_right) {
-  Comparison comparison("merges", peer_is_right);
-  for (const Case& one : cases()) {
-    for (const Case& merged : merges_of(one)) {
-      comparison.add(merged, name_of(merged, one), expected_merge(merged), [&] { return merge(merged, one); });
-    }
-  }
-  comparison.finish();
-}
-
-TEST(MicrobatchPeer, SplitsEveryCaseAlike) {
-  compare_splits(true);
-}
-TEST(MicrobatchPeer, MergesEveryCaseAlike) {
-  compare_merges(true);
-}
-TEST(MicrobatchPeer, IsWrongOnSomeSplitsWhichOursGetsRight) {
-  compare_splits(false);
-}
-TEST(MicrobatchPeer, IsWrongOnSomeMergesWhichOursGetsRight) {
-  compare_merges(false);
-}
-
-// All tensors of a case that the peer splits, and their chunks as ours and as the peer's.
-struct BothSplits {
-  std::vector<SplitTensor> ours;
-  std::vector<SplitTensor> peers;
-};
-BothSplits split_by_both(const Case& one) {
-  const SplitArgs ours = split(one);
-  const auto both = [](std::vector<SplitTensor> some, const std::vector<SplitTensor>& more) {
-    some.insert(some.end(), more.begin(), more.end());
-    return some;
-  };
-  return {.ours = both(split_tensors(one.at("args"), values_of(ours.args)),
-                       split_tensors(one.at("kwargs"), values_of(ours.kwargs))),
-          .peers = both(split_tensors(one.at("args"), one.at("split_args").toListRef().vec()),
-                        split_tensors(one.at("kwargs"), one.at("split_kwargs").toListRef().vec()))};
-}
-
-TEST(MicrobatchPeer, HasTheSameViewsOfTheSameStorage) {
-  int views = 0;
-  for (const Case& one : cases()) {
-    if (one.raised() || one.at("debug").toBool()) continue;
-    const auto [ours, peers] = split_by_both(one);
-    for (std::size_t i = 0; i < ours.size(); ++i) {
-      for (std::size_t chunk = 0; chunk < ours[i].chunks.size(); ++chunk) {
-        const at::Tensor& view = ours[i].chunks[chunk];
-        ASSERT_TRUE(view.is_alias_of(ours[i].whole)) << name_of(one) << "\n" << text(view);
-        ASSERT_EQ(view.storage_offset(), peers[i].chunks[chunk].storage_offset()) << name_of(one) << "\n" << text(view);
-        ++views;
-      }
-    }
-  }
-  std::cout << views << " views\n";
-  EXPECT_GT(views, 0);
-}
-
-TEST(MicrobatchPeer, AndOursReadTheGradientsOfALeafsChunks) {
-  int gradients = 0;
-  for (const Case& one : cases()) {
-    if (one.raised() || one.at("debug").toBool()) continue;
-    at::Tensor total = at::zeros({}, at::kDouble);
-    std::vector<at::Tensor> read;
-    for (const auto& [whole, chunks] : split_by_both(one).ours) {
-      for (const at::Tensor& chunk : chunks) {
-        if (!whole.requires_grad() || chunk.is_same(whole)) continue;
-        total = total + (chunk.to(at::kDouble) * static_cast<double>(read.size() + 1)).sum();
-        read.push_back(chunk);
-      }
-    }
-    if (read.empty()) continue;
-    total.backward();
-    for (std::size_t i = 0; i < read.size(); ++i) {
-      const at::Tensor expected = at::full_like(read[i].detach(), static_cast<double>(i + 1));
-      ASSERT_TRUE(read[i].grad().defined()) << name_of(one) << "\n" << text(read[i]);
-      ASSERT_TRUE(at::equal(read[i].grad(), expected))
-          << name_of(one) << "\nexpected: " << text(expected) << "\nfound:    " << text(read[i].grad());
-      ++gradients;
-    }
-  }
-  std::cout << gradients << " gradients\n";
-  EXPECT_GT(gradients, 0);
-}
-
 // Specs
-
-const c10::IValue& rows() {
-  static const c10::IValue kSpec = TensorChunkSpec(0);
-  return kSpec;
-}
-const c10::IValue& columns() {
-  static const c10::IValue kSpec = TensorChunkSpec(1);
-  return kSpec;
-}
-const c10::IValue& replicate() {
-  static const c10::IValue kSpec = Replicate();
-  return kSpec;
-}
 
 TEST(TensorChunkSpec, IsTheDimensionThatItSplits) {
   EXPECT_EQ(TensorChunkSpec(2).split_dim, 2);
@@ -401,7 +86,7 @@ TEST(Specs, AreEqualWhateverTheOrderOfTheirKeys) {
 
 TEST(Specs, WithReducersAreEqualWhenTheseAreTheSameObject) {
   const c10::IValue one = sum_reducer();
-  const c10::IValue other = CustomReducer{.init_value = 0, .reduce = sum_reducer().reduce};
+  const c10::IValue other = CustomReducer(0, [](const c10::IValue& so_far, const c10::IValue&) { return so_far; });
   EXPECT_TRUE(equal_specs(tuple({one}), tuple({one})));
   EXPECT_FALSE(equal_specs(one, other));
   EXPECT_TRUE(equal_specs(sum_reducer(), sum_reducer()));
@@ -409,9 +94,6 @@ TEST(Specs, WithReducersAreEqualWhenTheseAreTheSameObject) {
 
 // Splitting
 
-Kwargs no_kwargs() {
-  return kwargs_of(dict({}));
-}
 std::vector<std::int64_t> row_counts(const std::vector<Args>& chunks) {
   std::vector<std::int64_t> counts;
   for (const Args& chunk : chunks) counts.push_back(chunk.at(0).toTensor().size(0));
@@ -630,19 +312,18 @@ TEST(Merge, CountsANegativeDimensionFromTheLastOfWhatItJoins) {
 }
 
 TEST(Merge, FoldsAReducerInTheOrderOfChunks) {
-  const CustomReducer spell{.init_value = ">", .reduce = [](const c10::IValue& so_far, const c10::IValue& chunk) {
-                              return c10::IValue(so_far.toStringRef() + chunk.toStringRef());
-                            }};
+  const CustomReducer spell(">", [](const c10::IValue& so_far, const c10::IValue& chunk) -> c10::IValue {
+    return so_far.toStringRef() + chunk.toStringRef();
+  });
   EXPECT_TRUE(same(tuple({">abc", 7}),
                    merge_chunks({tuple({"a", 7}), tuple({"b", 7}), tuple({"c", 7})}, tuple({spell, replicate()}))));
 }
 
 TEST(Merge, ReducesLossesAsItsReducerSays) {
-  LossReducer greatest;
-  greatest.init_value = at::full({}, -1.0, at::kFloat);
-  greatest.reduce = [](const c10::IValue& so_far, const c10::IValue& chunk) {
-    return c10::IValue(at::maximum(so_far.toTensor(), chunk.toTensor()));
-  };
+  const LossReducer greatest(at::full({}, -1.0, at::kFloat),
+                             [](const c10::IValue& so_far, const c10::IValue& chunk) -> c10::IValue {
+                               return at::maximum(so_far.toTensor(), chunk.toTensor());
+                             });
   const at::Tensor two = at::full({}, 2.0, at::kFloat);
   EXPECT_TRUE(same(two, merge_chunks({at::zeros({}), two, at::ones({})}, greatest)));
 }
@@ -771,7 +452,8 @@ TEST(Merge, NamesAShapeThatDoesNotFit) {
       [] { merge_chunks({tuple({counting({4, 2})})}, tuple({TensorChunkSpec(2)})); },
       "chunks[0][0]: found float32 tensor of shape [4, 2], which has no dimension 2 to join along.");
   expect_error<ChunkError>([] { merge_chunks({at::zeros({}), at::zeros({})}); },
-                           "chunks[0]: found float32 tensor of shape [], which has no dimension 0 to join along.");
+                           "chunks[0]: found float32 tensor of shape [], which has no dimension 0 to join along.\n"
+                           "  Hint: a reducer, such as sum_reducer(), merges scalars.");
 }
 
 TEST(Merge, NamesReplicatedValuesThatDiffer) {
@@ -838,9 +520,8 @@ TEST(Microbatch, KeepsTypedListsAndDicts) {
 }
 
 TEST(Microbatch, DoesNotCallAListOfReducedNumbersAListOfTensors) {
-  const CustomReducer count{.init_value = 0, .reduce = [](const c10::IValue& so_far, const c10::IValue&) {
-                              return c10::IValue(so_far.toInt() + 1);
-                            }};
+  const CustomReducer count(
+      0, [](const c10::IValue& so_far, const c10::IValue&) -> c10::IValue { return so_far.toInt() + 1; });
   const c10::List<at::Tensor> chunk({counting({4})});
   const c10::IValue merged = merge_chunks({chunk, chunk}, list({count}));
   EXPECT_TRUE(same(list({2}), merged));

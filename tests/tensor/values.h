@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -145,9 +146,8 @@ inline std::string difference(const c10::IValue& expected, const c10::IValue& fo
     return "";
   }
   if (expected.isDouble()) {
-    const double one = expected.toDouble();
-    const double other = found.toDouble();
-    return std::memcmp(&one, &other, sizeof one) == 0 ? "" : differ();
+    const auto bits = [](const c10::IValue& number) { return std::bit_cast<std::uint64_t>(number.toDouble()); };
+    return bits(expected) == bits(found) ? "" : differ();
   }
   return expected == found ? "" : differ();
 }

@@ -1,0 +1,67 @@
+// What the tests of microbatches share.
+#pragma once
+
+#include <ATen/core/Dict.h>
+#include <ATen/core/ivalue.h>
+
+#include <string>
+#include <vector>
+
+#include "penstock/tensor/microbatch.h"
+#include "tests/tensor/values.h"
+
+namespace penstock::testing {
+
+// The debugging mode, for as long as this lives.
+class DebugMask {
+ public:
+  explicit DebugMask(bool on) : before_(debug_mask_minibatches()) { set_debug_mask_minibatches(on); }
+  ~DebugMask() { set_debug_mask_minibatches(before_); }
+  DebugMask(const DebugMask&) = delete;
+  DebugMask& operator=(const DebugMask&) = delete;
+
+ private:
+  bool before_;
+};
+
+inline Args args_of(const c10::IValue& tuple) {
+  return tuple.toTupleRef().elements().vec();
+}
+inline Kwargs kwargs_of(const c10::IValue& dict) {
+  c10::impl::GenericDict kwargs(c10::StringType::get(), c10::AnyType::get());
+  for (const auto& item : dict.toGenericDict()) kwargs.insert(item.key(), item.value());
+  return c10::impl::toTypedDict<std::string, c10::IValue>(kwargs);
+}
+inline c10::IValue value_of(const Kwargs& kwargs) {
+  Items items;
+  for (const auto& item : kwargs) items.emplace_back(item.key(), item.value());
+  return dict(items);
+}
+inline std::vector<c10::IValue> values_of(const std::vector<Args>& chunks) {
+  std::vector<c10::IValue> values;
+  for (const Args& chunk : chunks) values.push_back(tuple(chunk));
+  return values;
+}
+inline std::vector<c10::IValue> values_of(const std::vector<Kwargs>& chunks) {
+  std::vector<c10::IValue> values;
+  for (const Kwargs& chunk : chunks) values.push_back(value_of(chunk));
+  return values;
+}
+
+inline Kwargs no_kwargs() {
+  return kwargs_of(dict({}));
+}
+inline const c10::IValue& rows() {
+  static const c10::IValue kSpec = TensorChunkSpec(0);
+  return kSpec;
+}
+inline const c10::IValue& columns() {
+  static const c10::IValue kSpec = TensorChunkSpec(1);
+  return kSpec;
+}
+inline const c10::IValue& replicate() {
+  static const c10::IValue kSpec = Replicate();
+  return kSpec;
+}
+
+}  // namespace penstock::testing
