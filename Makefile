@@ -52,17 +52,19 @@ format: ## the sources brought into form
 	@$(SOURCES) | xargs -r clang-format-19 -i
 
 bench: build ## timings, beside those of torch.distributed.pipelining
-	@.venv/bin/python bench/schedule.py --bench build/release/bin/penstock_schedule_bench
+	@for room in schedule microbatch attention; do \
+	  echo; .venv/bin/python bench/$$room.py --bench build/release/bin/penstock_$${room}_bench; \
+	done
 
 # Each fuzzer starts from a copy of its corpus, so that what it adds stays out of the tree. What it finds is kept.
 fuzz: ## the fuzzers, FUZZ_RUNS inputs each
 	@scripts/setup soak
 	@$(call quietly,cmake --preset fuzz)
-	@cmake --build --preset fuzz -j $(JOBS) --target fuzz_action fuzz_csv
+	@cmake --build --preset fuzz -j $(JOBS) --target fuzzers
 	@mkdir -p build/fuzz/found; \
 	corpora=$$(mktemp -d); \
 	trap 'rm -rf "$$corpora"' EXIT; \
-	for subject in action csv; do \
+	for subject in action csv metadata safetensors; do \
 	  cp -r tests/fuzz/corpus/$$subject "$$corpora/$$subject"; \
 	  echo "fuzz_$$subject: $(FUZZ_RUNS) inputs"; \
 	  build/fuzz/bin/fuzz_$$subject -runs=$(FUZZ_RUNS) -max_len=4096 -timeout=10 \

@@ -2,54 +2,24 @@
 
     attention.py --bench penstock_attention_bench [--runs N]
 
-Run it with a Python that has the peer. A run asks each of them once, in turn, so that what else the machine does meets
-all alike; the tables have medians, and the fastest and slowest. Then the memory that a forward and a backward hold at
-most besides their inputs, each in a process of its own, by length.
+Runs in a Python with the peer. Then the memory that a forward and a backward hold at most besides their inputs, each in
+a process of its own, by length.
 """
 
 import argparse
-import contextlib
 import pathlib
-import statistics
 import subprocess
 import sys
 import time
 import warnings
+
+from measure import Answering, print_table, ratio_of, report_goals, with_noise
 
 warnings.filterwarnings("ignore")
 
 HEADS, SIZE, WINDOW = 8, 64, 256
 LENGTH = 2048
 LENGTHS = (1024, 2048, 4096, 8192)
-
-
-class Answering:
-    """A process that answers each line with a number."""
-
-    def __init__(self, *command):
-        self.command = command
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        # One that has died already breaks the pipe.
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        self.process.wait()
-
-    def number(self, *words):
-        question = " ".join(map(str, words))
-        answer = ""
-        with contextlib.suppress(BrokenPipeError):
-            print(question, file=self.process.stdin, flush=True)
-            answer = self.process.stdout.readline()
-        try:
-            return float(answer)
-        except ValueError:
-            command = " ".join(self.command)
-            raise SystemExit(f"{command}: '{question}' should give a number, and gave '{answer.strip()}'.") from None
 
 
 class Peer:
@@ -102,28 +72,18 @@ def seconds(act):
     return time.perf_counter() - start
 
 
-def with_noise(times):
-    return f"{statistics.median(times) * 1e3:.1f} ms ({min(times) * 1e3:.1f}–{max(times) * 1e3:.1f})"
-
-
-def print_table(rows):
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        print("  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]))
-
-
 def compare_times(path, runs):
     peer = Peer(LENGTH)
     peer.warm_up()
     # name, how to measure it, what of ours it stands beside
     measured = {
-        "our forward": (lambda: bench.number("forward", LENGTH), None),
+        "our forward": (lambda: bench.numbers(1, "forward", LENGTH)[0], None),
         "flex_attention, eager": (lambda: seconds(peer.eager), "our forward"),
         "flex_attention, compiled": (lambda: seconds(peer.compiled), "our forward"),
         "SDPA, dense mask": (lambda: seconds(peer.sdpa), "our forward"),
-        "our forward + backward": (lambda: bench.number("both", LENGTH), None),
+        "our forward + backward": (lambda: bench.numbers(1, "both", LENGTH)[0], None),
         "SDPA, dense mask, forward + backward": (lambda: seconds(peer.sdpa_both), "our forward + backward"),
-        "our block mask": (lambda: bench.number("mask", LENGTH), None),
+        "our block mask": (lambda: bench.numbers(1, "mask", LENGTH)[0], None),
         "the peer's block mask": (lambda: seconds(peer.make_mask), "our block mask"),
     }
     times = {name: [] for name in measured}
@@ -131,11 +91,12 @@ def compare_times(path, runs):
         for _ in range(runs):
             for name, (measure, _) in measured.items():
                 times[name].append(measure())
-    rows = [("", "time", "to ours")]
+    rows, ratios = [("", "time", "to ours")], {}
     for name, (_, ours) in measured.items():
-        ratio = f"{statistics.median(times[name]) / statistics.median(times[ours]):.1f}x" if ours else ""
-        rows.append((name, with_noise(times[name]), ratio))
+        ratios[name] = ratio_of(times[name], times[ours]) if ours else 1
+        rows.append((name, with_noise(times[name]), f"{ratios[name]:.1f}x" if ours else ""))
     print_table(rows)
+    return ratios
 
 
 def peak_memory(length):
@@ -154,17 +115,19 @@ def peak_memory(length):
 
 
 def compare_memory(path):
-    rows = [("length", "ours", "a token", "SDPA, dense mask", "a token")]
+    rows, a_token = [("length", "ours", "a token", "SDPA, dense mask", "a token")], []
     for length in LENGTHS:
         with Answering(path) as bench:
-            ours = bench.number("memory", length)
+            [ours] = bench.numbers(1, "memory", length)
         command = [sys.executable, __file__, "--bench", path, "--peak-memory", str(length)]
         theirs = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        a_token.append(ours / length)
         row = [f"{length:,}"]
         for peak in (ours, theirs):
             row += [f"{peak / 2**20:.1f} MiB", f"{peak / length / 2**10:.1f} KiB"]
         rows.append(row)
     print_table(rows)
+    return a_token
 
 
 def main():
@@ -181,10 +144,18 @@ def main():
 
     shape = f"1 x {HEADS} heads x {LENGTH:,} x {SIZE}, window {WINDOW}, one thread"
     print(f"{shape}: median of {options.runs} runs (fastest–slowest)\n")
-    compare_times(options.bench, options.runs)
+    ratios = compare_times(options.bench, options.runs)
     print("\nmemory that forward + backward hold at most, besides their inputs")
-    compare_memory(options.bench)
-    return 0
+    a_token = compare_memory(options.bench)
+    return report_goals(
+        {
+            "forward at least 20 times as fast as eager flex_attention": ratios["flex_attention, eager"] >= 20,
+            "forward no slower than compiled flex_attention": ratios["flex_attention, compiled"] >= 1,
+            "forward + backward at least 2.5 times as fast as SDPA": ratios["SDPA, dense mask, forward + backward"] >= 2.5,
+            # Memory by length in pages: a fifth more a token is not another power.
+            "memory linear in the length": a_token[-1] <= 1.2 * a_token[0],
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -8,18 +8,19 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
-#include <chrono>
 #include <cstdint>
-#include <exception>
 #include <fstream>
 #include <iostream>
 #include <map>
 #include <string>
 
+#include "bench/answering.h"
 #include "penstock/tensor/attention.h"
 
 namespace penstock {
 namespace {
+
+using bench::seconds;
 
 constexpr std::int64_t kHeads = 8;
 constexpr std::int64_t kSize = 64;
@@ -48,13 +49,6 @@ struct Problem {
   at::Tensor value;
   at::Tensor seed;
 };
-
-template <class Act>
-double seconds(const Act& act) {
-  const auto start = std::chrono::steady_clock::now();
-  act();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
 
 // A line of the kernel's report on this process, in bytes.
 std::int64_t status(const std::string& name) {
@@ -102,10 +96,5 @@ int answer_questions() {
 }  // namespace penstock
 
 int main() {
-  try {
-    return penstock::answer_questions();
-  } catch (const std::exception& error) {
-    std::cerr << error.what() << "\n";
-    return 1;
-  }
+  return penstock::bench::run(penstock::answer_questions);
 }

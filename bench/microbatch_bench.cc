@@ -7,34 +7,24 @@
 #include <malloc.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <iostream>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "bench/answering.h"
 #include "penstock/tensor/microbatch.h"
 
 namespace penstock {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-double seconds(Clock::duration duration) {
-  return std::chrono::duration<double>(duration).count();
-}
+using bench::seconds;
 
 double median(std::vector<double> times) {
   std::sort(times.begin(), times.end());
   return times.at(times.size() / 2);
-}
-
-Kwargs no_kwargs() {
-  return c10::impl::toTypedDict<std::string, c10::IValue>(
-      c10::impl::GenericDict(c10::StringType::get(), c10::AnyType::get()));
 }
 
 void answer(std::size_t tensors, std::int64_t rows, std::int64_t columns, bool grad, std::int64_t chunks, int repeats) {
@@ -45,21 +35,17 @@ void answer(std::size_t tensors, std::int64_t rows, std::int64_t columns, bool g
     specs.push_back(TensorChunkSpec(0));
   }
   const c10::IValue spec = c10::ivalue::Tuple::create(specs);
-  const Kwargs kwargs = no_kwargs();
   std::vector<double> splitting;
   std::vector<double> merging;
   for (int i = 0; i < repeats; ++i) {
-    const auto start = Clock::now();
-    SplitArgs split = split_args_kwargs_into_chunks(args, kwargs, chunks, spec);
-    const auto between = Clock::now();
-    splitting.push_back(seconds(between - start));
+    SplitArgs split;
+    splitting.push_back(seconds([&] { split = split_args_kwargs_into_chunks(args, {}, chunks, spec); }));
     // What a stage gives back: a tuple for each chunk.
     std::vector<c10::IValue> outputs;
     outputs.reserve(split.args.size());
     for (Args& chunk : split.args) outputs.emplace_back(c10::ivalue::Tuple::create(std::move(chunk)));
-    const auto merge_start = Clock::now();
-    const c10::IValue merged = merge_chunks(outputs, spec);
-    merging.push_back(seconds(Clock::now() - merge_start));
+    c10::IValue merged;
+    merging.push_back(seconds([&] { merged = merge_chunks(outputs, spec); }));
   }
   std::cout << median(splitting) << " " << median(merging) << std::endl;
 }
@@ -85,10 +71,5 @@ int answer_questions() {
 }  // namespace penstock
 
 int main() {
-  try {
-    return penstock::answer_questions();
-  } catch (const std::exception& error) {
-    std::cerr << error.what() << "\n";
-    return 1;
-  }
+  return penstock::bench::run(penstock::answer_questions);
 }

@@ -1,17 +1,14 @@
 """Schedules: how fast ours are made, lowered and simulated, beside torch.distributed.pipelining ("the peer").
 
     schedule.py --bench build/release/bin/penstock_schedule_bench [--python .venv/bin/python] [--runs 3]
-
-Ours and the peer's take turns in one run, so that what else the machine does hits both. Times are medians, with the
-fastest and the slowest run beside them as a measure of the noise.
 """
 
 import argparse
-import contextlib
 import pathlib
 import statistics
-import subprocess
 import sys
+
+from measure import Answering, print_table, ratio_of, report_goals, with_noise
 
 LOWERED = ((4, 2, 16), (8, 2, 64), (8, 2, 256), (16, 2, 512), (32, 4, 256))
 # Runs of ours for one of the peer's.
@@ -19,57 +16,8 @@ REPEATED = 7
 SIMULATED = ((8, 2, 256), (32, 4, 256), (1024, 2, 4096))
 
 
-class Answering:
-    """A process that answers each line with a line of numbers."""
-
-    def __init__(self, *command):
-        self.command = command
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        # One that has died already breaks the pipe.
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        self.process.wait()
-
-    def numbers(self, count, *words):
-        question = " ".join(map(str, words))
-        answer = ""
-        with contextlib.suppress(BrokenPipeError):
-            print(question, file=self.process.stdin, flush=True)
-            answer = self.process.stdout.readline()
-        try:
-            numbers = [float(word) for word in answer.split()]
-        except ValueError:
-            numbers = []
-        if len(numbers) != count:
-            raise SystemExit(f"{' '.join(self.command)}: '{question}' should give {count} numbers, and gave '{answer.strip()}'.")
-        return numbers
-
-
-def short(seconds):
-    for unit, factor in (("s", 1), ("ms", 1e3)):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
-
-
-def with_noise(times):
-    return f"{short(statistics.median(times))} ({short(min(times))}–{short(max(times))})"
-
-
 def size(case):
     return "x".join(map(str, case))
-
-
-def print_table(rows):
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]
-        print("  ".join(cells))
 
 
 def compare_lowering(bench, peer, runs):
@@ -83,7 +31,7 @@ def compare_lowering(bench, peer, runs):
             # What takes milliseconds is run several times in its turn, or it would measure the caches the other left.
             ours += [bench.numbers(1, "lower", *case)[0] for _ in range(REPEATED)]
             theirs += peer.numbers(1, *case)
-        ratio = statistics.median(theirs) / statistics.median(ours)
+        ratio = ratio_of(theirs, ours)
         rows.append((size(case), with_noise(ours), with_noise(theirs), f"{ratio:.0f}x"))
     print_table(rows)
     # Of the last and largest.
@@ -128,9 +76,7 @@ def main():
         "simulation of at least 5 million actions a second": speed >= 5,
         "the largest in under 4 GiB": memory < 4,
     }
-    missed = [goal for goal, reached in goals.items() if not reached]
-    print("\ngoals: " + ("all reached" if not missed else "missed: " + "; ".join(missed)))
-    return 1 if missed else 0
+    return report_goals(goals)
 
 
 if __name__ == "__main__":

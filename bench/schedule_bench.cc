@@ -4,12 +4,11 @@
 //   simulate RANKS STAGES_PER_RANK MICROBATCHES   seconds to simulate it lowered, actions, the process's peak memory
 #include <sys/resource.h>
 
-#include <chrono>
 #include <cstddef>
-#include <exception>
 #include <iostream>
 #include <string>
 
+#include "bench/answering.h"
 #include "penstock/schedule/generators.h"
 #include "penstock/schedule/passes.h"
 #include "penstock/schedule/simulate.h"
@@ -17,12 +16,7 @@
 namespace penstock {
 namespace {
 
-template <class Act>
-double seconds(const Act& act) {
-  const auto start = std::chrono::steady_clock::now();
-  act();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
+using bench::seconds;
 
 std::size_t peak_memory() {
   rusage usage{};
@@ -54,10 +48,5 @@ int answer_questions() {
 }  // namespace penstock
 
 int main() {
-  try {
-    return penstock::answer_questions();
-  } catch (const std::exception& error) {
-    std::cerr << error.what() << "\n";
-    return 1;
-  }
+  return penstock::bench::run(penstock::answer_questions);
 }

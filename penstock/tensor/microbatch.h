@@ -5,10 +5,10 @@
 //   c10::IValue whole = merge_chunks(outputs, c10::ivalue::Tuple::create({TensorChunkSpec(0), Replicate()}));
 #pragma once
 
-#include <ATen/core/Dict.h>
 #include <ATen/core/ivalue.h>
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -22,7 +22,11 @@ void set_debug_mask_minibatches(bool on);
 bool debug_mask_minibatches();
 
 using Args = std::vector<c10::IValue>;
-using Kwargs = c10::Dict<std::string, c10::IValue>;
+using Kwargs = std::map<std::string, c10::IValue>;
+
+// A tuple of all arguments, and a dict.
+c10::IValue to_value(const Args& args);
+c10::IValue to_value(const Kwargs& kwargs);
 
 struct SplitArgs {
   std::vector<Args> args;
@@ -31,7 +35,8 @@ struct SplitArgs {
 
 // Splits arguments into `chunks`, or into as many as the smallest split dimension has, if that is fewer: the caller sees
 // it in the sizes of the result. Chunks of tensors are views; the first size % chunks of them are longer by one. Chunks
-// of a leaf that requires grad keep their own .grad. Throws ChunkError.
+// of a leaf that requires grad have their own .grad beside it. What is written into a chunk changes the whole, and if
+// the whole requires no grad, as data does not, concerns the graph of that chunk alone. Throws ChunkError.
 SplitArgs split_args_kwargs_into_chunks(const Args& args, const Kwargs& kwargs, std::int64_t chunks,
                                         const std::optional<c10::IValue>& args_spec = std::nullopt,
                                         const std::optional<c10::IValue>& kwargs_spec = std::nullopt);

@@ -28,29 +28,21 @@ inline Args args_of(const c10::IValue& tuple) {
   return tuple.toTupleRef().elements().vec();
 }
 inline Kwargs kwargs_of(const c10::IValue& dict) {
-  c10::impl::GenericDict kwargs(c10::StringType::get(), c10::AnyType::get());
-  for (const auto& item : dict.toGenericDict()) kwargs.insert(item.key(), item.value());
-  return c10::impl::toTypedDict<std::string, c10::IValue>(kwargs);
-}
-inline c10::IValue value_of(const Kwargs& kwargs) {
-  Items items;
-  for (const auto& item : kwargs) items.emplace_back(item.key(), item.value());
-  return dict(items);
+  Kwargs kwargs;
+  for (const auto& item : dict.toGenericDict()) kwargs.emplace(item.key().toStringRef(), item.value());
+  return kwargs;
 }
 inline std::vector<c10::IValue> values_of(const std::vector<Args>& chunks) {
   std::vector<c10::IValue> values;
-  for (const Args& chunk : chunks) values.push_back(tuple(chunk));
+  for (const Args& chunk : chunks) values.push_back(to_value(chunk));
   return values;
 }
 inline std::vector<c10::IValue> values_of(const std::vector<Kwargs>& chunks) {
   std::vector<c10::IValue> values;
-  for (const Kwargs& chunk : chunks) values.push_back(value_of(chunk));
+  for (const Kwargs& chunk : chunks) values.push_back(to_value(chunk));
   return values;
 }
 
-inline Kwargs no_kwargs() {
-  return kwargs_of(dict({}));
-}
 inline const c10::IValue& rows() {
   static const c10::IValue kSpec = TensorChunkSpec(0);
   return kSpec;

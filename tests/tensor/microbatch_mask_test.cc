@@ -81,12 +81,12 @@ TEST(MicrobatchMask, OfABatchOfOneIsSharedByAllChunks) {
 
 TEST(MicrobatchMask, LimitsTheNumberOfChunksAsATensorDoes) {
   const c10::IValue mask = create_block_mask(causal, 3, std::nullopt, kLength, kLength, 8).to_ivalue();
-  EXPECT_EQ(split_args_kwargs_into_chunks({random_query(9), mask}, no_kwargs(), 5).args.size(), 3U);
+  EXPECT_EQ(split_args_kwargs_into_chunks({random_query(9), mask}, {}, 5).args.size(), 3U);
 }
 
 TEST(MicrobatchMask, IsReplicatedWhereItsSpecSaysSo) {
   const c10::IValue mask = create_block_mask(causal, 3, std::nullopt, kLength, kLength, 8).to_ivalue();
-  const SplitArgs split = split_args_kwargs_into_chunks({mask}, no_kwargs(), 5, tuple({replicate()}));
+  const SplitArgs split = split_args_kwargs_into_chunks({mask}, {}, 5, tuple({replicate()}));
   ASSERT_EQ(split.args.size(), 5U);
   EXPECT_EQ(BlockMask::from_ivalue(split.args[4][0]).batch(), 3);
   const c10::IValue merged = merge_chunks(values_of(split.args), tuple({replicate()}));
@@ -97,7 +97,7 @@ TEST(MicrobatchMask, RoundTripsWithinNestedValues) {
   const BlockMask mask = create_block_mask(documents(at::randint(0, 3, {7, kLength})), 7, 2, kLength, kLength, 8);
   const c10::IValue value = dict({{"layers", list({tuple({counting({7, 2}), mask.to_ivalue()}), 0.5})}});
   const c10::IValue spec = dict({{"layers", list({tuple({rows(), rows()}), replicate()})}});
-  const SplitArgs split = split_args_kwargs_into_chunks({value}, no_kwargs(), 3, tuple({spec}));
+  const SplitArgs split = split_args_kwargs_into_chunks({value}, {}, 3, tuple({spec}));
   const c10::IValue merged = merge_chunks(values_of(split.args), tuple({spec}));
   const std::vector<c10::IValue> leaves = flatten_args(merged);
   ASSERT_EQ(leaves.size(), 3U);

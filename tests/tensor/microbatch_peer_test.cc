@@ -214,14 +214,18 @@ struct BothSplits {
 };
 BothSplits split_by_both(const Case& one) {
   const SplitArgs ours = split(one);
-  const auto both = [](std::vector<SplitTensor> some, const std::vector<SplitTensor>& more) {
-    some.insert(some.end(), more.begin(), more.end());
-    return some;
+  // Keyword arguments by name, as ours are.
+  const auto by_name = [](const c10::IValue& dict) { return to_value(kwargs_of(dict)); };
+  std::vector<c10::IValue> peers_kwargs = items(one.at("split_kwargs"));
+  std::transform(peers_kwargs.begin(), peers_kwargs.end(), peers_kwargs.begin(), by_name);
+  const auto both = [&](const std::vector<c10::IValue>& args, const std::vector<c10::IValue>& kwargs) {
+    std::vector<SplitTensor> tensors = split_tensors(one.at("args"), args);
+    const std::vector<SplitTensor> more = split_tensors(by_name(one.at("kwargs")), kwargs);
+    tensors.insert(tensors.end(), more.begin(), more.end());
+    return tensors;
   };
-  return {.ours = both(split_tensors(one.at("args"), values_of(ours.args)),
-                       split_tensors(one.at("kwargs"), values_of(ours.kwargs))),
-          .peers = both(split_tensors(one.at("args"), one.at("split_args").toListRef().vec()),
-                        split_tensors(one.at("kwargs"), one.at("split_kwargs").toListRef().vec()))};
+  return {.ours = both(values_of(ours.args), values_of(ours.kwargs)),
+          .peers = both(items(one.at("split_args")), peers_kwargs)};
 }
 
 TEST(MicrobatchPeer, HasTheSameViewsOfTheSameStorage) {

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -141,7 +142,7 @@ TEST(Microbatch, ChunkSpecsGiveTheModelWhatItComputesOnTheWhole) {
 }
 
 TEST(Split, MakesTheFirstChunksLongerByOne) {
-  const SplitArgs chunks = split_args_kwargs_into_chunks({counting({10, 2})}, no_kwargs(), 4);
+  const SplitArgs chunks = split_args_kwargs_into_chunks({counting({10, 2})}, {}, 4);
   EXPECT_EQ(row_counts(chunks.args), (std::vector<std::int64_t>{3, 3, 2, 2}));
   EXPECT_EQ(chunks.kwargs.size(), 4U);
 }
@@ -159,25 +160,25 @@ TEST(Split, RepeatsWhatIsNoTensor) {
   ASSERT_EQ(chunks.args.size(), 3U);
   for (std::size_t i = 0; i < 3; ++i) {
     EXPECT_TRUE(same(tuple({3, true}), tuple(chunks.args[i])));
-    EXPECT_TRUE(same(kwargs, value_of(chunks.kwargs[i])));
+    EXPECT_TRUE(same(kwargs, to_value(chunks.kwargs[i])));
   }
 }
 
 TEST(Split, OfNothingIsChunksOfNothing) {
-  const SplitArgs chunks = split_args_kwargs_into_chunks({}, no_kwargs(), 3);
+  const SplitArgs chunks = split_args_kwargs_into_chunks({}, {}, 3);
   EXPECT_EQ(chunks.args, std::vector<Args>(3));
   EXPECT_EQ(chunks.kwargs.size(), 3U);
 }
 
 TEST(Split, ReplicatesTheTensorItselfWhereItsSpecSaysSo) {
   const at::Tensor x = counting({2, 2});
-  const SplitArgs chunks = split_args_kwargs_into_chunks({x}, no_kwargs(), 5, tuple({replicate()}));
+  const SplitArgs chunks = split_args_kwargs_into_chunks({x}, {}, 5, tuple({replicate()}));
   ASSERT_EQ(chunks.args.size(), 5U);
   for (const Args& chunk : chunks.args) EXPECT_TRUE(chunk[0].toTensor().is_same(x));
 }
 
 TEST(Split, ReplicatesAnUndefinedTensor) {
-  const SplitArgs chunks = split_args_kwargs_into_chunks({at::Tensor(), counting({2})}, no_kwargs(), 2);
+  const SplitArgs chunks = split_args_kwargs_into_chunks({at::Tensor(), counting({2})}, {}, 2);
   ASSERT_EQ(chunks.args.size(), 2U);
   EXPECT_FALSE(chunks.args[1][0].toTensor().defined());
 }
@@ -185,17 +186,52 @@ TEST(Split, ReplicatesAnUndefinedTensor) {
 TEST(Split, KeepsGradientsOfChunksOfLeavesOnly) {
   const at::Tensor leaf = counting({4}).requires_grad_();
   const at::Tensor computed = leaf * 2;
-  const SplitArgs chunks = split_args_kwargs_into_chunks({leaf, computed}, no_kwargs(), 2);
+  const SplitArgs chunks = split_args_kwargs_into_chunks({leaf, computed}, {}, 2);
   EXPECT_TRUE(chunks.args[1][0].toTensor().retains_grad());
   EXPECT_FALSE(chunks.args[1][1].toTensor().retains_grad());
   EXPECT_TRUE(chunks.args[1][1].toTensor().requires_grad());
+}
+
+// In the peer the whole requires grad after the first, and the second is an error.
+TEST(Split, OfDataGivesEachChunkAGraphOfItsOwn) {
+  const at::Tensor data = counting({4, 2});
+  const at::Tensor weight = at::ones({2}).requires_grad_();
+  const SplitArgs chunks = split_args_kwargs_into_chunks({data}, {}, 2);
+  for (const Args& chunk : chunks.args) chunk[0].toTensor().add_(weight).mul(3).sum().backward();
+  EXPECT_TRUE(same(at::full({2}, 12.0, at::kFloat), weight.grad()));
+  EXPECT_FALSE(data.requires_grad());
+  EXPECT_TRUE(same(counting({4, 2}) + 1, data));
+}
+
+TEST(Split, OfDataCountsWhatIsWrittenIntoTheWholeOrAChunk) {
+  const at::Tensor data = counting({4, 2});
+  const at::Tensor weight = at::ones({2}).requires_grad_();
+  const SplitArgs chunks = split_args_kwargs_into_chunks({data}, {}, 2);
+  const at::Tensor loss = (chunks.args[1][0].toTensor() * weight).sum();
+  data.zero_();
+  EXPECT_THROW(loss.backward(), c10::Error);
+  EXPECT_TRUE(same(at::zeros({2, 2}), chunks.args[1][0]));
+}
+
+TEST(Split, OfConjugatedTensorsKeepsThemSo) {
+  const at::Tensor z = at::complex(counting({4, 2}), counting({4, 2}) + 1);
+  const SplitArgs chunks = split_args_kwargs_into_chunks({z.conj()}, {}, 2);
+  EXPECT_TRUE(at::equal(chunks.args[1][0].toTensor().resolve_conj(), z.slice(0, 2).conj().resolve_conj()));
+}
+
+TEST(Split, WorksOnTensorsOfInferenceMode) {
+  const c10::InferenceMode inference;
+  const at::Tensor x = counting({4, 2});
+  const SplitArgs chunks = split_args_kwargs_into_chunks({x}, {}, 2);
+  EXPECT_TRUE(chunks.args[1][0].toTensor().is_inference());
+  EXPECT_TRUE(at::equal(chunks.args[1][0].toTensor(), x.slice(0, 2)));
 }
 
 // The peer fails here: it asks chunks that require no grad to retain it.
 TEST(Split, OfALeafThatRequiresGradWorksWithoutGradients) {
   const at::Tensor leaf = counting({4}).requires_grad_();
   const c10::AutoGradMode off(false);
-  const SplitArgs chunks = split_args_kwargs_into_chunks({leaf}, no_kwargs(), 2);
+  const SplitArgs chunks = split_args_kwargs_into_chunks({leaf}, {}, 2);
   EXPECT_FALSE(chunks.args[0][0].toTensor().requires_grad());
   EXPECT_TRUE(chunks.args[0][0].toTensor().is_alias_of(leaf));
 }
@@ -210,7 +246,7 @@ TEST(Split, TakesSpecsByKey) {
 
 TEST(Split, MasksWholeTensorsForDebugging) {
   const DebugMask debug(true);
-  const SplitArgs chunks = split_args_kwargs_into_chunks({counting({2, 3}) + 1}, no_kwargs(), 2, tuple({columns()}));
+  const SplitArgs chunks = split_args_kwargs_into_chunks({counting({2, 3}) + 1}, {}, 2, tuple({columns()}));
   ASSERT_EQ(chunks.args.size(), 2U);
   const at::Tensor first = at::tensor({1, 2, 0, 4, 5, 0}, at::kFloat).view({2, 3});
   const at::Tensor second = at::tensor({0, 0, 3, 0, 0, 6}, at::kFloat).view({2, 3});
@@ -230,7 +266,7 @@ void expect_kwargs_error(const c10::IValue& mask_spec, const std::string& messag
 
 TEST(Split, IntoNoChunksIsAnError) {
   for (const int chunks : {0, -1}) {
-    expect_error<ChunkError>([&] { split_args_kwargs_into_chunks({1}, no_kwargs(), chunks); },
+    expect_error<ChunkError>([&] { split_args_kwargs_into_chunks({1}, {}, chunks); },
                              "arguments can be split into 1 or more chunks, not into " + std::to_string(chunks) + ".");
   }
 }
@@ -305,7 +341,7 @@ TEST(Merge, JoinsAllLeavesAlongDimensionZeroWithoutASpec) {
 
 TEST(Merge, CountsANegativeDimensionFromTheLastOfWhatItJoins) {
   const at::Tensor x = counting({5, 3});
-  const SplitArgs chunks = split_args_kwargs_into_chunks({x}, no_kwargs(), 2, tuple({TensorChunkSpec(-2)}));
+  const SplitArgs chunks = split_args_kwargs_into_chunks({x}, {}, 2, tuple({TensorChunkSpec(-2)}));
   std::vector<c10::IValue> reshaped;
   for (const Args& chunk : chunks.args) reshaped.emplace_back(chunk[0].toTensor().unsqueeze(0));
   EXPECT_TRUE(same(x.unsqueeze(0), merge_chunks(reshaped, TensorChunkSpec(-2))));
@@ -493,7 +529,7 @@ TEST(Microbatch, KeepsNamedTuples) {
   const c10::IValue value = named_tuple("Output", {"logits", "step"}, {counting({4, 2}), 7});
   for (const c10::IValue& spec :
        {tuple({rows(), replicate()}), named_tuple("Output", {"logits", "step"}, {rows(), replicate()})}) {
-    const SplitArgs chunks = split_args_kwargs_into_chunks({value}, no_kwargs(), 2, tuple({spec}));
+    const SplitArgs chunks = split_args_kwargs_into_chunks({value}, {}, 2, tuple({spec}));
     ASSERT_EQ(chunks.args.size(), 2U);
     EXPECT_TRUE(
         same(named_tuple("Output", {"logits", "step"}, {counting({4, 2}).slice(0, 0, 2), 7}), chunks.args[0][0]));
@@ -508,7 +544,7 @@ TEST(Microbatch, KeepsTypedListsAndDicts) {
   const Args args{tensors, c10::List<std::int64_t>({1, 2}), named};
   const c10::IValue spec =
       tuple({list({rows(), rows()}), list({replicate(), replicate()}), dict({{"mask", columns()}})});
-  const SplitArgs chunks = split_args_kwargs_into_chunks(args, no_kwargs(), 2, spec);
+  const SplitArgs chunks = split_args_kwargs_into_chunks(args, {}, 2, spec);
   EXPECT_EQ(chunks.args[1][0].toTensorVector().at(1).size(0), 2);
   EXPECT_EQ(chunks.args[1][1].toIntVector(), (std::vector<std::int64_t>{1, 2}));
   EXPECT_EQ((chunks.args[1][2].to<c10::Dict<std::string, at::Tensor>>().at("mask").size(1)), 2);
