@@ -7,6 +7,7 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <tuple>
 #include <unordered_set>
 #include <utility>
 
@@ -381,8 +382,10 @@ SafetensorsHeader parse_safetensors_header(std::string_view file, const std::str
   json::sax_parse(text.begin(), text.end(), &reader);
   SafetensorsHeader header = reader.take();
   header.data_begin = data_begin;
-  std::stable_sort(header.entries.begin(), header.entries.end(),
-                   [](const auto& a, const auto& b) { return std::pair(a.begin, a.end) < std::pair(b.begin, b.end); });
+  // Empty tensors may lie at one place.
+  std::sort(header.entries.begin(), header.entries.end(), [](const auto& a, const auto& b) {
+    return std::tie(a.begin, a.end, a.name) < std::tie(b.begin, b.end, b.name);
+  });
   require_gapless(header, file.size() - data_begin, source);
   return header;
 }
