@@ -73,8 +73,10 @@ fuzz: ## the fuzzers, FUZZ_RUNS inputs each
 	  tail -n 1 "$$corpora/log"; \
 	done
 
-soak: build ## what takes long: thread sanitizer, a million inputs for each fuzzer, 200,000 mutations
+soak: build ## what takes long: all rooms under the sanitizers, a million inputs for each fuzzer, 200,000 mutations
 	@scripts/setup soak
+	$(call build,asan)
+	@ctest --preset asan --output-on-failure --no-tests=error -j $(JOBS)
 	$(call build,tsan)
 	@ctest --preset tsan --output-on-failure --no-tests=error -j $(JOBS)
 	@$(MAKE) fuzz FUZZ_RUNS=1000000

@@ -10,7 +10,7 @@ endif()
 # What lies in folders inside a room is its own.
 install(DIRECTORY ${penstock_rooms} DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/penstock"
         FILES_MATCHING PATTERN "*.h" PATTERN "generators" EXCLUDE PATTERN "passes" EXCLUDE PATTERN "draw" EXCLUDE
-        PATTERN "verify" EXCLUDE)
+        PATTERN "verify" EXCLUDE PATTERN "attention" EXCLUDE)
 install(TARGETS ${penstock_targets} EXPORT penstock-targets)
 install(EXPORT penstock-targets NAMESPACE penstock:: DESTINATION "${CMAKE_INSTALL_LIBDIR}/cmake/penstock")
 if(PENSTOCK_BUILD_CLI)

@@ -15,8 +15,8 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/tensor/attention_pass.h"
-#include "penstock/tensor/attention_plan.h"
+#include "penstock/tensor/attention/pass.h"
+#include "penstock/tensor/attention/plan.h"
 
 namespace penstock {
 namespace {

@@ -18,7 +18,7 @@
 #include <string_view>
 #include <utility>
 
-#include "penstock/tensor/attention_plan.h"
+#include "penstock/tensor/attention/plan.h"
 
 namespace penstock {
 namespace {

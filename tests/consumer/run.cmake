@@ -23,21 +23,25 @@ function(run what)
 endfunction()
 
 # 1F1B with forwards of 1 and backwards of 2: (8 microbatches + 4 ranks - 1) * 3.
-set(expected "1F1B, 4 ranks, 8 microbatches: makespan 33\n")
+set(expected_consumer "1F1B, 4 ranks, 8 microbatches: makespan 33\n")
+set(expected_consumer_torch "4 chunks, merged to 10 that sum to 90\n")
 
-function(try_consumer way)
+# try_consumer(way "programs that it has" how to configure it…)
+function(try_consumer way programs)
   set(build "${WORK_DIR}/${way}")
   run("Configuring the consumer (${way})" ${CMAKE_COMMAND} -S "${SOURCE_DIR}/tests/consumer" -B "${build}" -G Ninja
       ${same_tools} ${ARGN})
   run("Building the consumer (${way})" ${CMAKE_COMMAND} --build "${build}")
-  run("Running the consumer (${way})" "${build}/consumer")
-  if(NOT output STREQUAL expected)
-    message(FATAL_ERROR "The consumer (${way}) printed\n  ${output}instead of\n  ${expected}")
-  endif()
+  foreach(program IN LISTS programs)
+    run("Running ${program} (${way})" "${build}/${program}")
+    if(NOT output STREQUAL expected_${program})
+      message(FATAL_ERROR "${program} (${way}) printed\n  ${output}instead of\n  ${expected_${program}}")
+    endif()
+  endforeach()
 endfunction()
 
 # The compiler of the build that is tested, through its cache of compilations where it has one.
-load_cache("${BUILD_DIR}" READ_WITH_PREFIX cached_ CMAKE_CXX_COMPILER PENSTOCK_CCACHE)
+load_cache("${BUILD_DIR}" READ_WITH_PREFIX cached_ CMAKE_CXX_COMPILER PENSTOCK_CCACHE Torch_DIR)
 set(same_tools "-DCMAKE_CXX_COMPILER=${cached_CMAKE_CXX_COMPILER}")
 if(cached_PENSTOCK_CCACHE)
   list(APPEND same_tools "-DCMAKE_CXX_COMPILER_LAUNCHER=${cached_PENSTOCK_CCACHE}")
@@ -65,9 +69,10 @@ foreach(file IN LISTS package_files)
   endforeach()
 endforeach()
 
-try_consumer(installed "-DCMAKE_PREFIX_PATH=${prefix}" -DCMAKE_BUILD_TYPE=Release)
+try_consumer(installed "consumer;consumer_torch" "-DCMAKE_PREFIX_PATH=${prefix}" "-DTorch_DIR=${cached_Torch_DIR}"
+             -DCMAKE_BUILD_TYPE=Release)
 # Without optimisation and precompiled headers: this one compiles the library again, and should be quick about it.
-try_consumer(subproject "-DPENSTOCK_SOURCE_DIR=${SOURCE_DIR}" -DPENSTOCK_TORCH=OFF -DPENSTOCK_PCH=OFF)
+try_consumer(subproject consumer "-DPENSTOCK_SOURCE_DIR=${SOURCE_DIR}" -DPENSTOCK_TORCH=OFF -DPENSTOCK_PCH=OFF)
 
 file(REMOVE_RECURSE "${WORK_DIR}")
 message(STATUS "The consumer runs both ways.")

@@ -9,7 +9,7 @@
 #include <memory>
 #include <tuple>
 
-#include "penstock/tensor/attention_plan.h"
+#include "penstock/tensor/attention/plan.h"
 #include "tests/tensor/masks.h"
 
 namespace penstock {

@@ -1,4 +1,4 @@
-#include "penstock/tensor/attention_rows.h"
+#include "penstock/tensor/attention/rows.h"
 
 #include <array>
 #include <cmath>
@@ -22,8 +22,8 @@ struct Of;
 template <>
 struct Of<float> {
   using Vector __attribute__((vector_size(kVectorBytes))) = float;
-  using Integers __attribute__((vector_size(kVectorBytes))) = std::int32_t;
-  using Integer = std::int32_t;
+  using Integers __attribute__((vector_size(kVectorBytes))) = std::uint32_t;
+  using Integer = std::uint32_t;
   static constexpr int kMantissa = 23;
   static constexpr int kBias = 127;
   static constexpr int kDegree = 7;
@@ -35,8 +35,8 @@ struct Of<float> {
 template <>
 struct Of<double> {
   using Vector __attribute__((vector_size(kVectorBytes))) = double;
-  using Integers __attribute__((vector_size(kVectorBytes))) = std::int64_t;
-  using Integer = std::int64_t;
+  using Integers __attribute__((vector_size(kVectorBytes))) = std::uint64_t;
+  using Integer = std::uint64_t;
   static constexpr int kMantissa = 52;
   static constexpr int kBias = 1023;
   static constexpr int kDegree = 13;

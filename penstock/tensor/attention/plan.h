@@ -8,7 +8,7 @@
 #include <span>
 #include <vector>
 
-#include "penstock/tensor/attention_rows.h"
+#include "penstock/tensor/attention/rows.h"
 
 namespace penstock {
 

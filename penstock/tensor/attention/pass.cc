@@ -1,4 +1,4 @@
-#include "penstock/tensor/attention_pass.h"
+#include "penstock/tensor/attention/pass.h"
 
 #include <ATen/ExpandUtils.h>
 #include <ATen/Parallel.h>
@@ -20,7 +20,7 @@
 #include <string>
 #include <utility>
 
-#include "penstock/tensor/attention_rows.h"
+#include "penstock/tensor/attention/rows.h"
 
 namespace penstock {
 namespace {

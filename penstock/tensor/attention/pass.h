@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "penstock/tensor/attention.h"
-#include "penstock/tensor/attention_plan.h"
+#include "penstock/tensor/attention/plan.h"
 
 namespace penstock {
 

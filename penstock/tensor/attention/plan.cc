@@ -1,4 +1,4 @@
-#include "penstock/tensor/attention_plan.h"
+#include "penstock/tensor/attention/plan.h"
 
 #include <ATen/ops/arange.h>
 

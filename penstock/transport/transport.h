@@ -1,0 +1,103 @@
+// Moving tensors between ranks, and the collectives of groups of them. A Transport is one rank's end of it; every wait
+// has a deadline, and whoever fails ends the waiting of all.
+//
+//   transport.post_receive(/*from=*/0, tag);                 // rank 1
+//   transport.send(/*to=*/1, tag, {activation}, deadline);   // rank 0
+//   Message message = transport.receive(0, tag, deadline);   // rank 1
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "penstock/transport/gate.h"
+
+namespace penstock {
+
+// What a message is called between two ranks: the channel that it goes through, and its number there.
+struct Tag {
+  std::uint32_t channel = 0;
+  std::uint32_t number = 0;
+  friend bool operator==(const Tag&, const Tag&) = default;
+};
+
+// Tensors that travel together; an undefined one stands for None.
+using Message = std::vector<at::Tensor>;
+
+class TransportError : public std::runtime_error {
+ public:
+  enum class Why {
+    // Nothing came within the deadline.
+    Late,
+    // The other rank is not there any more.
+    Gone,
+    // Another rank has failed, and said so.
+    Aborted,
+  };
+  static constexpr int kNobody = -1;
+
+  TransportError(Why why, int peer, const std::string& what) : std::runtime_error(what), why_(why), peer_(peer) {}
+
+  Why why() const { return why_; }
+  // The rank that was waited for, or kNobody.
+  int peer() const { return peer_; }
+
+ private:
+  Why why_;
+  int peer_;
+};
+
+// A collective that has begun. Its tensors are not to be touched before wait returns.
+class Work {
+ public:
+  virtual ~Work() = default;
+  // Throws TransportError.
+  virtual void wait(Deadline deadline) = 0;
+};
+
+// Some ranks that act together. All of them call the same in the same order. Sums are made in the order of members.
+class Group {
+ public:
+  virtual ~Group() = default;
+  // How many they are, and which one this is.
+  virtual int size() const = 0;
+  virtual int member() const = 0;
+
+  // Every tensor becomes the sum over all members.
+  virtual std::unique_ptr<Work> all_reduce(std::vector<at::Tensor> tensors) = 0;
+  // `whole` becomes the parts of all members, one behind the other; each part has 1/size of its elements.
+  virtual std::unique_ptr<Work> all_gather(at::Tensor whole, at::Tensor part) = 0;
+  // `part` becomes this member's part of the sum of all wholes.
+  virtual std::unique_ptr<Work> reduce_scatter(at::Tensor part, at::Tensor whole) = 0;
+  // Every tensor becomes that of member `root`.
+  virtual std::unique_ptr<Work> broadcast(std::vector<at::Tensor> tensors, int root) = 0;
+  virtual std::unique_ptr<Work> barrier() = 0;
+};
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+  virtual int rank() const = 0;
+  virtual int ranks() const = 0;
+
+  // Says that a message will be taken.
+  virtual void post_receive(int from, Tag tag) = 0;
+  // May wait until the receive is posted. What was sent is the receiver's, which may write into it without the sender
+  // seeing it. Throws TransportError.
+  virtual void send(int to, Tag tag, Message message, Deadline deadline) = 0;
+  // The message, once it has come. Throws TransportError.
+  virtual Message receive(int from, Tag tag, Deadline deadline) = 0;
+
+  // A group of ranks, this one among them, in the order of its list. All of its members ask for it, and groups that
+  // have a rank in common are asked for in the same order.
+  virtual std::shared_ptr<Group> group(const std::vector<int>& ranks) = 0;
+
+  // Ends all waiting on all ranks, now and later. The first call counts.
+  virtual void abort(const std::string& why) noexcept = 0;
+};
+
+}  // namespace penstock
