@@ -1,7 +1,5 @@
 #include "penstock/transport/threads.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/_lazy_clone.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -106,7 +104,6 @@ class ThreadWork : public Work {
   std::uint64_t number_;
 };
 
-// Collectives write into tensors of others, of which autograd is to know nothing.
 void require_same_sizes(const std::vector<Contribution>& all, const char* what) {
   const Tensors& first = all.front().tensors;
   for (const Contribution& one : all) {
@@ -192,8 +189,7 @@ class ThreadGroup : public Group {
  private:
   std::unique_ptr<Work> bring(std::function<void(std::vector<Contribution>&)> act, Tensors tensors) {
     const c10::AutoGradMode no_grad(false);
-    const std::uint64_t number =
-        meeting_->bring(member_, {.act = std::move(act), .tensors = std::move(tensors)});
+    const std::uint64_t number = meeting_->bring(member_, {.act = std::move(act), .tensors = std::move(tensors)});
     return std::make_unique<ThreadWork>(shared_, meeting_, number);
   }
 
@@ -213,11 +209,6 @@ class ThreadTransport : public Transport {
   void post_receive(int from, Tag tag) override { box_of(rank_).open(key_of(from, tag)); }
 
   void send(int to, Tag tag, Message message, Deadline deadline) override {
-    // Both ends have the same memory until one of them writes.
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    for (at::Tensor& tensor : message) {
-      if (tensor.defined()) tensor = at::_lazy_clone(tensor);
-    }
     require_ready(box_of(to).put(key_of(rank_, tag), std::move(message), deadline), *shared_, to,
                   "no receive was posted on rank " + std::to_string(to));
   }

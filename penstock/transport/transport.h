@@ -86,8 +86,8 @@ class Transport {
 
   // Says that a message will be taken.
   virtual void post_receive(int from, Tag tag) = 0;
-  // May wait until the receive is posted. What was sent is the receiver's, which may write into it without the sender
-  // seeing it. Throws TransportError.
+  // May wait until the receive is posted. What was sent is the receiver's: the sender does not touch it again. Whether a
+  // tensor requires grad is told too. Throws TransportError.
   virtual void send(int to, Tag tag, Message message, Deadline deadline) = 0;
   // The message, once it has come. Throws TransportError.
   virtual Message receive(int from, Tag tag, Deadline deadline) = 0;

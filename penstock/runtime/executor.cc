@@ -1,0 +1,199 @@
+#include "penstock/runtime/executor.h"
+
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/record_function.h>
+#include <c10/core/GradMode.h>
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "penstock/schedule/draw.h"
+#include "penstock/tensor/nested.h"
+#include "penstock/tensor/random_scope.h"
+
+namespace penstock {
+namespace {
+
+std::int64_t bytes_of(const std::vector<Message>& messages) {
+  std::int64_t bytes = 0;
+  for (const Message& message : messages) {
+    for (const at::Tensor& tensor : message) {
+      if (tensor.defined()) bytes += static_cast<std::int64_t>(tensor.nbytes());
+    }
+  }
+  return bytes;
+}
+
+std::int64_t nanoseconds(Clock::duration duration) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count();
+}
+
+c10::IValue detached(const c10::IValue& value) {
+  return map_leaves(value, [](const c10::IValue& leaf) -> c10::IValue {
+    return leaf.isTensor() && leaf.toTensor().defined() ? leaf.toTensor().detach() : leaf;
+  });
+}
+
+}  // namespace
+
+void Executor::run(StepWork& work, std::vector<ActionRecord>& record, Progress& progress) {
+  work_ = &work;
+  const Schedule& schedule = *work.schedule;
+  const auto cells = schedule.graph().edges().size() * static_cast<std::size_t>(schedule.microbatches());
+  for (std::vector<Message>* places : {&activations_, &gradients_}) {
+    places->clear();
+    places->resize(cells);
+  }
+  for (const auto& [index, stage] : stages_) stage->begin(*work.wiring, schedule.microbatches(), work.backward);
+
+  const std::span<const Action> actions = schedule.actions(transport_->rank());
+  record.assign(actions.size(), {});
+  const c10::AutoGradMode grad_mode(work.backward);
+  std::int64_t now = nanoseconds(Clock::now() - work.began);
+  for (std::size_t i = 0; i < actions.size(); ++i) {
+    progress.since.store(now, std::memory_order_relaxed);
+    progress.position.store(static_cast<int>(i), std::memory_order_release);
+    now_ = &record[i];
+    now_->start = now;
+    {
+      RECORD_FUNCTION_WITH_SCOPE(at::RecordScope::USER_SCOPE, "PP:" + to_string(actions[i]),
+                                 c10::ArrayRef<c10::IValue>());
+      run_action(actions[i]);
+    }
+    now = nanoseconds(Clock::now() - work.began);
+    now_->end = now;
+  }
+  progress.position.store(static_cast<int>(actions.size()), std::memory_order_release);
+}
+
+void Executor::run_action(const Action& action) {
+  switch (action.computation) {
+    case Computation::SendForward:
+    case Computation::SendBackward: send(action); break;
+    case Computation::RecvForward:
+    case Computation::RecvBackward: post_receive(action); break;
+    case Computation::Unshard:
+    case Computation::Reshard:
+    case Computation::ReduceGrad:
+    case Computation::SumShared: break;
+    default: for_each_part(action, [this](const Action& part) { run_computation(part); });
+  }
+}
+
+void Executor::run_computation(const Action& part) {
+  switch (part.computation) {
+    case Computation::Forward: forward(part); break;
+    case Computation::WeightBackward: stages_.at(part.stage)->weight_backward(part.microbatch); break;
+    default: backward(part);
+  }
+}
+
+void Executor::forward(const Action& action) {
+  static const Args kNoArgs;
+  static const Kwargs kNoKwargs;
+  const auto microbatch = static_cast<std::size_t>(action.microbatch);
+  PipelineStage& stage = *stages_.at(action.stage);
+  std::vector<Message> received = collect(action.stage, action.microbatch, Way::Forward);
+  const auto kwargs = work_->kwargs.find(action.stage);
+  PipelineStage::Forwarded result;
+  {
+    const RandomScope scope(work_->seed, work_->step, action.microbatch, action.stage);
+    result = stage.forward(action.microbatch, std::move(received), stage.is_first() ? work_->args[microbatch] : kNoArgs,
+                           kwargs == work_->kwargs.end() ? kNoKwargs : kwargs->second[microbatch]);
+  }
+  if (stage.is_last()) compute_loss(action.microbatch, result.output);
+  for (const at::Tensor& term : result.losses) {
+    if (work_->backward && term.requires_grad()) {
+      stage.add_root(action.microbatch, term, at::scalar_tensor(work_->weights[microbatch], term.options()));
+    }
+    work_->loss_terms[microbatch][action.stage].push_back(term.detach());
+  }
+  put(action.stage, action.microbatch, Way::Forward, std::move(result.sent));
+}
+
+void Executor::compute_loss(int microbatch, const c10::IValue& output) {
+  const auto at = static_cast<std::size_t>(microbatch);
+  if (work_->loss && !work_->targets.empty()) {
+    const at::Tensor loss = work_->loss(output, work_->targets[at], work_->loss_kwargs);
+    if (!loss.defined() || loss.numel() != 1) {
+      throw StageError("the loss of microbatch " + std::to_string(microbatch) + ": found " + describe(loss) +
+                       ", expected a tensor of one element.");
+    }
+    if (work_->backward && loss.requires_grad()) {
+      const at::Tensor seed = at::scalar_tensor(work_->weights[at], loss.options().requires_grad(false));
+      stages_.at(work_->schedule->stages() - 1)->add_root(microbatch, loss, seed.expand_as(loss));
+    }
+    work_->losses[at] = loss.detach();
+  }
+  if (work_->keep_outputs) work_->outputs[at] = detached(output);
+}
+
+void Executor::backward(const Action& action) {
+  PipelineStage& stage = *stages_.at(action.stage);
+  std::vector<Message> gradients = collect(action.stage, action.microbatch, Way::Backward);
+  put(action.stage, action.microbatch, Way::Backward,
+      action.computation == Computation::FullBackward ? stage.full_backward(action.microbatch, std::move(gradients))
+                                                      : stage.input_backward(action.microbatch, std::move(gradients)));
+}
+
+Message& Executor::place_of(Way way, int edge, int microbatch) {
+  const auto at = static_cast<std::size_t>(edge) * static_cast<std::size_t>(work_->schedule->microbatches()) +
+                  static_cast<std::size_t>(microbatch);
+  return way == Way::Forward ? activations_[at] : gradients_[at];
+}
+
+Tag Executor::tag_of(Way way, int edge, int microbatch) const {
+  return {.channel = static_cast<std::uint32_t>(edge) * 2 + (way == Way::Forward ? 0 : 1),
+          .number = static_cast<std::uint32_t>(microbatch)};
+}
+
+// What a computation needs of other stages: activations along the edges that lead to its stage, or gradients along those
+// that lead away.
+std::vector<Message> Executor::collect(int stage, int microbatch, Way way) {
+  const StageGraph& graph = work_->schedule->graph();
+  const Placement& placement = work_->schedule->placement();
+  std::vector<Message> messages;
+  for (const int edge : way == Way::Forward ? graph.in_edges(stage) : graph.out_edges(stage)) {
+    const Edge& ends = graph.edges()[static_cast<std::size_t>(edge)];
+    const int from = placement.rank_of(way == Way::Forward ? ends.from : ends.to);
+    if (from == transport_->rank()) {
+      messages.push_back(std::exchange(place_of(way, edge, microbatch), {}));
+      continue;
+    }
+    const auto start = Clock::now();
+    messages.push_back(transport_->receive(from, tag_of(way, edge, microbatch), deadline()));
+    now_->waited += nanoseconds(Clock::now() - start);
+  }
+  now_->bytes += bytes_of(messages);
+  return messages;
+}
+
+void Executor::put(int stage, int microbatch, Way way, std::vector<Message> messages) {
+  const StageGraph& graph = work_->schedule->graph();
+  std::size_t next = 0;
+  for (const int edge : way == Way::Forward ? graph.out_edges(stage) : graph.in_edges(stage)) {
+    place_of(way, edge, microbatch) = std::move(messages[next++]);
+  }
+}
+
+void Executor::send(const Action& action) {
+  const Edge ends = edge_under(action);
+  const int edge = work_->schedule->graph().edge_index(ends.from, ends.to);
+  const Way way = action.carries_activation() ? Way::Forward : Way::Backward;
+  Message message = std::exchange(place_of(way, edge, action.microbatch), {});
+  now_->bytes = bytes_of({message});
+  transport_->send(work_->schedule->placement().rank_of(action.other_stage), tag_of(way, edge, action.microbatch),
+                   std::move(message), deadline());
+  // On its way a send does nothing but wait for its receive.
+  now_->waited = 0;
+}
+
+void Executor::post_receive(const Action& action) {
+  const Edge ends = edge_under(action);
+  const Way way = action.carries_activation() ? Way::Forward : Way::Backward;
+  transport_->post_receive(work_->schedule->placement().rank_of(action.other_stage),
+                           tag_of(way, work_->schedule->graph().edge_index(ends.from, ends.to), action.microbatch));
+}
+
+}  // namespace penstock

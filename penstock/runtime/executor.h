@@ -1,0 +1,95 @@
+// The executor: one loop that walks a rank's lowered actions, whatever the schedule, the placement or the graph of
+// stages.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <span>
+#include <vector>
+
+#include "penstock/runtime/record.h"
+#include "penstock/runtime/step.h"
+#include "penstock/schedule/schedule.h"
+#include "penstock/stage/stage.h"
+#include "penstock/stage/wiring.h"
+#include "penstock/transport/transport.h"
+
+namespace penstock {
+
+// One step, as all ranks see it. What comes out is written by the rank that has it, each place by one rank only.
+struct StepWork {
+  const Schedule* schedule = nullptr;
+  const Wiring* wiring = nullptr;
+  bool backward = false;
+  // By microbatch.
+  std::vector<Args> args;
+  std::map<int, std::vector<Kwargs>> kwargs;
+  std::vector<c10::IValue> targets;
+  std::vector<double> weights;
+  LossFunction loss;
+  Kwargs loss_kwargs;
+  bool keep_outputs = false;
+  std::uint64_t seed = 0;
+  std::int64_t step = 0;
+  Clock::duration timeout = {};
+  Clock::time_point began = {};
+
+  std::vector<c10::IValue> outputs;
+  std::vector<at::Tensor> losses;
+  // By microbatch and stage.
+  std::vector<std::map<int, std::vector<at::Tensor>>> loss_terms;
+};
+
+// Where a rank is, for others to see.
+struct Progress {
+  // The index of the action that it has begun last; -1 before the first.
+  std::atomic<int> position = -1;
+  // When it began, in nanoseconds of the step.
+  std::atomic<std::int64_t> since = 0;
+};
+
+class Executor {
+ public:
+  // The stages of one rank, by index.
+  Executor(Transport& transport, std::map<int, PipelineStage*> stages)
+      : transport_(&transport), stages_(std::move(stages)) {}
+
+  // Runs this rank's part of a step, and writes down what ran. Throws whatever an action throws; `progress` then says
+  // which.
+  void run(StepWork& work, std::vector<ActionRecord>& record, Progress& progress);
+
+ private:
+  // Which way a message goes along an edge.
+  enum class Way { Forward, Backward };
+
+  void run_action(const Action& action);
+  void run_computation(const Action& part);
+  void forward(const Action& action);
+  void compute_loss(int microbatch, const c10::IValue& output);
+  void backward(const Action& action);
+  void send(const Action& action);
+  void post_receive(const Action& action);
+
+  std::vector<Message> collect(int stage, int microbatch, Way way);
+  void put(int stage, int microbatch, Way way, std::vector<Message> messages);
+  Message& place_of(Way way, int edge, int microbatch);
+  Tag tag_of(Way way, int edge, int microbatch) const;
+  Deadline deadline() const { return Clock::now() + work_->timeout; }
+
+  Transport* transport_;
+  std::map<int, PipelineStage*> stages_;
+
+  // Of the step that runs.
+  StepWork* work_ = nullptr;
+  ActionRecord* now_ = nullptr;
+  // What waits for a stage of this rank, or to be sent: by edge and microbatch.
+  std::vector<Message> activations_;
+  std::vector<Message> gradients_;
+};
+
+}  // namespace penstock

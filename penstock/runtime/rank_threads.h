@@ -1,0 +1,35 @@
+// The threads of this process's ranks: they wait for work, do it all at once, and are joined when this ends.
+#pragma once
+
+#include <functional>
+#include <thread>
+#include <vector>
+
+#include "penstock/transport/gate.h"
+
+namespace penstock {
+
+class RankThreads {
+ public:
+  // `intra_op_threads` for each rank's own operators.
+  RankThreads(int ranks, int intra_op_threads);
+  ~RankThreads();
+  RankThreads(const RankThreads&) = delete;
+  RankThreads& operator=(const RankThreads&) = delete;
+
+  // Calls work(rank) on each thread and returns when all have returned. It must not throw.
+  void run(const std::function<void(int)>& work);
+
+ private:
+  void serve(int rank, int intra_op_threads);
+
+  Gate gate_;
+  // Counts the rounds of work; each thread does each of them once.
+  long round_ = 0;
+  int working_ = 0;
+  bool ending_ = false;
+  const std::function<void(int)>* work_ = nullptr;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace penstock

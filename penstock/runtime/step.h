@@ -1,0 +1,39 @@
+// What goes into a step and comes out of it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <functional>
+#include <map>
+#include <vector>
+
+#include "penstock/tensor/microbatch.h"
+
+namespace penstock {
+
+// The loss of a microbatch: a tensor of one element.
+using LossFunction =
+    std::function<at::Tensor(const c10::IValue& output, const c10::IValue& target, const Kwargs& loss_kwargs)>;
+
+struct StepOptions {
+  // Keyword arguments of later stages, by stage. They are split as those of the first are.
+  std::map<int, Kwargs> stage_kwargs = {};
+  Kwargs loss_kwargs = {};
+  // The weight of each microbatch's loss; left out: 1 / microbatches, or 1 without scale_grads.
+  std::vector<double> weights = {};
+  // Gradients are reduced over replicas and shared parameters in this step. Of an accumulation, only the last one does.
+  bool reduce = true;
+  bool return_outputs = true;
+};
+
+struct StepResult {
+  // Of all microbatches, merged; None unless asked for.
+  c10::IValue output = {};
+  // By microbatch; empty without a loss. Detached.
+  std::vector<at::Tensor> losses = {};
+  // Terms that stages have handed in by add_loss, by microbatch and in the order of stages.
+  std::vector<std::vector<at::Tensor>> loss_terms = {};
+};
+
+}  // namespace penstock

@@ -1,0 +1,403 @@
+#include "penstock/stage/backward.h"
+
+#include <ATen/EmptyTensor.h>
+#include <c10/util/flat_hash_map.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <typeindex>
+#include <typeinfo>
+#include <utility>
+
+namespace penstock {
+namespace {
+
+using torch::autograd::Edge;
+using torch::autograd::edge_list;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+using NodePtr = c10::intrusive_ptr<Node>;
+
+// Where the gradients of a stage's inputs end: it has no children, and keeps what arrives.
+class InputNode final : public Node {
+ public:
+  std::string name() const override { return "PenstockStageInputs"; }
+
+  variable_list apply(variable_list&& gradients) override {
+    gradients_ = std::move(gradients);
+    return {};
+  }
+
+  // One for each input, undefined where none arrived.
+  variable_list take() {
+    gradients_.resize(num_inputs());
+    return std::exchange(gradients_, {});
+  }
+
+ private:
+  variable_list gradients_;
+};
+
+// Where a run of the engine starts. Unlike libtorch's own node for it, it lets go of the gradients when it hands them
+// out, and some may be undefined.
+class RootNode final : public Node {
+ public:
+  // It is run by giving it `signal`. The gradients are listed as its inputs too, so that the engine knows their devices.
+  RootNode(const at::Tensor& signal, edge_list edges, variable_list gradients)
+      : Node(std::move(edges)), gradients_(std::move(gradients)) {
+    add_input_metadata(signal);
+    for (const at::Tensor& gradient : gradients_) {
+      if (gradient.defined()) add_input_metadata(gradient);
+    }
+  }
+
+  std::string name() const override { return "PenstockRoots"; }
+
+  variable_list apply(variable_list&& /*signal*/) override { return std::exchange(gradients_, {}); }
+
+ private:
+  variable_list gradients_;
+};
+
+// The products: each gradient has a formula of its own, which is as much work as the forward, and the formula of the
+// second factor needs the first factor and the gradient that arrives. All of them ask which gradients are due. The
+// others of libtorch's nodes do so too, but either compute several at once when one is due (normalisations, attention,
+// RNNs, cat, stack, prelu, …; none of these must run twice), or are so little work that it is better to keep their
+// gradients than what these are computed from.
+constexpr std::array<std::string_view, 10> kProducts = {
+    "AddbmmBackward0", "AddmmBackward0",       "AddmvBackward0",  "BaddbmmBackward0", "BmmBackward0",
+    "MmBackward0",     "ConvolutionBackward0", "LinearBackward0", "MvBackward0",      "TrilinearBackward0"};
+
+// Whether the node can be run once for its inputs and once for its parameters, without doing anything twice. A type
+// that is not known (a custom function's, CopySlices, …) cannot.
+bool is_product(const Node& node) {
+  thread_local ska::flat_hash_map<std::type_index, bool> known;
+  const std::type_info& type = typeid(node);
+  const auto found = known.find(type);
+  if (found != known.end()) return found->second;
+  const bool generated = std::string_view(type.name()).starts_with("N5torch8autograd9generated");
+  const bool result = generated && std::ranges::find(kProducts, node.name()) != kProducts.end();
+  known.emplace(type, result);
+  return result;
+}
+
+// Stands in the graph for a node which leads both to an input and to a parameter: in the first half with the edges
+// towards the inputs, in the second with the others. It has the node's sequence number, by which the engine orders
+// nodes: sums of gradients are formed in the order of a whole backward.
+class BorderNode final : public Node {
+ public:
+  // `inward` and `outward` are the node's edges towards the inputs and the others, each at its index.
+  BorderNode(NodePtr node, edge_list inward, edge_list outward)
+      : Node(node->sequence_nr(), std::move(inward)), node_(std::move(node)), outward_(std::move(outward)) {
+    for (std::uint32_t i = 0; i < node_->num_inputs(); ++i) input_metadata_.push_back(node_->input_metadata(i));
+    tensor_pre_hooks_ = std::move(node_->tensor_pre_hooks());
+    retains_grad_hooks_ = std::move(node_->retains_grad_hooks());
+    pre_hooks_ = std::move(node_->pre_hooks());
+    // Hooks after a node see the gradients of all its children, so with one they must be there together.
+    runs_twice_ = is_product(*node_) && node_->post_hooks().empty();
+    // The node looks at its own edges to see which gradients are due.
+    if (runs_twice_) node_->next_edges() = next_edges_;
+  }
+
+  // A tensor that the node saved may be all that holds the node before it, which saved one too, and so on: released one
+  // by one, they do not release each other in a recursion.
+  ~BorderNode() override {
+    if (node_) node_->release_variables();
+  }
+
+  BorderNode(const BorderNode&) = delete;
+  BorderNode& operator=(const BorderNode&) = delete;
+
+  std::string name() const override { return "PenstockBorder"; }
+
+  // Between the halves. The hooks before the node have been called.
+  void turn() {
+    next_edges_ = std::move(outward_);
+    if (runs_twice_) {
+      node_->next_edges() = next_edges_;
+    } else {
+      node_.reset();
+    }
+    tensor_pre_hooks_.clear();
+    retains_grad_hooks_.clear();
+    pre_hooks_.clear();
+    turned_ = true;
+  }
+
+  variable_list apply(variable_list&& gradients) override {
+    if (!turned_ && runs_twice_) {
+      kept_ = gradients;
+      return (*node_)(std::move(gradients));
+    }
+    if (!turned_) return run_for_both(std::move(gradients));
+    return runs_twice_ ? run_last(std::exchange(kept_, {})) : std::exchange(kept_, {});
+  }
+
+ private:
+  variable_list run_last(variable_list gradients) {
+    node_->will_release_variables();
+    variable_list results = (*node_)(std::move(gradients));
+    node_->release_variables();
+    return results;
+  }
+
+  variable_list run_for_both(variable_list gradients) {
+    variable_list results;
+    if (node_->post_hooks().empty()) {
+      results = run_last(std::move(gradients));
+    } else {
+      results = run_last(gradients);
+      for (const auto& hook : node_->post_hooks()) results = (*hook)(results, gradients);
+    }
+    // The engine refuses another number of results than there are edges, when it gets them.
+    kept_.resize(outward_.size());
+    for (std::size_t i = 0; i < std::min(results.size(), kept_.size()); ++i) {
+      if (outward_[i].is_valid()) kept_[i] = std::exchange(results[i], {});
+    }
+    // What the engine does to results, and would do in the second half: above all, it sums what was broadcast, so that
+    // less is kept.
+    torch::autograd::validate_outputs(outward_, kept_, [this](const std::string& what) {
+      return "Function " + node_->name() + " returned an " + what;
+    });
+    return results;
+  }
+
+  NodePtr node_;
+  edge_list outward_;
+  // What arrived, of a node that runs twice; what leaves by the outward edges, of one that does not.
+  variable_list kept_;
+  bool runs_twice_ = false;
+  bool turned_ = false;
+};
+
+using BorderPtr = c10::intrusive_ptr<BorderNode>;
+
+// Finds the nodes that lead to a stage's inputs, and puts a BorderNode in the place of each of them that leads to a
+// parameter too. A graph can be deep, so there is no recursion.
+class Division {
+ public:
+  explicit Division(const Node* inputs) : inputs_(inputs) {}
+
+  // Whether the root leads to an input; then it may be moved to a border.
+  bool leads_inward(Edge& root) {
+    walk(root.function.get());
+    return redirect(root);
+  }
+
+  std::vector<BorderPtr> take_borders() { return std::move(borders_); }
+
+ private:
+  static constexpr std::int64_t kOutward = -2;
+  static constexpr std::int64_t kInward = -1;
+
+  struct Step {
+    Node* node;
+    std::size_t next_edge;
+  };
+
+  void walk(Node* root) {
+    enter(root);
+    while (!way_.empty()) {
+      Step& step = way_.back();
+      if (step.next_edge < step.node->num_outputs()) {
+        enter(step.node->next_edge(step.next_edge++).function.get());
+      } else {
+        Node* node = step.node;
+        way_.pop_back();
+        divide(*node);
+      }
+    }
+  }
+
+  void enter(Node* node) {
+    if (node != nullptr && node->num_outputs() > 0 && places_.emplace(node, kOutward).second) way_.push_back({node, 0});
+  }
+
+  // Its children have been divided.
+  void divide(Node& node) {
+    inward_.clear();
+    bool outward = false;
+    for (Edge& edge : node.next_edges()) {
+      inward_.push_back(edge.is_valid() && redirect(edge));
+      outward = outward || (edge.is_valid() && !inward_.back());
+    }
+    if (std::ranges::find(inward_, true) == inward_.end()) return;
+    places_[&node] = outward ? static_cast<std::int64_t>(borders_.size()) : kInward;
+    if (outward) add_border(node);
+  }
+
+  void add_border(Node& node) {
+    edge_list to_inputs(node.num_outputs());
+    edge_list to_parameters(node.num_outputs());
+    for (std::size_t i = 0; i < inward_.size(); ++i) (inward_[i] ? to_inputs : to_parameters)[i] = node.next_edge(i);
+    borders_.push_back(c10::make_intrusive<BorderNode>(node.getptr(), std::move(to_inputs), std::move(to_parameters)));
+  }
+
+  // Whether the edge leads to an input; then it is moved to the border that stands for its node, if one does.
+  bool redirect(Edge& edge) const {
+    if (edge.function.get() == inputs_) return true;
+    const auto found = places_.find(edge.function.get());
+    if (found == places_.end() || found->second == kOutward) return false;
+    if (found->second != kInward) edge.function = borders_[static_cast<std::size_t>(found->second)];
+    return true;
+  }
+
+  const Node* inputs_;
+  // For each node that has children: kOutward, kInward, or the index of its border.
+  ska::flat_hash_map<const Node*, std::int64_t> places_;
+  std::vector<BorderPtr> borders_;
+  std::vector<Step> way_;
+  std::vector<bool> inward_;
+};
+
+}  // namespace
+
+struct StageInputs::Start {
+  c10::intrusive_ptr<InputNode> node = c10::make_intrusive<InputNode>();
+};
+
+StageInputs::StageInputs(const std::vector<at::Tensor>& received, const std::vector<bool>& needs_grad)
+    : start_(std::make_unique<Start>()) {
+  if (received.size() != needs_grad.size()) {
+    throw std::invalid_argument(std::to_string(received.size()) + " tensors were received, but " +
+                                std::to_string(needs_grad.size()) + " are said to need a gradient or not.");
+  }
+  tensors_.reserve(received.size());
+  for (std::size_t i = 0; i < received.size(); ++i) {
+    const bool has_gradient =
+        needs_grad[i] && received[i].defined() && torch::autograd::isDifferentiableType(received[i].scalar_type());
+    if (has_gradient && received[i].is_inference()) {
+      throw std::invalid_argument("input " + std::to_string(i) +
+                                  " is to have a gradient, but was made in inference mode.");
+    }
+    tensors_.push_back(!received[i].defined() ? at::Tensor()
+                                              : at::Tensor(received[i].getIntrusivePtr()->shallow_copy_and_detach(
+                                                    c10::VariableVersion(0), /*allow_tensor_metadata_change=*/true)));
+    // The node has an input for each tensor, so that gradients are found by the tensors' numbers.
+    if (has_gradient) {
+      torch::autograd::impl::set_gradient_edge(tensors_[i],
+                                               {start_->node, start_->node->add_input_metadata(tensors_[i])});
+    } else {
+      start_->node->add_input_metadata(Node::undefined_input());
+    }
+  }
+}
+
+StageInputs::~StageInputs() = default;
+StageInputs::StageInputs(StageInputs&&) noexcept = default;
+StageInputs& StageInputs::operator=(StageInputs&&) noexcept = default;
+
+// What a run of the engine starts from: edges into the graph, and the gradients that enter there. A border's is
+// undefined, for it has what it needs.
+struct StageBackward::Roots {
+  edge_list edges;
+  variable_list gradients;
+
+  void add(Edge edge, at::Tensor gradient) {
+    edges.push_back(std::move(edge));
+    gradients.push_back(std::move(gradient));
+  }
+
+  // Through all that can be reached, releasing it on the way.
+  void run() && {
+    if (edges.empty()) return;
+    static const at::Tensor signal(at::detail::empty_cpu({0}, at::kFloat));
+    const Edge root(c10::make_intrusive<RootNode>(signal, std::move(edges), std::move(gradients)), 0);
+    torch::autograd::Engine::get_default_engine().execute({root}, {signal}, /*keep_graph=*/false,
+                                                          /*create_graph=*/false, /*accumulate_grad=*/true);
+  }
+};
+
+struct StageBackward::Graph {
+  c10::intrusive_ptr<InputNode> inputs;
+  // Of each output; not valid for one that requires no gradient.
+  edge_list outputs;
+  bool between_halves = false;
+  Roots of_weight_half;
+};
+
+StageBackward::StageBackward(StageInputs inputs, const std::vector<at::Tensor>& outputs)
+    : graph_(std::make_unique<Graph>()) {
+  if (inputs.start_ == nullptr) throw std::logic_error("the inputs of this backward belong to another one already.");
+  graph_->inputs = std::move(inputs.start_->node);
+  graph_->outputs.reserve(outputs.size());
+  for (const at::Tensor& output : outputs) {
+    const bool has_gradient = output.defined() && output.requires_grad();
+    graph_->outputs.push_back(has_gradient ? torch::autograd::impl::gradient_edge(output) : Edge());
+  }
+}
+
+StageBackward::~StageBackward() = default;
+StageBackward::StageBackward(StageBackward&&) noexcept = default;
+StageBackward& StageBackward::operator=(StageBackward&&) noexcept = default;
+
+StageBackward::Roots StageBackward::roots(const char* caller, std::vector<at::Tensor> gradients) const {
+  if (graph_ == nullptr) throw std::logic_error(std::string(caller) + " of a backward that has run already.");
+  if (graph_->between_halves) {
+    throw std::logic_error(std::string(caller) + " after input_half(): what is left to run is weight_half().");
+  }
+  if (gradients.size() != graph_->outputs.size()) {
+    throw std::invalid_argument("a stage with " + std::to_string(graph_->outputs.size()) + " outputs was given " +
+                                std::to_string(gradients.size()) + " gradients.");
+  }
+  Roots result;
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    const Edge& edge = graph_->outputs[i];
+    if (!edge.is_valid() || !gradients[i].defined()) continue;
+    const auto& expected = edge.function->input_metadata(edge.input_nr);
+    if (!expected.is_same_shape(gradients[i])) {
+      std::ostringstream message;
+      message << "output " << i << " has shape " << expected.shape_as_dim_vector() << ", but its gradient "
+              << gradients[i].sizes() << ".";
+      throw std::invalid_argument(message.str());
+    }
+    result.add(edge, std::move(gradients[i]));
+  }
+  return result;
+}
+
+std::vector<at::Tensor> StageBackward::full(std::vector<at::Tensor> output_gradients) {
+  Roots all = roots("full()", std::move(output_gradients));
+  const std::unique_ptr<Graph> graph = std::move(graph_);
+  graph->outputs.clear();
+  std::move(all).run();
+  return graph->inputs->take();
+}
+
+std::vector<at::Tensor> StageBackward::input_half(std::vector<at::Tensor> output_gradients) {
+  Roots all = roots("input_half()", std::move(output_gradients));
+  std::unique_ptr<Graph> graph = std::move(graph_);
+  graph->outputs.clear();
+  Roots of_input_half;
+  Division division(graph->inputs.get());
+  for (std::size_t i = 0; i < all.edges.size(); ++i) {
+    Edge& edge = all.edges[i];
+    Roots& half = division.leads_inward(edge) ? of_input_half : graph->of_weight_half;
+    half.add(std::move(edge), std::move(all.gradients[i]));
+  }
+  std::move(of_input_half).run();
+  for (BorderPtr& border : division.take_borders()) {
+    border->turn();
+    graph->of_weight_half.add({std::move(border), 0}, {});
+  }
+  graph->between_halves = true;
+  graph_ = std::move(graph);
+  return graph_->inputs->take();
+}
+
+void StageBackward::weight_half() {
+  if (graph_ == nullptr) throw std::logic_error("weight_half() of a backward that has run already.");
+  if (!graph_->between_halves) throw std::logic_error("weight_half() before input_half().");
+  const std::unique_ptr<Graph> graph = std::move(graph_);
+  std::move(graph->of_weight_half).run();
+}
+
+}  // namespace penstock

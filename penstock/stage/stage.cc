@@ -1,0 +1,338 @@
+#include "penstock/stage/stage.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/_lazy_clone.h>
+#include <ATen/ops/clone.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/COW.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "penstock/stage/backward.h"
+#include "penstock/tensor/nested.h"
+
+namespace penstock {
+namespace {
+
+// The losses that the forward on this thread hands in; null outside of one.
+thread_local std::vector<at::Tensor>* handed_in = nullptr;
+
+class HandingIn {
+ public:
+  explicit HandingIn(std::vector<at::Tensor>& losses) : outer_(std::exchange(handed_in, &losses)) {}
+  ~HandingIn() { handed_in = outer_; }
+  HandingIn(const HandingIn&) = delete;
+  HandingIn& operator=(const HandingIn&) = delete;
+
+ private:
+  std::vector<at::Tensor>* outer_;
+};
+
+// A tensor of its own for another stage, which may write into it: both have the same memory until one of them does.
+// It requires grad if the other stage is to give a gradient for it.
+at::Tensor handed_over(const at::Tensor& tensor) {
+  if (!tensor.defined()) return tensor;
+  at::Tensor result;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+    const bool can_share =
+        c10::impl::cow::is_cow_data_ptr(storage.data_ptr()) || c10::impl::cow::has_simple_data_ptr(storage);
+    result = can_share ? at::_lazy_clone(tensor) : at::clone(tensor);
+  }
+  if (tensor.requires_grad()) result.requires_grad_();
+  return result;
+}
+
+// The same value with the same place in the graph, whatever the stage then writes into the first.
+at::Tensor same_place(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.requires_grad()) return tensor;
+  at::Tensor result = tensor.variable_data();
+  torch::autograd::impl::set_gradient_edge(result, torch::autograd::impl::gradient_edge(tensor));
+  return result;
+}
+
+// A tensor's place in the graph without its memory: a stage keeps no output for its backward.
+at::Tensor place_in_graph(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.requires_grad()) return {};
+  at::Tensor result = at::empty({0}, tensor.options().requires_grad(false));
+  torch::autograd::impl::set_gradient_edge(result, torch::autograd::impl::gradient_edge(tensor));
+  return result;
+}
+
+std::string place(int stage) {
+  return "stage " + std::to_string(stage);
+}
+
+// What a module gave, as the outputs that other stages can take.
+std::vector<at::Tensor> outputs_of(const c10::IValue& value, int stage) {
+  std::vector<c10::IValue> elements;
+  switch (node_kind(value)) {
+    case NodeKind::Tuple: elements = value.toTupleRef().elements().vec(); break;
+    case NodeKind::List: elements = value.toListRef().vec(); break;
+    default: elements = {value}; break;
+  }
+  std::vector<at::Tensor> outputs;
+  for (std::size_t i = 0; i < elements.size(); ++i) {
+    if (!elements[i].isTensor() && !elements[i].isNone()) {
+      throw StageError(place(stage) + ", output " + std::to_string(i) + ": found " + describe(elements[i]) +
+                       ", expected a tensor or None, which is what can go to another stage.");
+    }
+    outputs.push_back(elements[i].isNone() ? at::Tensor() : elements[i].toTensor());
+  }
+  return outputs;
+}
+
+c10::IValue value_of(const at::Tensor& tensor) {
+  return tensor.defined() ? c10::IValue(tensor) : c10::IValue();
+}
+
+void check(const std::string& what, const std::vector<std::optional<TensorMeta>>& expected,
+           const std::vector<at::Tensor>& found) {
+  std::vector<std::optional<TensorMeta>> metas;
+  for (const at::Tensor& tensor : found) {
+    metas.push_back(tensor.defined() ? std::optional(TensorMeta(tensor)) : std::nullopt);
+  }
+  // Strides are as they come.
+  for (std::size_t i = 0; i < std::min(metas.size(), expected.size()); ++i) {
+    if (metas[i] && expected[i]) metas[i]->strides = expected[i]->strides;
+  }
+  validate_tensors_metadata(what, expected, metas);
+}
+
+}  // namespace
+
+// One microbatch on its way.
+struct PipelineStage::Run {
+  std::optional<StageInputs> inputs;
+  // How many tensors came along each link.
+  std::vector<std::size_t> received;
+  // What each link's message has to do with the graph, one behind the other, then losses.
+  std::vector<at::Tensor> outputs;
+  std::vector<std::size_t> sent;
+  std::vector<at::Tensor> seeds;
+  // Made by the backward, out of the above.
+  std::optional<StageBackward> backward;
+  std::function<void()> dw;
+};
+
+PipelineStage::PipelineStage(StageModule module, int stage_index, int num_stages, StageOptions options)
+    : module_(std::move(module)), index_(stage_index), stages_(num_stages), options_(std::move(options)) {
+  if (stage_index < 0 || stage_index >= num_stages) {
+    throw StageError("there is no stage " + std::to_string(stage_index) + " of " + std::to_string(num_stages) +
+                     "; they go from 0 to " + std::to_string(num_stages - 1) + ".");
+  }
+  if (!module_.forward) throw StageError(place(index_) + " has no function for its forward.");
+}
+
+PipelineStage::~PipelineStage() = default;
+PipelineStage::PipelineStage(PipelineStage&&) noexcept = default;
+PipelineStage& PipelineStage::operator=(PipelineStage&&) noexcept = default;
+
+void PipelineStage::begin(const Wiring& wiring, int microbatches, bool backward) {
+  links_in_ = wiring.links_to(index_);
+  links_out_ = wiring.links_from(index_);
+  arguments_ = wiring.arguments(index_);
+  with_backward_ = backward;
+  runs_.clear();
+  runs_.resize(static_cast<std::size_t>(microbatches));
+}
+
+PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Message> received, const Args& args,
+                                                const Kwargs& kwargs) {
+  auto run = std::make_unique<Run>();
+  std::vector<at::Tensor> tensors;
+  for (Message& message : received) {
+    run->received.push_back(message.size());
+    std::move(message.begin(), message.end(), std::back_inserter(tensors));
+  }
+  std::vector<bool> needs_grad;
+  for (const at::Tensor& tensor : tensors) {
+    needs_grad.push_back(with_backward_ && tensor.defined() && tensor.requires_grad());
+  }
+  run->inputs.emplace(tensors, needs_grad);
+  tensors = run->inputs->tensors();
+
+  // Where each value that came is among the tensors.
+  const auto find = [&](const StageOutput& value) -> std::optional<std::size_t> {
+    std::size_t first = 0;
+    for (std::size_t link = 0; link < links_in_.size(); ++link) {
+      const auto& values = links_in_[link].values;
+      const auto count = run->received[link];
+      if (!values) {
+        if (value.stage == links_in_[link].from && static_cast<std::size_t>(value.output) < count) {
+          return first + static_cast<std::size_t>(value.output);
+        }
+      } else {
+        const auto found = std::find(values->begin(), values->end(), value);
+        if (found != values->end()) return first + static_cast<std::size_t>(found - values->begin());
+      }
+      first += count;
+    }
+    return std::nullopt;
+  };
+  const auto find_or_fail = [&](const StageOutput& value) {
+    const auto found = find(value);
+    if (!found) {
+      throw StageError(place(index_) + " should have output " + std::to_string(value.output) + " of stage " +
+                       std::to_string(value.stage) + ", which that stage does not give.");
+    }
+    return *found;
+  };
+
+  // What is handed on, before the stage writes into it.
+  std::vector<at::Tensor> handed_on;
+  for (const Wiring::Link& link : links_out_) {
+    if (!link.values) continue;
+    for (const StageOutput& value : *link.values) {
+      if (value.stage != index_) handed_on.push_back(same_place(tensors[find_or_fail(value)]));
+    }
+  }
+  std::vector<at::Tensor> handed_on_copies;
+  for (const at::Tensor& tensor : handed_on) handed_on_copies.push_back(handed_over(tensor));
+
+  Args arguments;
+  if (is_first()) {
+    arguments = args;
+  } else if (arguments_) {
+    for (const StageOutput& value : *arguments_) arguments.push_back(value_of(tensors[find_or_fail(value)]));
+  } else {
+    for (const at::Tensor& tensor : tensors) arguments.push_back(value_of(tensor));
+  }
+  if (options_.input_metadata) {
+    check(place(index_) + ", input", *options_.input_metadata, extract_tensor_args(to_value(arguments)));
+  }
+
+  Forwarded result;
+  {
+    const HandingIn handing_in(result.losses);
+    result.output = module_.forward(arguments, kwargs);
+  }
+  arguments.clear();
+  tensors.clear();
+
+  std::vector<at::Tensor> outputs;
+  if (!is_last()) outputs = outputs_of(result.output, index_);
+  if (options_.output_metadata) {
+    check(place(index_) + ", output", *options_.output_metadata,
+          is_last() ? extract_tensor_args(result.output) : outputs);
+  }
+  std::size_t next_handed_on = 0;
+  for (const Wiring::Link& link : links_out_) {
+    Message message;
+    const auto add = [&](const at::Tensor& in_graph, at::Tensor sent) {
+      if (with_backward_) run->outputs.push_back(place_in_graph(in_graph));
+      message.push_back(std::move(sent));
+    };
+    if (!link.values) {
+      for (const at::Tensor& output : outputs) add(output, handed_over(output));
+    } else {
+      for (const StageOutput& value : *link.values) {
+        if (value.stage != index_) {
+          add(handed_on[next_handed_on], handed_on_copies[next_handed_on]);
+          ++next_handed_on;
+          continue;
+        }
+        if (static_cast<std::size_t>(value.output) >= outputs.size()) {
+          throw StageError(place(index_) + " gives " + std::to_string(outputs.size()) + " outputs; stage " +
+                           std::to_string(link.to) + " asks for output " + std::to_string(value.output) + ".");
+        }
+        const at::Tensor& output = outputs[static_cast<std::size_t>(value.output)];
+        add(output, handed_over(output));
+      }
+    }
+    run->sent.push_back(message.size());
+    result.sent.push_back(std::move(message));
+  }
+  if (with_backward_) {
+    runs_[static_cast<std::size_t>(microbatch)] = std::move(run);
+  }
+  return result;
+}
+
+PipelineStage::Run& PipelineStage::run_of(int microbatch) {
+  const auto& run = runs_.at(static_cast<std::size_t>(microbatch));
+  if (!run) {
+    throw StageError(place(index_) + ", microbatch " + std::to_string(microbatch) +
+                     ": there is no forward for its backward.");
+  }
+  return *run;
+}
+
+void PipelineStage::add_root(int microbatch, const at::Tensor& loss, const at::Tensor& seed) {
+  Run& run = run_of(microbatch);
+  run.outputs.push_back(place_in_graph(loss));
+  run.seeds.push_back(seed);
+}
+
+std::vector<Message> PipelineStage::backward(int microbatch, std::vector<Message> gradients, bool whole) {
+  Run& run = run_of(microbatch);
+  std::vector<at::Tensor> of_outputs;
+  for (std::size_t link = 0; link < gradients.size(); ++link) {
+    if (gradients[link].size() != run.sent[link]) {
+      throw StageError(place(index_) + ", microbatch " + std::to_string(microbatch) + ": stage " +
+                       std::to_string(links_out_[link].to) + " gave " + std::to_string(gradients[link].size()) +
+                       " gradients for " + std::to_string(run.sent[link]) + " tensors.");
+    }
+    std::move(gradients[link].begin(), gradients[link].end(), std::back_inserter(of_outputs));
+  }
+  std::move(run.seeds.begin(), run.seeds.end(), std::back_inserter(of_outputs));
+  run.backward.emplace(std::move(*run.inputs), run.outputs);
+  run.inputs.reset();
+  run.outputs.clear();
+
+  // A supplied weight step takes the place of the second half: the module's own backward then leaves the weights out.
+  const bool supplied = options_.dw_builder != nullptr;
+  std::vector<at::Tensor> of_inputs =
+      whole || supplied ? run.backward->full(std::move(of_outputs)) : run.backward->input_half(std::move(of_outputs));
+  std::vector<Message> messages;
+  std::size_t next = 0;
+  for (const std::size_t count : run.received) {
+    const auto first = of_inputs.begin() + static_cast<std::ptrdiff_t>(next);
+    messages.emplace_back(std::make_move_iterator(first),
+                          std::make_move_iterator(first + static_cast<std::ptrdiff_t>(count)));
+    next += count;
+  }
+  if (supplied) {
+    run.backward.reset();
+    run.dw = options_.dw_builder();
+    if (whole) std::exchange(run.dw, nullptr)();
+  }
+  if (whole) runs_[static_cast<std::size_t>(microbatch)].reset();
+  return messages;
+}
+
+std::vector<Message> PipelineStage::full_backward(int microbatch, std::vector<Message> gradients) {
+  return backward(microbatch, std::move(gradients), /*whole=*/true);
+}
+
+std::vector<Message> PipelineStage::input_backward(int microbatch, std::vector<Message> gradients) {
+  return backward(microbatch, std::move(gradients), /*whole=*/false);
+}
+
+void PipelineStage::weight_backward(int microbatch) {
+  Run& run = run_of(microbatch);
+  if (run.dw) {
+    run.dw();
+  } else if (run.backward) {
+    run.backward->weight_half();
+  } else {
+    throw StageError(place(index_) + ", microbatch " + std::to_string(microbatch) +
+                     ": its weight gradients come after its input gradients.");
+  }
+  runs_[static_cast<std::size_t>(microbatch)].reset();
+}
+
+bool PipelineStage::keeps(int microbatch) const {
+  return runs_.at(static_cast<std::size_t>(microbatch)) != nullptr;
+}
+
+void add_loss(const at::Tensor& term) {
+  if (handed_in == nullptr) throw StageError("add_loss is called inside a stage's forward.");
+  handed_in->push_back(term);
+}
+
+}  // namespace penstock

@@ -1,0 +1,103 @@
+// A PipelineStage is a part of a model: it takes what earlier stages give, or the arguments of the whole, and gives
+// something to later ones, or the output of the whole; and back again with gradients.
+//
+//   PipelineStage stage({.forward = …, .parameters = …}, /*stage_index=*/1, /*num_stages=*/4);
+//
+// A Pipeline calls the rest. Messages are those of the stage's links (wiring.h), in their order.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "penstock/stage/module.h"
+#include "penstock/stage/wiring.h"
+#include "penstock/tensor/metadata.h"
+#include "penstock/tensor/microbatch.h"
+#include "penstock/transport/transport.h"
+
+namespace penstock {
+
+struct StageOptions {
+  at::Device device = at::kCPU;
+  // What the stage's arguments and outputs are for one microbatch, none for None. They are checked for each microbatch,
+  // strides aside, so they are for batches that split evenly.
+  std::optional<std::vector<std::optional<TensorMeta>>> input_metadata = std::nullopt;
+  std::optional<std::vector<std::optional<TensorMeta>>> output_metadata = std::nullopt;
+  // Supplies the weight gradients of a module that leaves them out of its backward: called after each backward, it
+  // gives the function that computes them, which is called in W, or at once in B.
+  std::function<std::function<void()>()> dw_builder = nullptr;
+};
+
+class PipelineStage {
+ public:
+  // Throws StageError when there is no such stage.
+  PipelineStage(StageModule module, int stage_index, int num_stages, StageOptions options = {});
+  ~PipelineStage();
+  PipelineStage(PipelineStage&&) noexcept;
+  PipelineStage& operator=(PipelineStage&&) noexcept;
+
+  int stage_index() const { return index_; }
+  int num_stages() const { return stages_; }
+  bool is_first() const { return index_ == 0; }
+  bool is_last() const { return index_ == stages_ - 1; }
+  const StageModule& module() const { return module_; }
+  at::Device device() const { return options_.device; }
+
+  // Begins a step: whatever an earlier one has left is forgotten. With `backward` the forwards keep what that needs.
+  void begin(const Wiring& wiring, int microbatches, bool backward);
+
+  struct Forwarded {
+    // For each link that leads away. A tensor that is to have a gradient requires grad, and no more: it is detached.
+    std::vector<Message> sent;
+    // What the module gave; of use on the last stage. Tensors have their history.
+    c10::IValue output;
+    // What was handed in by add_loss.
+    std::vector<at::Tensor> losses;
+  };
+  // The forward of a microbatch: `received` for each link that leads here, `args` on the first stage, and keyword
+  // arguments on any. Throws StageError and PipeliningShapeError, which name the stage, and what the module throws.
+  Forwarded forward(int microbatch, std::vector<Message> received, const Args& args, const Kwargs& kwargs);
+
+  // What the backward of a microbatch begins with, besides the gradients that come from later stages. Before the
+  // backward.
+  void add_root(int microbatch, const at::Tensor& loss, const at::Tensor& seed);
+
+  // The backward of a microbatch, whole or in halves: from a message of gradients for each link that leads away to one
+  // for each link that leads here.
+  std::vector<Message> full_backward(int microbatch, std::vector<Message> gradients);
+  std::vector<Message> input_backward(int microbatch, std::vector<Message> gradients);
+  void weight_backward(int microbatch);
+
+  // Whether a microbatch still keeps something.
+  bool keeps(int microbatch) const;
+
+ private:
+  struct Run;
+
+  std::vector<Message> backward(int microbatch, std::vector<Message> gradients, bool whole);
+  Run& run_of(int microbatch);
+
+  StageModule module_;
+  int index_;
+  int stages_;
+  StageOptions options_;
+
+  bool with_backward_ = false;
+  std::vector<Wiring::Link> links_in_;
+  std::vector<Wiring::Link> links_out_;
+  std::optional<std::vector<StageOutput>> arguments_;
+  // By microbatch.
+  std::vector<std::unique_ptr<Run>> runs_;
+};
+
+// Hands in a term of the loss from inside a stage's forward, such as that of a router that should use its experts
+// evenly. It is weighted as the microbatch's loss is. Throws StageError outside of a stage's forward.
+void add_loss(const at::Tensor& term);
+
+}  // namespace penstock

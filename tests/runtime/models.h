@@ -1,0 +1,267 @@
+// Models in stages for the tests of the runtime, each with the same weights every time it is made, and one process that
+// computes the same thing plainly.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "penstock/runtime/step.h"
+#include "penstock/schedule/schedule.h"
+#include "penstock/stage/module.h"
+#include "penstock/stage/stage.h"
+#include "penstock/stage/wiring.h"
+#include "penstock/tensor/microbatch.h"
+#include "penstock/tensor/random_scope.h"
+
+namespace penstock::testing {
+
+struct Model {
+  explicit Model(int count) : wiring(count), stages(static_cast<std::size_t>(count)) {}
+
+  Wiring wiring;
+  std::vector<StageModule> stages;
+  bool shares_across_stages = false;
+
+  std::vector<PipelineStage> pipeline_stages() const {
+    std::vector<PipelineStage> made;
+    for (std::size_t i = 0; i < stages.size(); ++i) {
+      made.emplace_back(stages[i], static_cast<int>(i), static_cast<int>(stages.size()));
+    }
+    return made;
+  }
+};
+
+constexpr std::int64_t kWide = 8;
+
+// The same numbers for the same name.
+inline at::Tensor weight(const std::string& name, at::IntArrayRef shape) {
+  at::Generator generator = at::detail::createCPUGenerator(std::hash<std::string>()(name));
+  return at::randn(shape, generator).mul_(0.3).requires_grad_();
+}
+
+inline const at::Tensor& tensor(const Args& args, std::size_t index) {
+  return args.at(index).toTensor();
+}
+
+// y = tanh(x W + b)
+inline Model perceptron(int stages) {
+  Model model(stages);
+  for (int i = 0; i < stages; ++i) {
+    const at::Tensor w = weight("w" + std::to_string(i), {kWide, kWide});
+    const at::Tensor b = weight("b" + std::to_string(i), {kWide});
+    model.stages[static_cast<std::size_t>(i)] = {.forward = [w, b](const Args& args, const Kwargs&) -> c10::IValue {
+                                                   return at::tanh(at::addmm(b, tensor(args, 0), w));
+                                                 },
+                                                 .parameters = {{"w", w}, {"b", b}}};
+  }
+  return model;
+}
+
+// Rows as sequences of 4 tokens: attention and a small perceptron, both with dropout.
+inline Model transformer(int stages) {
+  Model model(stages);
+  for (int i = 0; i < stages; ++i) {
+    const std::string name = std::to_string(i);
+    const at::Tensor qkv = weight("qkv" + name, {kWide, 3 * kWide});
+    const at::Tensor out = weight("out" + name, {kWide, kWide});
+    const at::Tensor up = weight("up" + name, {kWide, 2 * kWide});
+    const at::Tensor down = weight("down" + name, {2 * kWide, kWide});
+    const at::Tensor gain = weight("gain" + name, {kWide});
+    model.stages[static_cast<std::size_t>(i)] = {
+        .forward = [=](const Args& args, const Kwargs&) -> c10::IValue {
+          const at::Tensor x = tensor(args, 0);
+          const at::Tensor tokens = x.view({x.size(0), -1, kWide});
+          const std::vector<at::Tensor> parts = at::matmul(tokens, qkv).chunk(3, -1);
+          const at::Tensor mixed = at::scaled_dot_product_attention(parts[0], parts[1], parts[2]);
+          at::Tensor y = tokens + at::dropout(at::matmul(mixed, out), 0.2, /*train=*/true);
+          y = at::layer_norm(y, {kWide}, gain);
+          y = y + at::dropout(at::matmul(at::gelu(at::matmul(y, up)), down), 0.2, /*train=*/true);
+          return y.view(x.sizes());
+        },
+        .parameters = {{"qkv", qkv}, {"out", out}, {"up", up}, {"down", down}, {"gain", gain}}};
+  }
+  return model;
+}
+
+// Between stages go two tensors, None, integers and what needs no gradient.
+inline Model several_tensors(int stages) {
+  Model model(stages);
+  for (int i = 0; i < stages; ++i) {
+    const at::Tensor w = weight("several" + std::to_string(i), {kWide, kWide});
+    const at::Tensor scale = weight("scale" + std::to_string(i), {});
+    const bool first = i == 0;
+    const bool last = i == stages - 1;
+    model.stages[static_cast<std::size_t>(i)] = {
+        .forward = [=](const Args& args, const Kwargs&) -> c10::IValue {
+          const at::Tensor x = tensor(args, 0);
+          const at::Tensor carried = first ? x * scale : tensor(args, 1);
+          const at::Tensor count = first ? at::zeros({x.size(0)}, at::kLong) : tensor(args, 3);
+          const at::Tensor fixed = first ? x.detach() + 1 : tensor(args, 4);
+          // Not contiguous, and a view.
+          const at::Tensor y = at::matmul(at::sin(x), w).t().clone().t() + 0.1 * fixed;
+          if (last) return y + carried * count.unsqueeze(1);
+          return c10::ivalue::Tuple::create({y, carried * scale, c10::IValue(), count + 1, fixed});
+        },
+        .parameters = {{"w", w}, {"scale", scale}}};
+  }
+  return model;
+}
+
+// The first stage gives a second output, which the third and the last take too; every stage writes into what it gets.
+inline Model with_skips(int stages) {
+  Model model(stages);
+  for (int i = 0; i < stages; ++i) {
+    const at::Tensor w = weight("skip" + std::to_string(i), {kWide, kWide});
+    const bool takes_skip = (i == 2 || i == stages - 1) && i > 1;
+    if (i == 1) model.wiring.connect(1, {{0, 0}});
+    if (takes_skip) model.wiring.connect(i, {{i - 1, 0}, {0, 1}});
+    model.stages[static_cast<std::size_t>(i)] = {.forward = [=](const Args& args, const Kwargs&) -> c10::IValue {
+                                                   at::Tensor x = tensor(args, 0);
+                                                   if (i > 0) x.mul_(1.5);
+                                                   at::Tensor y = at::tanh(at::matmul(x, w));
+                                                   if (takes_skip) {
+                                                     at::Tensor skip = tensor(args, 1);
+                                                     y = y + skip * skip + skip.mul_(0.5);
+                                                   }
+                                                   if (i == 0 && stages > 1)
+                                                     return c10::ivalue::Tuple::create({y, at::sigmoid(y)});
+                                                   return y;
+                                                 },
+                                                 .parameters = {{"w", w}}};
+  }
+  return model;
+}
+
+// A weight that is used twice in its stage.
+inline Model shared_inside(int stages) {
+  Model model(stages);
+  for (int i = 0; i < stages; ++i) {
+    const at::Tensor w = weight("inside" + std::to_string(i), {kWide, kWide});
+    model.stages[static_cast<std::size_t>(i)] = {.forward = [w](const Args& args, const Kwargs&) -> c10::IValue {
+                                                   return at::matmul(at::relu(at::matmul(tensor(args, 0), w)), w.t());
+                                                 },
+                                                 .parameters = {{"w", w}}};
+  }
+  return model;
+}
+
+// A weight that the first and the last stage have in common.
+inline Model shared_across(int stages) {
+  Model model = perceptron(stages);
+  const at::Tensor tied = weight("tied", {kWide, kWide});
+  const auto first = model.stages.front().forward;
+  const auto last = model.stages.back().forward;
+  model.stages.front().forward = [=](const Args& args, const Kwargs& kwargs) -> c10::IValue {
+    return first({at::matmul(tensor(args, 0), tied)}, kwargs);
+  };
+  if (stages > 1) {
+    model.stages.back().forward = [=](const Args& args, const Kwargs& kwargs) -> c10::IValue {
+      return at::matmul(last(args, kwargs).toTensor(), tied.t());
+    };
+    model.stages.back().parameters.emplace_back("tied", tied);
+  }
+  model.stages.front().parameters.emplace_back("tied", tied);
+  model.shares_across_stages = true;
+  return model;
+}
+
+struct NamedModel {
+  const char* name;
+  Model (*make)(int stages);
+};
+inline constexpr NamedModel kModels[] = {{"perceptron", perceptron},           {"transformer", transformer},
+                                         {"several_tensors", several_tensors}, {"with_skips", with_skips},
+                                         {"shared_inside", shared_inside},     {"shared_across", shared_across}};
+
+inline at::Tensor squared_error(const c10::IValue& output, const c10::IValue& target, const Kwargs&) {
+  return at::mse_loss(output.toTensor(), target.toTensor());
+}
+
+// One process: the whole model on a microbatch, then gradients by stage and parameter.
+struct PlainMicrobatch {
+  at::Tensor output;
+  at::Tensor loss;
+  std::vector<std::vector<at::Tensor>> gradients;
+};
+
+struct PlainOptions {
+  std::uint64_t seed = 0;
+  std::int64_t step = 0;
+  bool backward = true;
+};
+
+inline PlainMicrobatch plain_microbatch(const Model& model, const Args& args, const at::Tensor& target, int microbatch,
+                                        double loss_weight, const PlainOptions& options) {
+  const c10::AutoGradMode grad(options.backward);
+  // Every stage's outputs; a stage that writes into its arguments writes into copies, as in a pipeline.
+  std::vector<std::vector<c10::IValue>> outputs;
+  c10::IValue value;
+  for (std::size_t i = 0; i < model.stages.size(); ++i) {
+    Args own = args;
+    if (i > 0) {
+      own.clear();
+      const auto& wired = model.wiring.arguments(static_cast<int>(i));
+      if (!wired) {
+        own = outputs.back();
+      } else {
+        for (const StageOutput& one : *wired) {
+          own.push_back(outputs.at(static_cast<std::size_t>(one.stage)).at(static_cast<std::size_t>(one.output)));
+        }
+      }
+      for (c10::IValue& one : own) {
+        if (one.isTensor()) one = one.toTensor().clone();
+      }
+    }
+    const RandomScope scope(options.seed, options.step, microbatch, static_cast<std::int64_t>(i));
+    value = model.stages[i].forward(own, {});
+    outputs.push_back(value.isTuple() ? value.toTupleRef().elements().vec() : std::vector<c10::IValue>{value});
+  }
+  PlainMicrobatch result{
+      .output = value.toTensor().detach(), .loss = squared_error(value, target, {}), .gradients = {}};
+  if (!options.backward) return result;
+  std::vector<at::Tensor> parameters;
+  for (const StageModule& stage : model.stages) {
+    for (const auto& [name, parameter] : stage.parameters) parameters.push_back(parameter);
+  }
+  const auto gradients = torch::autograd::grad({result.loss}, parameters, {at::scalar_tensor(loss_weight)},
+                                               /*retain_graph=*/false, /*create_graph=*/false, /*allow_unused=*/true);
+  result.loss = result.loss.detach();
+  std::size_t next = 0;
+  for (const StageModule& stage : model.stages) {
+    auto& own = result.gradients.emplace_back();
+    for (std::size_t i = 0; i < stage.parameters.size(); ++i) own.push_back(gradients[next++]);
+  }
+  return result;
+}
+
+// Gradients by stage and parameter, added up in the order in which the schedule computes those of each stage.
+inline std::vector<std::vector<at::Tensor>> added_up(const Schedule& schedule,
+                                                     const std::vector<PlainMicrobatch>& microbatches) {
+  std::vector<std::vector<at::Tensor>> sums(static_cast<std::size_t>(schedule.stages()));
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    for (const Action& action : schedule.actions(rank)) {
+      for_each_part(action, [&](const Action& part) {
+        if (!part.is_compute() || !makes_weight_gradient(part)) return;
+        const auto& own =
+            microbatches[static_cast<std::size_t>(part.microbatch)].gradients[static_cast<std::size_t>(part.stage)];
+        auto& sum = sums[static_cast<std::size_t>(part.stage)];
+        sum.resize(own.size());
+        for (std::size_t i = 0; i < own.size(); ++i) {
+          if (own[i].defined()) sum[i] = sum[i].defined() ? sum[i] + own[i] : own[i].clone();
+        }
+      });
+    }
+  }
+  return sums;
+}
+
+}  // namespace penstock::testing

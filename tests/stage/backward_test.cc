@@ -1,0 +1,419 @@
+// What a stage's backward promises beside its gradients: what runs when, how often, what is kept, and what is refused.
+#include "penstock/stage/backward.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tests/stage/functions.h"
+#include "tests/stage/stages.h"
+
+namespace penstock {
+namespace {
+
+using namespace testing;  // NOLINT(google-build-using-namespace): this is a test of what is declared there
+
+at::Tensor parameter(at::IntArrayRef shape, std::int64_t seed = 1) {
+  return numbers(shape, seed).requires_grad_();
+}
+
+// Also of those that give several gradients, each of which counts.
+int count(const Operators& operators, const std::string& name) {
+  int result = 0;
+  for (const auto& [found, times] : operators) {
+    if (found == "aten::" + name || found.starts_with("aten::" + name + "[")) result += times;
+  }
+  return result;
+}
+
+TEST(StageInputs, AreAliasesThatBeginAHistory) {
+  const at::Tensor x = numbers({2, 3});
+  const at::Tensor leaf = parameter({2, 3});
+  const StageInputs inputs({x, leaf * 2, leaf, at::arange(3), at::Tensor(), x}, {true, true, true, true, true, false});
+  const Tensors& tensors = inputs.tensors();
+  for (std::size_t i = 0; i < 3; ++i) {
+    EXPECT_TRUE(tensors[i].requires_grad()) << i;
+    EXPECT_FALSE(tensors[i].is_leaf()) << i;
+    EXPECT_FALSE(tensors[i].is_view()) << i;
+    EXPECT_EQ(tensors[i].grad_fn().get(), tensors[0].grad_fn().get()) << i;
+    EXPECT_EQ(tensors[i].grad_fn()->num_outputs(), 0U) << i;
+  }
+  EXPECT_EQ(tensors[0].data_ptr(), x.data_ptr());
+  EXPECT_FALSE(tensors[3].requires_grad());
+  EXPECT_FALSE(tensors[4].defined());
+  EXPECT_FALSE(tensors[5].requires_grad());
+  EXPECT_FALSE(x.requires_grad());
+  const auto version = x._version();
+  tensors[0].add_(1);
+  tensors[5].add_(1);
+  EXPECT_EQ(x._version(), version);
+  EXPECT_TRUE(same(numbers({2, 3}) + 2, x));
+}
+
+TEST(StageInputs, RefusesWhatCannotBeGiven) {
+  expect_error<std::invalid_argument>([] { StageInputs({numbers({2})}, {}); },
+                                      "1 tensors were received, but 0 are said to need a gradient or not.");
+  at::Tensor inference;
+  {
+    const c10::InferenceMode guard;
+    inference = at::ones({2});
+  }
+  expect_error<std::invalid_argument>([&] { StageInputs({numbers({2}), inference}, {true, true}); },
+                                      "input 1 is to have a gradient, but was made in inference mode.");
+}
+
+StageBackward small_backward(const at::Tensor& weight) {
+  StageInputs inputs({numbers({2, 3})}, {true});
+  const at::Tensor output = inputs.tensors()[0].mm(weight).sin();
+  return {std::move(inputs), {output, weight * 2, weight.detach()}};
+}
+
+TEST(StageBackward, RefusesAnyOtherOrderOfItsParts) {
+  const at::Tensor weight = parameter({3, 3});
+  const Tensors gradients = {at::ones({2, 3}), {}, {}};
+  StageBackward backward = small_backward(weight);
+  expect_error<std::logic_error>([&] { backward.weight_half(); }, "weight_half() before input_half().");
+  backward.input_half(gradients);
+  expect_error<std::logic_error>([&] { backward.input_half(gradients); },
+                                 "input_half() after input_half(): what is left to run is weight_half().");
+  expect_error<std::logic_error>([&] { backward.full(gradients); },
+                                 "full() after input_half(): what is left to run is weight_half().");
+  backward.weight_half();
+  EXPECT_TRUE(weight.grad().defined());
+  expect_error<std::logic_error>([&] { backward.weight_half(); }, "weight_half() of a backward that has run already.");
+  expect_error<std::logic_error>([&] { backward.full(gradients); }, "full() of a backward that has run already.");
+  backward = small_backward(weight);
+  backward.full(gradients);
+  expect_error<std::logic_error>([&] { backward.input_half(gradients); },
+                                 "input_half() of a backward that has run already.");
+  StageInputs inputs({numbers({2, 3})}, {true});
+  const StageBackward first(std::move(inputs), {});
+  expect_error<std::logic_error>(
+      [&] { StageBackward(std::move(inputs), {}); },  // NOLINT(bugprone-use-after-move): that is the fault
+      "the inputs of this backward belong to another one already.");
+}
+
+TEST(StageBackward, RefusesGradientsThatDoNotFit) {
+  StageBackward backward = small_backward(parameter({3, 3}));
+  expect_error<std::invalid_argument>([&] { backward.full({at::ones({2, 3})}); },
+                                      "a stage with 3 outputs was given 1 gradients.");
+  expect_error<std::invalid_argument>([&] { backward.input_half({{}, at::ones({3}), {}}); },
+                                      "output 1 has shape [3, 3], but its gradient [3].");
+  // It is ready still, and ignores the gradient of what requires none.
+  backward.full({at::ones({2, 3}), {}, at::ones({7})});
+}
+
+TEST(StageBackward, DoesNothingInTheFirstHalfWhenNoInputNeedsAGradient) {
+  const Gradients halves = by_halves({.forward = [](auto& in, auto& p) { return Tensors{in[0].mm(p[0]).sin()}; },
+                                      .received = {numbers({2, 3})},
+                                      .parameters = {numbers({3, 3})},
+                                      .needs_grad = {false}});
+  EXPECT_EQ(halves.first, Operators());
+  EXPECT_FALSE(halves.inputs[0][0].defined());
+  EXPECT_TRUE(halves.parameters[0].defined());
+}
+
+TEST(StageBackward, LeavesTheParametersOfProductsToTheSecondHalf) {
+  struct Product {
+    std::string name;
+    // What gives the gradient of the input, and what that of the parameter.
+    std::string first;
+    std::string second;
+    Stage stage;
+  };
+  const at::Tensor x = numbers({4, 6});
+  const at::Tensor batches = numbers({3, 4, 6});
+  const at::Tensor w = numbers({6, 6}, 2);
+  const at::Tensor b = numbers({6}, 3);
+  const std::vector<Product> products = {
+      {"linear", "mm", "mm", {[](auto& in, auto& p) { return Tensors{at::linear(in[0], p[0], p[1])}; }, {x}, {w, b}}},
+      {"mm", "mm", "mm", {[](auto& in, auto& p) { return Tensors{in[0].mm(p[0])}; }, {x}, {w}}},
+      {"mv", "mv", "ger", {[](auto& in, auto& p) { return Tensors{p[0].mv(in[0])}; }, {b}, {w}}},
+      {"addmv", "mv", "ger", {[](auto& in, auto& p) { return Tensors{at::addmv(p[1], p[0], in[0])}; }, {b}, {w, b}}},
+      {"bmm",
+       "bmm",
+       "bmm",
+       {[](auto& in, auto& p) { return Tensors{in[0].bmm(p[0])}; }, {batches}, {numbers({3, 6, 2})}}},
+      {"baddbmm",
+       "bmm",
+       "bmm",
+       {[](auto& in, auto& p) { return Tensors{at::baddbmm(p[1], in[0], p[0])}; }, {batches}, {numbers({3, 6, 6}), b}}},
+      {"addbmm",
+       "bmm",
+       "bmm",
+       {[](auto& in, auto& p) { return Tensors{at::addbmm(p[1], in[0], p[0])}; }, {batches}, {numbers({3, 6, 6}), x}}},
+      {"bilinear",
+       "_trilinear",
+       "_trilinear",
+       {[](auto& in, auto& p) { return Tensors{at::bilinear(in[0], in[0].detach(), p[0])}; },
+        {x},
+        {numbers({3, 6, 6})}}},
+      {"convolution",
+       "convolution_backward",
+       "convolution_backward",
+       {[](auto& in, auto& p) { return Tensors{at::conv1d(in[0], p[0])}; }, {batches}, {numbers({2, 4, 3})}}},
+      {"linear of nested tensors",
+       "linear_backward",
+       "linear_backward",
+       {[](auto& in, auto& p) {
+          return Tensors{at::linear(at::_nested_tensor_from_tensor_list({in[0], p[0]}), p[0]).to_padded_tensor(0)};
+        },
+        {x},
+        {w}}}};
+  for (const Product& product : products) {
+    const Gradients halves = by_halves(product.stage);
+    EXPECT_EQ(count(halves.first, product.first), 1) << product.name;
+    EXPECT_EQ(count(halves.second, product.second), 1) << product.name;
+  }
+}
+
+TEST(StageBackward, RunsACustomFunctionOnce) {
+  const Stage stage = {[](auto& in, auto& p) { return Tensors{TwoProducts::apply(in[0].sin(), p[0])[0]}; },
+                       {numbers({3})},
+                       {numbers({3}, 2)}};
+  TwoProducts::backwards = 0;
+  by_halves(stage);
+  EXPECT_EQ(TwoProducts::backwards, 1);
+}
+
+TEST(StageBackward, RunsTheNodeOfAnRnnOnce) {
+  const Stage stage = {[](auto& in, auto& p) {
+                         return Tensors{std::get<0>(at::lstm(in[0], {in[1], in[1]}, p, /*has_biases=*/true, 1, 0.0,
+                                                             /*train=*/true, false, false))};
+                       },
+                       {numbers({3, 2, 5}), numbers({1, 2, 4})},
+                       {numbers({16, 5}), numbers({16, 4}), numbers({16}), numbers({16}, 2)}};
+  const Gradients halves = by_halves(stage);
+  EXPECT_EQ(count(halves.first, "mkldnn_rnn_layer_backward"), 1);
+  EXPECT_EQ(count(halves.second, "mkldnn_rnn_layer_backward"), 0);
+}
+
+// Calls what it is given after a gradient was accumulated.
+class AfterAccumulation : public torch::autograd::PostAccumulateGradHook {
+ public:
+  explicit AfterAccumulation(std::function<void(const at::Tensor&)> act) : act_(std::move(act)) {}
+  void operator()(const at::Tensor& tensor) override { act_(tensor); }
+
+ private:
+  std::function<void(const at::Tensor&)> act_;
+};
+
+TEST(StageBackward, CallsTheHooksOfAParameterOnceInTheSecondHalf) {
+  const at::Tensor weight = parameter({3, 3});
+  std::vector<std::string> calls;
+  weight.register_hook([&](const at::Tensor& gradient) {
+    calls.emplace_back("before");
+    return gradient * 2;
+  });
+  torch::autograd::impl::set_post_acc_grad_hooks(
+      weight, std::make_unique<AfterAccumulation>([&](const at::Tensor&) { calls.emplace_back("after"); }));
+  StageInputs inputs({numbers({2, 3})}, {true});
+  const at::Tensor x = inputs.tensors()[0];
+  // By two products, a node that runs once, and past the inputs.
+  const at::Tensor output = TwoProducts::apply(x.mm(weight).mm(weight), weight[0].expand({2, 3}))[0];
+  StageBackward backward(std::move(inputs), {output, weight * 2});
+  backward.input_half({at::ones({2, 3}), at::ones({3, 3})});
+  EXPECT_EQ(calls, std::vector<std::string>());
+  backward.weight_half();
+  EXPECT_EQ(calls, (std::vector<std::string>{"before", "after"}));
+}
+
+// Changes what a node gave.
+class Negate : public torch::autograd::FunctionPostHook {
+ public:
+  explicit Negate(int* calls) : calls_(calls) {}
+  Tensors operator()(const Tensors& outputs, const Tensors& /*inputs*/) override {
+    ++*calls_;
+    Tensors result;
+    for (const at::Tensor& output : outputs) result.push_back(output.defined() ? -output : output);
+    return result;
+  }
+
+ private:
+  int* calls_;
+};
+
+TEST(StageBackward, CallsHooksInsideOnceAndUsesWhatTheyGive) {
+  std::vector<int> calls(4);
+  at::Tensor kept;
+  Stage stage = {.forward =
+                     [&](auto& in, auto& p) {
+                       in[0].register_hook([&](const at::Tensor& gradient) { return ++calls[0], gradient * 3; });
+                       at::Tensor x = in[0].mm(p[0]);
+                       x.register_hook([&](const at::Tensor& gradient) { return ++calls[1], gradient * 5; });
+                       x.retain_grad();
+                       kept = x;
+                       x = x.sin() * p[1];
+                       x.register_hook([&](const at::Tensor& gradient) { return ++calls[2], gradient * 7; });
+                       x = x.mm(p[0]);
+                       x.grad_fn()->add_post_hook(std::make_unique<Negate>(&calls[3]));
+                       return Tensors{x};
+                     },
+                 .received = {numbers({2, 3})},
+                 .parameters = {numbers({3, 3}), numbers({3})}};
+  const Gradients whole = by_full(stage);
+  const at::Tensor kept_by_whole = kept.grad();
+  calls.assign(4, 0);
+  const Gradients halves = by_halves(stage);
+  EXPECT_EQ(calls, std::vector<int>({1, 1, 1, 1}));
+  EXPECT_TRUE(same(kept_by_whole, kept.grad()));
+  expect_same(whole, halves);
+}
+
+using Weak = c10::weak_intrusive_ptr<c10::StorageImpl>;
+Weak weak(const at::Tensor& tensor) {
+  return tensor.storage().getWeakStorageImpl();
+}
+
+// x -> sin -> exp -> (mm with a weight) -> sigmoid -> cos -> (times a scale) -> tanh, and past it all weight -> exp.
+struct Chain {
+  StageBackward backward;
+  Weak received;    // kept by sin
+  Weak factor;      // kept by exp and mm
+  Weak activation;  // kept by sigmoid and cos
+  Weak scaled;      // kept by the product with the scale
+  Weak output;      // kept by tanh
+  Weak of_the_weight;
+
+  std::vector<bool> alive() const {
+    return {!received.expired(), !factor.expired(), !activation.expired(),
+            !scaled.expired(),   !output.expired(), !of_the_weight.expired()};
+  }
+};
+
+Chain chain(const at::Tensor& weight, const at::Tensor& scale, const std::function<void()>& in_between = [] {}) {
+  StageInputs inputs({numbers({2, 3})}, {true});
+  const at::Tensor received = inputs.tensors()[0];
+  const at::Tensor factor = received.sin().exp();
+  factor.register_hook([in_between](const at::Tensor& gradient) { return in_between(), gradient; });
+  const at::Tensor activation = factor.mm(weight).sigmoid();
+  const at::Tensor scaled = activation.cos();
+  const at::Tensor output = (scaled * scale).tanh();
+  const at::Tensor of_the_weight = weight.exp();
+  return {StageBackward(std::move(inputs), {output, of_the_weight}),
+          weak(received),
+          weak(factor),
+          weak(activation),
+          weak(scaled),
+          weak(output),
+          weak(of_the_weight)};
+}
+
+TEST(StageBackward, KeepsBetweenTheHalvesOnlyWhatTheSecondNeeds) {
+  const at::Tensor weight = parameter({3, 3});
+  const at::Tensor scale = parameter({3});
+  const Tensors gradients = {at::ones({2, 3}), at::ones({3, 3})};
+  std::vector<bool> during;
+  Chain* running = nullptr;
+  Chain one = chain(weight, scale, [&] { during = running->alive(); });
+  running = &one;
+  EXPECT_EQ(one.alive(), std::vector<bool>({true, true, true, true, true, true}));
+  one.backward.input_half(gradients);
+  // Already in the first half, what lies behind the point that it has reached is gone.
+  EXPECT_EQ(during, std::vector<bool>({true, true, false, false, false, true}));
+  EXPECT_EQ(one.alive(), std::vector<bool>({false, true, false, false, false, true}));
+  one.backward.weight_half();
+  EXPECT_EQ(one.alive(), std::vector<bool>(6, false));
+}
+
+TEST(StageBackward, ReleasesAllInTheWholeBackwardAndWhenItIsNotRun) {
+  const at::Tensor weight = parameter({3, 3});
+  const at::Tensor scale = parameter({3});
+  const Tensors gradients = {at::ones({2, 3}), at::ones({3, 3})};
+  Chain one = chain(weight, scale);
+  one.backward.full(gradients);
+  EXPECT_EQ(one.alive(), std::vector<bool>(6, false));
+
+  Chain other = chain(weight, scale);
+  {
+    const StageBackward gone = std::move(other.backward);
+  }
+  EXPECT_EQ(other.alive(), std::vector<bool>(6, false));
+
+  Chain half = chain(weight, scale);
+  half.backward.input_half(gradients);
+  {
+    const StageBackward gone = std::move(half.backward);
+  }
+  EXPECT_EQ(half.alive(), std::vector<bool>(6, false));
+}
+
+TEST(StageBackward, LetsGoOfTheGradientsThatItKept) {
+  const at::Tensor weight = parameter({3, 3});
+  StageBackward backward = small_backward(weight);
+  at::Tensor gradient = at::ones({2, 3});
+  const Weak given = weak(gradient);
+  const Tensors of_inputs = backward.input_half({std::exchange(gradient, {}), {}, {}});
+  EXPECT_TRUE(given.expired());
+  const Weak returned = weak(of_inputs[0]);
+  EXPECT_EQ(returned.use_count(), 1U);
+  backward.weight_half();
+  EXPECT_EQ(weight.grad().storage().use_count(), 1U);
+}
+
+TEST(StageBackward, IsGoneWhenItFails) {
+  const at::Tensor weight = parameter({3, 3});
+  const Tensors gradients = {at::ones({2, 3})};
+  for (const bool in_the_first : {true, false}) {
+    StageInputs inputs({numbers({2, 3})}, {true});
+    const at::Tensor x = inputs.tensors()[0];
+    at::Tensor saved = x.sin().exp();
+    const Weak activation = weak(saved);
+    const at::Tensor output = in_the_first ? Failing::apply(saved.mm(weight), weight[0]).mm(weight)
+                                           : saved.mm(Failing::apply(weight, weight)).mm(weight);
+    StageBackward backward(std::move(inputs), {output});
+    saved.reset();
+    const auto run = [&] {
+      backward.input_half(gradients);
+      EXPECT_FALSE(in_the_first);
+      backward.weight_half();
+    };
+    EXPECT_THROW(run(), std::runtime_error);
+    EXPECT_THROW(backward.weight_half(), std::logic_error);
+  }
+}
+
+TEST(StageBackward, RefusesAParameterThatChangedBetweenTheHalves) {
+  const at::Tensor weight = parameter({3, 3});
+  StageBackward backward = small_backward(weight);
+  backward.input_half({at::ones({2, 3}), {}, {}});
+  weight.detach().add_(1);
+  EXPECT_THROW(backward.weight_half(), c10::Error);
+}
+
+// So deep that a walk, a run or a release that called itself for each node would have no stack left.
+TEST(StageBackward, IsAsDeepAsAGraphMayBe) {
+  const at::Tensor scale = parameter({1, 1});
+  const auto deep = [&] {
+    StageInputs inputs({at::ones({1, 1})}, {true});
+    at::Tensor x = inputs.tensors()[0];
+    for (int i = 0; i < 100'000; ++i) x = i % 3 == 0 ? x * scale : i % 3 == 1 ? x.mm(scale) : x.sigmoid();
+    return StageBackward(std::move(inputs), {x});
+  };
+  {
+    const StageBackward never_run = deep();
+  }
+  {
+    StageBackward half = deep();
+    EXPECT_TRUE(half.input_half({at::ones({1, 1})})[0].defined());
+  }
+  StageBackward all = deep();
+  all.input_half({at::ones({1, 1})});
+  all.weight_half();
+  EXPECT_TRUE(scale.grad().defined());
+}
+
+}  // namespace
+}  // namespace penstock

@@ -1,0 +1,274 @@
+// What the tests of a stage's backward share: a stage as a function, run whole by autograd, whole by us and in halves,
+// with the operators that each ran.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/record_function.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "penstock/stage/backward.h"
+#include "tests/tensor/values.h"
+
+namespace penstock::testing {
+
+using Tensors = std::vector<at::Tensor>;
+using Operators = std::map<std::string, int>;
+
+// Numbers in [-1, 1] that look like no others.
+inline at::Tensor numbers(at::IntArrayRef shape, std::int64_t seed = 1, at::ScalarType dtype = at::kFloat) {
+  const at::Tensor steps = at::arange(c10::multiply_integers(shape), at::kDouble);
+  return (steps * (1.7 + 0.013 * static_cast<double>(seed)) + static_cast<double>(seed)).sin().to(dtype).view(shape);
+}
+
+// Counts the operators that this thread calls while it lives; those that operators call themselves are not counted.
+class OperatorCount {
+ public:
+  OperatorCount()
+      : handle_(at::addThreadLocalCallback(
+            at::RecordFunctionCallback(begin, end).needsOutputs(true).scopes({at::RecordScope::FUNCTION}))) {
+    counts_ = {};
+  }
+  ~OperatorCount() { at::removeCallback(handle_); }
+
+  OperatorCount(const OperatorCount&) = delete;
+  OperatorCount& operator=(const OperatorCount&) = delete;
+
+  static Operators counts() { return counts_; }
+
+ private:
+  static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
+    if (!of_the_engine(function.name())) ++depth_;
+    return nullptr;
+  }
+
+  static void end(const at::RecordFunction& function, at::ObserverContext* /*context*/) {
+    const std::string name = function.name();
+    if (of_the_engine(name) || --depth_ > 0) return;
+    // These give the gradients that they are asked for: each counts as one.
+    const bool gives_several =
+        name == "aten::convolution_backward" || name == "aten::linear_backward" || name == "aten::matmul_backward";
+    if (!gives_several) ++counts_[name];
+    for (std::size_t i = 0; gives_several && i < function.outputs().size(); ++i) {
+      if (function.outputs()[i].toTensor().defined()) ++counts_[name + "[" + std::to_string(i) + "]"];
+    }
+  }
+
+  // It reports each node that it evaluates as if it were an operator.
+  static bool of_the_engine(std::string_view name) { return name.starts_with("autograd::engine"); }
+
+  inline static thread_local Operators counts_;
+  inline static thread_local int depth_ = 0;
+  at::CallbackHandle handle_;
+};
+
+// Two things that autograd does in two ways, by whether somebody else holds a gradient: it adds to it in place or not,
+// and makes it a parameter's .grad or copies it. Between the halves gradients are held that a whole backward lets go
+// of, and let go of that it holds.
+inline Operators normal(Operators counts) {
+  const auto rename = [&](const std::string& name, const std::vector<std::string>& others) {
+    const auto found = counts.find(name);
+    if (found == counts.end()) return;
+    for (const std::string& other : others) counts[other] += found->second;
+    counts.erase(name);
+  };
+  rename("aten::add_", {"aten::add"});
+  rename("aten::detach", {"aten::new_empty_strided", "aten::copy_"});
+  return counts;
+}
+
+inline Operators operator+(Operators one, const Operators& other) {
+  for (const auto& [name, count] : other) one[name] += count;
+  return one;
+}
+
+struct Stage {
+  std::function<Tensors(const Tensors& inputs, const Tensors& parameters)> forward;
+  Tensors received;
+  Tensors parameters;
+  // All, when empty.
+  std::vector<bool> needs_grad = {};
+  // The numbers of outputs through which no gradient flows.
+  std::vector<std::size_t> without_gradient = {};
+  int microbatches = 1;
+};
+
+inline Tensors copies(const Tensors& tensors) {
+  Tensors result;
+  for (const at::Tensor& tensor : tensors) result.push_back(tensor.defined() ? tensor.detach().clone() : tensor);
+  return result;
+}
+
+inline std::vector<bool> needs_grad(const Stage& stage) {
+  return stage.needs_grad.empty() ? std::vector<bool>(stage.received.size(), true) : stage.needs_grad;
+}
+
+inline Tensors fresh_parameters(const Stage& stage) {
+  Tensors result = copies(stage.parameters);
+  for (at::Tensor& parameter : result) parameter.requires_grad_();
+  return result;
+}
+
+// Other numbers for each microbatch.
+inline Tensors received_by(const Stage& stage, int microbatch) {
+  Tensors result = copies(stage.received);
+  for (at::Tensor& tensor : result) {
+    if (tensor.defined() && torch::autograd::isDifferentiableType(tensor.scalar_type()))
+      tensor.mul_(1 - 0.3 * microbatch);
+  }
+  return result;
+}
+
+inline Tensors gradients_for(const Stage& stage, const Tensors& outputs) {
+  Tensors result;
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    const bool skipped = std::ranges::find(stage.without_gradient, i) != stage.without_gradient.end();
+    const bool has_gradient = outputs[i].defined() && outputs[i].requires_grad() && !skipped;
+    result.push_back(has_gradient
+                         ? numbers(outputs[i].sizes(), static_cast<std::int64_t>(i) + 5, outputs[i].scalar_type())
+                         : at::Tensor());
+  }
+  return result;
+}
+
+// What a stage's backward gives.
+struct Gradients {
+  // Of the inputs of each microbatch.
+  std::vector<Tensors> inputs;
+  Tensors parameters;
+  Operators first;   // in the first half, or in the whole
+  Operators second;  // in the second
+};
+
+inline Tensors grads(const Tensors& tensors) {
+  Tensors result;
+  for (const at::Tensor& tensor : tensors) result.push_back(tensor.defined() ? tensor.grad() : at::Tensor());
+  return result;
+}
+
+// By torch::autograd::backward, with leaves for inputs.
+inline Gradients by_autograd(const Stage& stage) {
+  const Tensors parameters = fresh_parameters(stage);
+  Gradients result;
+  for (int microbatch = 0; microbatch < stage.microbatches; ++microbatch) {
+    Tensors leaves = received_by(stage, microbatch);
+    Tensors inputs;
+    for (std::size_t i = 0; i < leaves.size(); ++i) {
+      const bool defined = leaves[i].defined();
+      const bool has_gradient =
+          defined && needs_grad(stage)[i] && torch::autograd::isDifferentiableType(leaves[i].scalar_type());
+      if (has_gradient) leaves[i].requires_grad_();
+      // No leaf, so that the stage may write into it.
+      inputs.push_back(has_gradient ? leaves[i].clone() : defined ? leaves[i].detach() : leaves[i]);
+    }
+    const Tensors outputs = stage.forward(inputs, parameters);
+    const Tensors gradients = gradients_for(stage, outputs);
+    Tensors roots;
+    Tensors of_roots;
+    for (std::size_t i = 0; i < outputs.size(); ++i) {
+      if (!gradients[i].defined()) continue;
+      roots.push_back(outputs[i]);
+      of_roots.push_back(gradients[i]);
+    }
+    if (!roots.empty()) torch::autograd::backward(roots, of_roots);
+    result.inputs.push_back(grads(leaves));
+  }
+  result.parameters = grads(parameters);
+  return result;
+}
+
+struct Forward {
+  StageBackward backward;
+  Tensors gradients;
+};
+
+inline Forward forward(const Stage& stage, const Tensors& parameters, int microbatch = 0) {
+  StageInputs inputs(received_by(stage, microbatch), needs_grad(stage));
+  const Tensors outputs = stage.forward(inputs.tensors(), parameters);
+  return {StageBackward(std::move(inputs), outputs), gradients_for(stage, outputs)};
+}
+
+inline Gradients by_full(const Stage& stage) {
+  const Tensors parameters = fresh_parameters(stage);
+  Gradients result;
+  for (int microbatch = 0; microbatch < stage.microbatches; ++microbatch) {
+    Forward run = forward(stage, parameters, microbatch);
+    const OperatorCount count;
+    result.inputs.push_back(run.backward.full(run.gradients));
+    result.first = std::move(result.first) + OperatorCount::counts();
+  }
+  result.parameters = grads(parameters);
+  return result;
+}
+
+// All first halves before the first second one.
+inline Gradients by_halves(const Stage& stage) {
+  const Tensors parameters = fresh_parameters(stage);
+  Gradients result;
+  std::vector<StageBackward> backwards;
+  for (int microbatch = 0; microbatch < stage.microbatches; ++microbatch) {
+    Forward run = forward(stage, parameters, microbatch);
+    const OperatorCount count;
+    result.inputs.push_back(run.backward.input_half(run.gradients));
+    result.first = std::move(result.first) + OperatorCount::counts();
+    backwards.push_back(std::move(run.backward));
+  }
+  for (const at::Tensor& gradient : grads(parameters)) EXPECT_FALSE(gradient.defined()) << "in the first half";
+  for (StageBackward& backward : backwards) {
+    const OperatorCount count;
+    backward.weight_half();
+    result.second = std::move(result.second) + OperatorCount::counts();
+  }
+  result.parameters = grads(parameters);
+  return result;
+}
+
+inline ::testing::AssertionResult same_bits_in(const std::string& what, const Tensors& expected, const Tensors& found) {
+  if (expected.size() != found.size()) return ::testing::AssertionFailure() << found.size() << " gradients of " << what;
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    const bool both = expected[i].defined() && found[i].defined();
+    const bool equal = both ? expected[i].scalar_type() == found[i].scalar_type() &&
+                                  expected[i].sizes() == found[i].sizes() && same_bits(expected[i], found[i])
+                            : expected[i].defined() == found[i].defined();
+    if (!equal) {
+      return ::testing::AssertionFailure()
+             << "the gradients of " << what << " " << i << " differ\nexpected: " << text(expected[i])
+             << "\nfound:    " << text(found[i]);
+    }
+  }
+  return ::testing::AssertionSuccess();
+}
+
+inline void expect_same(const Gradients& expected, const Gradients& found) {
+  ASSERT_EQ(expected.inputs.size(), found.inputs.size());
+  for (std::size_t i = 0; i < expected.inputs.size(); ++i) {
+    EXPECT_TRUE(same_bits_in("input", expected.inputs[i], found.inputs[i])) << "of microbatch " << i;
+  }
+  EXPECT_TRUE(same_bits_in("parameter", expected.parameters, found.parameters));
+}
+
+// That the whole backward gives what autograd gives, and the halves the same with the same operators.
+inline void expect_same_in_halves(const Stage& stage) {
+  const Gradients whole = by_full(stage);
+  {
+    SCOPED_TRACE("the whole backward against autograd's");
+    expect_same(by_autograd(stage), whole);
+  }
+  SCOPED_TRACE("the halves against the whole");
+  const Gradients halves = by_halves(stage);
+  expect_same(whole, halves);
+  EXPECT_EQ(normal(whole.first), normal(halves.first + halves.second));
+}
+
+}  // namespace penstock::testing
