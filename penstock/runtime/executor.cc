@@ -56,11 +56,13 @@ void Executor::run(StepWork& work, std::vector<ActionRecord>& record, Progress& 
     progress.position.store(static_cast<int>(i), std::memory_order_release);
     now_ = &record[i];
     now_->start = now;
+    if (functions_->before) functions_->before(transport_->rank(), actions[i]);
     {
-      RECORD_FUNCTION_WITH_SCOPE(at::RecordScope::USER_SCOPE, "PP:" + to_string(actions[i]),
-                                 c10::ArrayRef<c10::IValue>());
+      at::RecordFunction guard(at::RecordScope::USER_SCOPE);
+      if (guard.isActive()) guard.before("PP:" + to_string(actions[i]));
       run_action(actions[i]);
     }
+    if (functions_->after) functions_->after(transport_->rank(), actions[i]);
     now = nanoseconds(Clock::now() - work.began);
     now_->end = now;
   }
@@ -68,7 +70,19 @@ void Executor::run(StepWork& work, std::vector<ActionRecord>& record, Progress& 
 }
 
 void Executor::run_action(const Action& action) {
+  const auto instead = functions_->instead.find(action.computation);
+  if (instead == functions_->instead.end()) return run_own(action);
+  ActionContext context(*this);
+  instead->second(action, context);
+}
+
+void Executor::run_own(const Action& action) {
   switch (action.computation) {
+    case Computation::Forward: forward(action); break;
+    case Computation::InputBackward:
+    case Computation::FullBackward: backward(action); break;
+    case Computation::WeightBackward: stages_.at(action.stage)->weight_backward(action.microbatch); break;
+    case Computation::Overlap: for_each_part(action, [this](const Action& part) { run_action(part); }); break;
     case Computation::SendForward:
     case Computation::SendBackward: send(action); break;
     case Computation::RecvForward:
@@ -77,15 +91,6 @@ void Executor::run_action(const Action& action) {
     case Computation::Reshard:
     case Computation::ReduceGrad:
     case Computation::SumShared: break;
-    default: for_each_part(action, [this](const Action& part) { run_computation(part); });
-  }
-}
-
-void Executor::run_computation(const Action& part) {
-  switch (part.computation) {
-    case Computation::Forward: forward(part); break;
-    case Computation::WeightBackward: stages_.at(part.stage)->weight_backward(part.microbatch); break;
-    default: backward(part);
   }
 }
 
@@ -194,6 +199,28 @@ void Executor::post_receive(const Action& action) {
   const Way way = action.carries_activation() ? Way::Forward : Way::Backward;
   transport_->post_receive(work_->schedule->placement().rank_of(action.other_stage),
                            tag_of(way, work_->schedule->graph().edge_index(ends.from, ends.to), action.microbatch));
+}
+
+StepWork& ActionContext::work() {
+  return *executor_->work_;
+}
+PipelineStage& ActionContext::stage(int index) {
+  return *executor_->stages_.at(index);
+}
+std::vector<Message> ActionContext::take_activations(int stage, int microbatch) {
+  return executor_->collect(stage, microbatch, Executor::Way::Forward);
+}
+std::vector<Message> ActionContext::take_gradients(int stage, int microbatch) {
+  return executor_->collect(stage, microbatch, Executor::Way::Backward);
+}
+void ActionContext::give_activations(int stage, int microbatch, std::vector<Message> messages) {
+  executor_->put(stage, microbatch, Executor::Way::Forward, std::move(messages));
+}
+void ActionContext::give_gradients(int stage, int microbatch, std::vector<Message> messages) {
+  executor_->put(stage, microbatch, Executor::Way::Backward, std::move(messages));
+}
+void ActionContext::run(const Action& action) {
+  executor_->run_own(action);
 }
 
 }  // namespace penstock

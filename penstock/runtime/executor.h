@@ -45,6 +45,39 @@ struct StepWork {
   std::vector<std::map<int, std::vector<at::Tensor>>> loss_terms;
 };
 
+class Executor;
+
+// What a function of the user's that takes the place of a computation has to work with: all that ours has.
+class ActionContext {
+ public:
+  explicit ActionContext(Executor& executor) : executor_(&executor) {}
+
+  StepWork& work();
+  PipelineStage& stage(int index);
+  // What came for a stage along the edges that lead to it, and gradients along those that lead away; each is taken once.
+  std::vector<Message> take_activations(int stage, int microbatch);
+  std::vector<Message> take_gradients(int stage, int microbatch);
+  // What a stage gives along the edges that lead away from it, and gradients along those that lead to it.
+  void give_activations(int stage, int microbatch, std::vector<Message> messages);
+  void give_gradients(int stage, int microbatch, std::vector<Message> messages);
+  // Does what would be done without the user's function: for a pair, its parts in turn, by the functions for these.
+  void run(const Action& action);
+
+ private:
+  Executor* executor_;
+};
+
+using ActionFunction = std::function<void(const Action& action, ActionContext& context)>;
+
+// What the user has to say about actions.
+struct ActionFunctions {
+  // In place of ours, by what is computed.
+  std::map<Computation, ActionFunction> instead;
+  // Around each action of a rank, on its thread.
+  std::function<void(int rank, const Action& action)> before;
+  std::function<void(int rank, const Action& action)> after;
+};
+
 // Where a rank is, for others to see.
 struct Progress {
   // The index of the action that it has begun last; -1 before the first.
@@ -56,19 +89,22 @@ struct Progress {
 class Executor {
  public:
   // The stages of one rank, by index.
-  Executor(Transport& transport, std::map<int, PipelineStage*> stages)
-      : transport_(&transport), stages_(std::move(stages)) {}
+  Executor(Transport& transport, std::map<int, PipelineStage*> stages, const ActionFunctions& functions)
+      : transport_(&transport), stages_(std::move(stages)), functions_(&functions) {}
 
   // Runs this rank's part of a step, and writes down what ran. Throws whatever an action throws; `progress` then says
   // which.
   void run(StepWork& work, std::vector<ActionRecord>& record, Progress& progress);
 
  private:
+  friend class ActionContext;
+
   // Which way a message goes along an edge.
   enum class Way { Forward, Backward };
 
+  // By the user's function, if there is one, or by ours.
   void run_action(const Action& action);
-  void run_computation(const Action& part);
+  void run_own(const Action& action);
   void forward(const Action& action);
   void compute_loss(int microbatch, const c10::IValue& output);
   void backward(const Action& action);
@@ -83,6 +119,7 @@ class Executor {
 
   Transport* transport_;
   std::map<int, PipelineStage*> stages_;
+  const ActionFunctions* functions_;
 
   // Of the step that runs.
   StepWork* work_ = nullptr;

@@ -85,7 +85,7 @@ struct Pipeline::State {
       std::map<int, PipelineStage*> own;
       for (const int stage : training.placement().stages_of(rank))
         own[stage] = &stages[static_cast<std::size_t>(stage)];
-      executors.emplace_back(*transports[static_cast<std::size_t>(rank)], std::move(own));
+      executors.emplace_back(*transports[static_cast<std::size_t>(rank)], std::move(own), functions);
     }
   }
 
@@ -98,6 +98,7 @@ struct Pipeline::State {
   std::vector<PipelineStage> stages;
   Wiring wiring;
   PipelineOptions options;
+  ActionFunctions functions;
   Schedule training;
   Schedule evaluation;
   Schedule without_reductions;
@@ -174,7 +175,8 @@ StepResult Pipeline::State::run(StepWork work, const Schedule& schedule) {
   work.began = Clock::now();
   threads.run([&](int rank) {
     const auto at = static_cast<std::size_t>(rank);
-    Failure failure{.rank = rank};
+    Failure failure;
+    failure.rank = rank;
     try {
       executors[at].run(work, record[at], progress[at]);
       return;

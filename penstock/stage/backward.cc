@@ -107,15 +107,6 @@ class BorderNode final : public Node {
     if (runs_twice_) node_->next_edges() = next_edges_;
   }
 
-  // A tensor that the node saved may be all that holds the node before it, which saved one too, and so on: released one
-  // by one, they do not release each other in a recursion.
-  ~BorderNode() override {
-    if (node_) node_->release_variables();
-  }
-
-  BorderNode(const BorderNode&) = delete;
-  BorderNode& operator=(const BorderNode&) = delete;
-
   std::string name() const override { return "PenstockBorder"; }
 
   // Between the halves. The hooks before the node have been called.
@@ -130,6 +121,12 @@ class BorderNode final : public Node {
     retains_grad_hooks_.clear();
     pre_hooks_.clear();
     turned_ = true;
+  }
+
+  // For good.
+  void release() {
+    if (node_) node_->release_variables();
+    node_.reset();
   }
 
   variable_list apply(variable_list&& gradients) override {
@@ -184,15 +181,13 @@ using BorderPtr = c10::intrusive_ptr<BorderNode>;
 // parameter too. A graph can be deep, so there is no recursion.
 class Division {
  public:
-  explicit Division(const Node* inputs) : inputs_(inputs) {}
+  Division(const Node* inputs, std::vector<BorderPtr>& borders) : inputs_(inputs), borders_(borders) {}
 
   // Whether the root leads to an input; then it may be moved to a border.
   bool leads_inward(Edge& root) {
     walk(root.function.get());
     return redirect(root);
   }
-
-  std::vector<BorderPtr> take_borders() { return std::move(borders_); }
 
  private:
   static constexpr std::int64_t kOutward = -2;
@@ -253,7 +248,7 @@ class Division {
   const Node* inputs_;
   // For each node that has children: kOutward, kInward, or the index of its border.
   ska::flat_hash_map<const Node*, std::int64_t> places_;
-  std::vector<BorderPtr> borders_;
+  std::vector<BorderPtr>& borders_;
   std::vector<Step> way_;
   std::vector<bool> inward_;
 };
@@ -317,10 +312,21 @@ struct StageBackward::Roots {
 };
 
 struct StageBackward::Graph {
+  Graph() = default;
+  // A tensor that a node saved may be all that holds the nodes before it, down to the next one that saved a tensor, and
+  // so on. So each is released while the others are held, or they would release each other in a recursion.
+  ~Graph() {
+    for (const BorderPtr& border : borders) border->release();
+  }
+
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+
   c10::intrusive_ptr<InputNode> inputs;
   // Of each output; not valid for one that requires no gradient.
   edge_list outputs;
   bool between_halves = false;
+  std::vector<BorderPtr> borders;
   Roots of_weight_half;
 };
 
@@ -377,16 +383,16 @@ std::vector<at::Tensor> StageBackward::input_half(std::vector<at::Tensor> output
   std::unique_ptr<Graph> graph = std::move(graph_);
   graph->outputs.clear();
   Roots of_input_half;
-  Division division(graph->inputs.get());
+  Division division(graph->inputs.get(), graph->borders);
   for (std::size_t i = 0; i < all.edges.size(); ++i) {
     Edge& edge = all.edges[i];
     Roots& half = division.leads_inward(edge) ? of_input_half : graph->of_weight_half;
     half.add(std::move(edge), std::move(all.gradients[i]));
   }
   std::move(of_input_half).run();
-  for (BorderPtr& border : division.take_borders()) {
+  for (const BorderPtr& border : graph->borders) {
     border->turn();
-    graph->of_weight_half.add({std::move(border), 0}, {});
+    graph->of_weight_half.add({border, 0}, {});
   }
   graph->between_halves = true;
   graph_ = std::move(graph);

@@ -1,17 +1,16 @@
 #include "penstock/stage/stage.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/_lazy_clone.h>
 #include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/impl/COW.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <iterator>
+#include <unordered_set>
 #include <utility>
 
 #include "penstock/stage/backward.h"
+#include "penstock/stage/borrowed.h"
 #include "penstock/tensor/nested.h"
 
 namespace penstock {
@@ -31,18 +30,11 @@ class HandingIn {
   std::vector<at::Tensor>* outer_;
 };
 
-// A tensor of its own for another stage, which may write into it: both have the same memory until one of them does.
-// It requires grad if the other stage is to give a gradient for it.
-at::Tensor handed_over(const at::Tensor& tensor) {
+// What another stage gets: the same memory, without history. It requires grad if the other stage is to give a gradient
+// for it.
+at::Tensor handed_over(const at::Tensor& tensor, bool copy) {
   if (!tensor.defined()) return tensor;
-  at::Tensor result;
-  {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
-    const bool can_share =
-        c10::impl::cow::is_cow_data_ptr(storage.data_ptr()) || c10::impl::cow::has_simple_data_ptr(storage);
-    result = can_share ? at::_lazy_clone(tensor) : at::clone(tensor);
-  }
+  at::Tensor result = copy ? tensor.detach().clone() : tensor.variable_data();
   if (tensor.requires_grad()) result.requires_grad_();
   return result;
 }
@@ -90,6 +82,10 @@ c10::IValue value_of(const at::Tensor& tensor) {
   return tensor.defined() ? c10::IValue(tensor) : c10::IValue();
 }
 
+void add_memory(std::unordered_set<const void*>& memory, const at::Tensor& tensor) {
+  if (tensor.defined() && tensor.has_storage()) memory.insert(tensor.storage().unsafeGetStorageImpl());
+}
+
 void check(const std::string& what, const std::vector<std::optional<TensorMeta>>& expected,
            const std::vector<at::Tensor>& found) {
   std::vector<std::optional<TensorMeta>> metas;
@@ -126,6 +122,9 @@ PipelineStage::PipelineStage(StageModule module, int stage_index, int num_stages
                      "; they go from 0 to " + std::to_string(num_stages - 1) + ".");
   }
   if (!module_.forward) throw StageError(place(index_) + " has no function for its forward.");
+  for (const auto* named : {&module_.parameters, &module_.buffers}) {
+    for (const auto& [name, tensor] : *named) add_memory(own_memory_, tensor);
+  }
 }
 
 PipelineStage::~PipelineStage() = default;
@@ -144,13 +143,15 @@ void PipelineStage::begin(const Wiring& wiring, int microbatches, bool backward)
 PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Message> received, const Args& args,
                                                 const Kwargs& kwargs) {
   auto run = std::make_unique<Run>();
-  std::vector<at::Tensor> tensors;
+  std::vector<at::Tensor> lent;
   for (Message& message : received) {
     run->received.push_back(message.size());
-    std::move(message.begin(), message.end(), std::back_inserter(tensors));
+    std::move(message.begin(), message.end(), std::back_inserter(lent));
   }
+  std::vector<at::Tensor> tensors;
   std::vector<bool> needs_grad;
-  for (const at::Tensor& tensor : tensors) {
+  for (const at::Tensor& tensor : lent) {
+    tensors.push_back(tensor.defined() ? borrow(tensor) : tensor);
     needs_grad.push_back(with_backward_ && tensor.defined() && tensor.requires_grad());
   }
   run->inputs.emplace(tensors, needs_grad);
@@ -183,16 +184,21 @@ PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Mess
     return *found;
   };
 
-  // What is handed on, before the stage writes into it.
+  // What is handed on: its place in the graph before the stage writes into it, and the memory that it came in. When that
+  // is the stage's own to write into, it is copied.
   std::vector<at::Tensor> handed_on;
+  std::vector<at::Tensor> handed_on_messages;
   for (const Wiring::Link& link : links_out_) {
     if (!link.values) continue;
     for (const StageOutput& value : *link.values) {
-      if (value.stage != index_) handed_on.push_back(same_place(tensors[find_or_fail(value)]));
+      if (value.stage == index_) continue;
+      const std::size_t at = find_or_fail(value);
+      handed_on.push_back(same_place(tensors[at]));
+      const bool borrowed = tensors[at].defined() && is_borrowed(tensors[at]);
+      handed_on_messages.push_back(handed_over(lent[at], /*copy=*/!borrowed));
     }
   }
-  std::vector<at::Tensor> handed_on_copies;
-  for (const at::Tensor& tensor : handed_on) handed_on_copies.push_back(handed_over(tensor));
+  lent.clear();
 
   Args arguments;
   if (is_first()) {
@@ -220,6 +226,13 @@ PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Mess
     check(place(index_) + ", output", *options_.output_metadata,
           is_last() ? extract_tensor_args(result.output) : outputs);
   }
+  // Memory that others may write into is not handed over: that of parameters, buffers and arguments, nor what is
+  // borrowed. The same output twice is two tensors.
+  std::unordered_set<const void*> used = own_memory_;
+  for (const at::Tensor& argument : extract_tensor_args(to_value(args))) add_memory(used, argument);
+  const auto must_copy = [&](const at::Tensor& output) {
+    return output.defined() && (is_borrowed(output) || used.contains(output.storage().unsafeGetStorageImpl()));
+  };
   std::size_t next_handed_on = 0;
   for (const Wiring::Link& link : links_out_) {
     Message message;
@@ -228,11 +241,11 @@ PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Mess
       message.push_back(std::move(sent));
     };
     if (!link.values) {
-      for (const at::Tensor& output : outputs) add(output, handed_over(output));
+      for (const at::Tensor& output : outputs) add(output, handed_over(output, must_copy(output)));
     } else {
       for (const StageOutput& value : *link.values) {
         if (value.stage != index_) {
-          add(handed_on[next_handed_on], handed_on_copies[next_handed_on]);
+          add(handed_on[next_handed_on], handed_on_messages[next_handed_on]);
           ++next_handed_on;
           continue;
         }
@@ -241,7 +254,7 @@ PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Mess
                            std::to_string(link.to) + " asks for output " + std::to_string(value.output) + ".");
         }
         const at::Tensor& output = outputs[static_cast<std::size_t>(value.output)];
-        add(output, handed_over(output));
+        add(output, handed_over(output, must_copy(output)));
       }
     }
     run->sent.push_back(message.size());

@@ -13,6 +13,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "penstock/stage/module.h"
@@ -87,6 +88,8 @@ class PipelineStage {
   int index_;
   int stages_;
   StageOptions options_;
+  // Of parameters and buffers.
+  std::unordered_set<const void*> own_memory_;
 
   bool with_backward_ = false;
   std::vector<Wiring::Link> links_in_;

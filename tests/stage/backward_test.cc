@@ -328,6 +328,27 @@ TEST(StageBackward, KeepsBetweenTheHalvesOnlyWhatTheSecondNeeds) {
   EXPECT_EQ(one.alive(), std::vector<bool>(6, false));
 }
 
+TEST(StageBackward, LetsACustomFunctionGoWhenItHasRun) {
+  StageInputs inputs({numbers({3})}, {true});
+  const at::Tensor weight = parameter({3});
+  at::Tensor output = TwoProducts::apply(inputs.tensors()[0].sin(), weight)[0];
+  auto* node = dynamic_cast<torch::autograd::CppNode<TwoProducts>*>(output.grad_fn().get());
+  ASSERT_NE(node, nullptr);
+  const Weak stored = weak(node->ctx_.saved_data.at("product").toTensor());
+  StageBackward backward(std::move(inputs), {output});
+  output.reset();
+  EXPECT_FALSE(stored.expired());
+  backward.input_half({at::ones({3})});
+  EXPECT_TRUE(stored.expired());
+}
+
+TEST(StageBackward, SumsWhatWasBroadcastBeforeItIsKept) {
+  const Gradients halves =
+      by_halves({[](auto& in, auto& p) { return Tensors{in[0] + p[0]}; }, {numbers({5, 3})}, {numbers({3})}});
+  EXPECT_EQ(count(halves.first, "sum"), 1);
+  EXPECT_EQ(count(halves.second, "sum"), 0);
+}
+
 TEST(StageBackward, ReleasesAllInTheWholeBackwardAndWhenItIsNotRun) {
   const at::Tensor weight = parameter({3, 3});
   const at::Tensor scale = parameter({3});

@@ -4,6 +4,8 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <stdexcept>
+
 namespace penstock::testing {
 
 // x * w twice, as two outputs of one node; counts its backwards.
@@ -14,6 +16,8 @@ class TwoProducts : public torch::autograd::Function<TwoProducts> {
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
                                                 const at::Tensor& w) {
     context->save_for_backward({x, w});
+    // Which autograd does not release before the node itself.
+    context->saved_data["product"] = x * w;
     return {x * w, x * w * 2};
   }
 

@@ -1,0 +1,103 @@
+#include "penstock/stage/modules.h"
+
+#include <memory>
+#include <string>
+#include <tuple>
+#include <unordered_map>
+#include <vector>
+
+#include "penstock/stage/wiring.h"
+#include "penstock/tensor/nested.h"
+
+namespace penstock {
+namespace {
+
+using torch::nn::AnyModule;
+using torch::nn::AnyValue;
+
+AnyValue call(AnyModule& module, const Args& args, const Kwargs& kwargs) {
+  if (!kwargs.empty()) {
+    throw StageError("a torch::nn module takes no keyword arguments, and there is '" + kwargs.begin()->first +
+                     "'.\n  Hint: stage_module(module, function) lets a function of yours hand them over.");
+  }
+  for (std::size_t i = 0; i < args.size(); ++i) {
+    if (args[i].isTensor()) continue;
+    throw StageError("argument " + std::to_string(i) + " of a torch::nn module: found " + describe(args[i]) +
+                     ", expected a tensor.\n  Hint: stage_module(module, function) takes any.");
+  }
+  const auto tensor = [&](std::size_t index) { return args[index].toTensor(); };
+  switch (args.size()) {
+    case 1: return module.any_forward(tensor(0));
+    case 2: return module.any_forward(tensor(0), tensor(1));
+    case 3: return module.any_forward(tensor(0), tensor(1), tensor(2));
+    case 4: return module.any_forward(tensor(0), tensor(1), tensor(2), tensor(3));
+    default:
+      throw StageError("a torch::nn module takes one to four tensors here, not " + std::to_string(args.size()) +
+                       ".\n  Hint: stage_module(module, function) takes any number.");
+  }
+}
+
+template <class Tuple>
+bool take(AnyValue& value, c10::IValue& result) {
+  const Tuple* const found = value.try_get<Tuple>();
+  if (found == nullptr) return false;
+  result = *found;
+  return true;
+}
+
+c10::IValue value_of(AnyValue value) {
+  using at::Tensor;
+  c10::IValue result;
+  if (take<Tensor>(value, result) || take<std::tuple<Tensor, Tensor>>(value, result) ||
+      take<std::tuple<Tensor, Tensor, Tensor>>(value, result) ||
+      take<std::tuple<Tensor, Tensor, Tensor, Tensor>>(value, result)) {
+    return result;
+  }
+  throw StageError("a torch::nn module gives a tensor or a tuple of two to four here, and this gave " +
+                   c10::demangle(value.type_info().name()) +
+                   ".\n  Hint: stage_module(module, function) lets a function of yours turn it into a c10::IValue.");
+}
+
+}  // namespace
+
+StageModule stage_module_without_forward(const torch::nn::Module& module) {
+  StageModule result;
+  for (const auto& item : module.named_parameters()) result.parameters.emplace_back(item.key(), item.value());
+  for (const auto& item : module.named_buffers()) result.buffers.emplace_back(item.key(), item.value());
+  return result;
+}
+
+StageModule stage_module(torch::nn::Sequential sequential) {
+  if (sequential->is_empty()) throw StageError("a stage's Sequential is empty.");
+  StageModule result = stage_module_without_forward(*sequential);
+  result.forward = [sequential = std::move(sequential)](const Args& args, const Kwargs& kwargs) {
+    torch::nn::Sequential own = sequential;
+    auto module = own->begin();
+    AnyValue value = call(*module, args, kwargs);
+    for (++module; module != own->end(); ++module) value = module->any_forward(std::move(value));
+    return value_of(std::move(value));
+  };
+  return result;
+}
+
+StageModule stage_module(AnyModule module) {
+  if (module.is_empty()) throw StageError("a stage's AnyModule is empty.");
+  StageModule result = stage_module_without_forward(*module.ptr());
+  result.forward = [shared = std::make_shared<AnyModule>(std::move(module))](const Args& args, const Kwargs& kwargs) {
+    return value_of(call(*shared, args, kwargs));
+  };
+  return result;
+}
+
+StageModule stage_module(torch::jit::Module module) {
+  StageModule result;
+  for (const auto& item : module.named_parameters()) result.parameters.emplace_back(item.name, item.value);
+  for (const auto& item : module.named_buffers()) result.buffers.emplace_back(item.name, item.value);
+  result.forward = [module = std::move(module)](const Args& args, const Kwargs& kwargs) {
+    torch::jit::Module own = module;
+    return own.forward(args, std::unordered_map<std::string, c10::IValue>(kwargs.begin(), kwargs.end()));
+  };
+  return result;
+}
+
+}  // namespace penstock

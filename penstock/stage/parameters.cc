@@ -1,0 +1,269 @@
+#include "penstock/stage/parameters.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/native/Resize.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "penstock/stage/wiring.h"
+
+namespace penstock {
+namespace {
+
+// Enough for a collective to be worth its start, and few enough that the first is under way before the last is ready.
+constexpr std::size_t kBucketBytes = std::size_t{25} << 20;
+
+void broadcast_from_first(const StageModule& module, Group& group, Deadline deadline) {
+  std::vector<at::Tensor> tensors;
+  for (const auto* named : {&module.parameters, &module.buffers}) {
+    for (const auto& [name, tensor] : *named) tensors.push_back(tensor.detach());
+  }
+  group.broadcast(std::move(tensors), 0)->wait(deadline);
+}
+
+class ReplicatedParameters : public ParameterSync {
+ public:
+  ReplicatedParameters(const StageModule& module, const std::vector<bool>& reduced, std::shared_ptr<Group> group)
+      : all_(module.parameters), group_(std::move(group)) {
+    for (std::size_t i = 0; i < all_.size(); ++i) {
+      if (reduced[i]) own_.push_back(all_[i].second);
+    }
+    set_aside_.resize(own_.size());
+  }
+
+  const StageModule::NamedTensors& parameters() const override { return all_; }
+
+  void begin_step() override {
+    const bool none_left =
+        std::none_of(own_.begin(), own_.end(), [](const at::Tensor& one) { return one.grad().defined(); });
+    // Without any gradient somebody has thrown them away, and so those that were set aside.
+    if (none_left) std::fill(set_aside_.begin(), set_aside_.end(), at::Tensor());
+    if (unreduced_ && !none_left) return;
+    for (std::size_t i = 0; i < own_.size(); ++i) set_aside_[i] = std::exchange(own_[i].mutable_grad(), {});
+    unreduced_ = true;
+  }
+
+  void reduce() override {
+    const c10::AutoGradMode no_grad(false);
+    present_ = at::zeros({static_cast<std::int64_t>(own_.size())});
+    std::vector<at::Tensor> bucket{present_};
+    std::size_t bytes = 0;
+    for (std::size_t i = own_.size(); i-- > 0;) {
+      at::Tensor& gradient = own_[i].mutable_grad();
+      if (gradient.defined()) present_.data_ptr<float>()[i] = 1;
+      gradient = gradient.defined() ? gradient.contiguous() : at::zeros_like(own_[i]);
+      bucket.push_back(gradient);
+      bytes += gradient.nbytes();
+      if (bytes < kBucketBytes) continue;
+      works_.push_back(group_->all_reduce(std::exchange(bucket, {})));
+      bytes = 0;
+    }
+    if (!bucket.empty()) works_.push_back(group_->all_reduce(std::move(bucket)));
+  }
+
+  void finish_reduce(Deadline deadline) override {
+    if (works_.empty()) return;
+    for (const auto& work : std::exchange(works_, {})) work->wait(deadline);
+    const c10::AutoGradMode no_grad(false);
+    for (std::size_t i = 0; i < own_.size(); ++i) {
+      at::Tensor& gradient = own_[i].mutable_grad();
+      const bool present = present_.data_ptr<float>()[i] > 0;
+      if (present) gradient.div_(group_->size());
+      if (!present) gradient.reset();
+      if (set_aside_[i].defined()) {
+        gradient = present ? set_aside_[i].add_(gradient) : set_aside_[i];
+        set_aside_[i].reset();
+      }
+    }
+    unreduced_ = false;
+  }
+
+  void unshard() override {}
+  void finish_unshard(Deadline /*deadline*/) override {}
+  void reshard() override {}
+
+  void abandon() override {
+    works_.clear();
+    std::fill(set_aside_.begin(), set_aside_.end(), at::Tensor());
+    unreduced_ = false;
+  }
+
+ private:
+  StageModule::NamedTensors all_;
+  std::shared_ptr<Group> group_;
+  // Those that are averaged, and their gradients from steps that have been reduced.
+  std::vector<at::Tensor> own_;
+  std::vector<at::Tensor> set_aside_;
+  // Whether .grad holds what has not been reduced.
+  bool unreduced_ = false;
+  // How many members have a gradient, by parameter.
+  at::Tensor present_;
+  std::vector<std::unique_ptr<Work>> works_;
+};
+
+// The memory of a parameter, without autograd's knowing of it: what was saved for a backward finds it again.
+void resize_storage(const at::Tensor& tensor, std::size_t bytes) {
+  at::native::resize_bytes_cpu(tensor.storage().unsafeGetStorageImpl(), bytes);
+}
+
+class ShardedParameters : public ParameterSync {
+ public:
+  ShardedParameters(const StageModule& module, int stage, std::shared_ptr<Group> group)
+      : stage_(stage), group_(std::move(group)) {
+    const c10::AutoGradMode no_grad(false);
+    const std::int64_t members = group_->size();
+    for (const auto& [name, parameter] : module.parameters) {
+      if (!whole_.empty() && parameter.scalar_type() != whole_.front().scalar_type()) {
+        throw StageError("stage " + std::to_string(stage) + ": parameter " + name +
+                         " has another dtype than the first; "
+                         "the sharded parameters of a stage have one dtype.");
+      }
+      if (!parameter.is_contiguous() || parameter.storage().nbytes() != parameter.nbytes()) {
+        throw StageError("stage " + std::to_string(stage) + ": parameter " + name +
+                         " is a view or not contiguous; sharded parameters have memory of their own.");
+      }
+      whole_.push_back(parameter);
+      lengths_.push_back((parameter.numel() + members - 1) / members);
+      length_ += lengths_.back();
+    }
+    if (whole_.empty()) return;
+    part_ = at::zeros({length_}, whole_.front().options().requires_grad(false));
+    std::int64_t first = 0;
+    for (std::size_t i = 0; i < whole_.size(); ++i) {
+      const at::Tensor shard = part_.narrow(0, first, lengths_[i]);
+      const std::int64_t begin = std::min(group_->member() * lengths_[i], whole_[i].numel());
+      const std::int64_t count = std::min(lengths_[i], whole_[i].numel() - begin);
+      shard.narrow(0, 0, count).copy_(whole_[i].detach().view(-1).narrow(0, begin, count));
+      shards_.emplace_back(module.parameters[i].first, shard.detach().requires_grad_());
+      first += lengths_[i];
+      resize_storage(whole_[i], 0);
+    }
+  }
+
+  const StageModule::NamedTensors& parameters() const override { return shards_; }
+
+  void begin_step() override {}
+
+  void unshard() override {
+    if (gathered_ || gathering_ || whole_.empty()) return;
+    buffer_ = at::empty({length_ * group_->size()}, part_.options());
+    gathering_ = group_->all_gather(buffer_, part_);
+  }
+
+  void finish_unshard(Deadline deadline) override {
+    if (gathered_ || whole_.empty()) return;
+    if (!gathering_) {
+      throw StageError("stage " + std::to_string(stage_) +
+                       " computes without its parameters: they are sharded, and no "
+                       "UNSHARD came before.");
+    }
+    std::exchange(gathering_, nullptr)->wait(deadline);
+    for (const at::Tensor& parameter : whole_) resize_storage(parameter, parameter.nbytes());
+    for_each_piece([&](std::size_t i, std::int64_t begin, std::int64_t count, std::int64_t in_buffer) {
+      const std::size_t size = whole_[i].element_size();
+      std::memcpy(static_cast<char*>(whole_[i].data_ptr()) + static_cast<std::size_t>(begin) * size,
+                  static_cast<const char*>(buffer_.const_data_ptr()) + static_cast<std::size_t>(in_buffer) * size,
+                  static_cast<std::size_t>(count) * size);
+    });
+    buffer_.reset();
+    gathered_ = true;
+  }
+
+  void reshard() override {
+    for (const at::Tensor& parameter : whole_) resize_storage(parameter, 0);
+    gathered_ = false;
+  }
+
+  void reduce() override {
+    if (whole_.empty()) return;
+    const c10::AutoGradMode no_grad(false);
+    gradients_ = at::zeros({length_ * group_->size()}, part_.options());
+    for_each_piece([&](std::size_t i, std::int64_t begin, std::int64_t count, std::int64_t in_buffer) {
+      const at::Tensor& gradient = whole_[i].grad();
+      if (gradient.defined()) {
+        gradients_.narrow(0, in_buffer, count).copy_(gradient.reshape(-1).narrow(0, begin, count));
+      }
+    });
+    for (at::Tensor& parameter : whole_) parameter.mutable_grad().reset();
+    gradient_part_ = at::empty({length_}, part_.options());
+    reducing_ = group_->reduce_scatter(gradient_part_, gradients_);
+  }
+
+  void finish_reduce(Deadline deadline) override {
+    if (!reducing_) return;
+    std::exchange(reducing_, nullptr)->wait(deadline);
+    const c10::AutoGradMode no_grad(false);
+    gradient_part_.div_(group_->size());
+    std::int64_t first = 0;
+    for (std::size_t i = 0; i < shards_.size(); ++i) {
+      const at::Tensor own = gradient_part_.narrow(0, first, lengths_[i]);
+      at::Tensor& gradient = shards_[i].second.mutable_grad();
+      gradient = gradient.defined() ? gradient.add_(own) : own.clone();
+      first += lengths_[i];
+    }
+    gradients_.reset();
+    gradient_part_.reset();
+  }
+
+  void abandon() override {
+    gathering_.reset();
+    reducing_.reset();
+    buffer_.reset();
+    gradients_.reset();
+    gradient_part_.reset();
+    reshard();
+  }
+
+ private:
+  // Calls visit(parameter, its first element, how many, where they are among all parts) for each member's piece.
+  template <class Visit>
+  void for_each_piece(const Visit& visit) {
+    for (std::int64_t member = 0; member < group_->size(); ++member) {
+      std::int64_t in_buffer = member * length_;
+      for (std::size_t i = 0; i < whole_.size(); ++i) {
+        const std::int64_t begin = std::min(member * lengths_[i], whole_[i].numel());
+        const std::int64_t count = std::min(lengths_[i], whole_[i].numel() - begin);
+        if (count > 0) visit(i, begin, count, in_buffer);
+        in_buffer += lengths_[i];
+      }
+    }
+  }
+
+  int stage_;
+  std::shared_ptr<Group> group_;
+  // The module's own, and how long a shard of each is; the last may be padded.
+  std::vector<at::Tensor> whole_;
+  std::vector<std::int64_t> lengths_;
+  std::int64_t length_ = 0;
+  // All shards one behind the other, and each as a parameter.
+  at::Tensor part_;
+  StageModule::NamedTensors shards_;
+  bool gathered_ = false;
+  std::unique_ptr<Work> gathering_;
+  at::Tensor buffer_;
+  std::unique_ptr<Work> reducing_;
+  at::Tensor gradients_;
+  at::Tensor gradient_part_;
+};
+
+}  // namespace
+
+std::unique_ptr<ParameterSync> replicate_parameters(const StageModule& module, const std::vector<bool>& reduced,
+                                                    std::shared_ptr<Group> group, Deadline deadline) {
+  broadcast_from_first(module, *group, deadline);
+  return std::make_unique<ReplicatedParameters>(module, reduced, std::move(group));
+}
+
+std::unique_ptr<ParameterSync> shard_parameters(const StageModule& module, int stage, std::shared_ptr<Group> group,
+                                                Deadline deadline) {
+  broadcast_from_first(module, *group, deadline);
+  return std::make_unique<ShardedParameters>(module, stage, std::move(group));
+}
+
+}  // namespace penstock
