@@ -37,6 +37,23 @@ c10::IValue detached(const c10::IValue& value) {
 
 }  // namespace
 
+void Executor::begin(const StepWork& work) {
+  for (const auto& [index, stage] : stages_) {
+    stage->begin(*work.wiring, work.schedule->microbatches(), work.autograd);
+  }
+  if (!work.backward) return;
+  for (auto& [group, sums] : shared_) {
+    for (SharedSum& sum : sums) sum.begin_step();
+  }
+}
+
+void Executor::take_back() {
+  for (auto& [group, sums] : shared_) {
+    for (SharedSum& sum : sums) sum.abandon();
+  }
+  for (const auto& [index, stage] : stages_) stage->take_back();
+}
+
 void Executor::run(StepWork& work, std::vector<ActionRecord>& record, Progress& progress) {
   work_ = &work;
   const Schedule& schedule = *work.schedule;
@@ -45,31 +62,34 @@ void Executor::run(StepWork& work, std::vector<ActionRecord>& record, Progress& 
     places->clear();
     places->resize(cells);
   }
-  for (const auto& [index, stage] : stages_) stage->begin(*work.wiring, schedule.microbatches(), work.backward);
 
-  const std::span<const Action> actions = schedule.actions(transport_->rank());
+  const std::span<const Action> actions = schedule.actions(rank());
   record.assign(actions.size(), {});
-  const c10::AutoGradMode grad_mode(work.backward);
+  const c10::AutoGradMode grad_mode(work.autograd);
   std::int64_t now = nanoseconds(Clock::now() - work.began);
   for (std::size_t i = 0; i < actions.size(); ++i) {
     progress.since.store(now, std::memory_order_relaxed);
     progress.position.store(static_cast<int>(i), std::memory_order_release);
     now_ = &record[i];
     now_->start = now;
-    if (functions_->before) functions_->before(transport_->rank(), actions[i]);
+    if (functions_->before) functions_->before(rank(), actions[i]);
     {
       at::RecordFunction guard(at::RecordScope::USER_SCOPE);
       if (guard.isActive()) guard.before("PP:" + to_string(actions[i]));
       run_action(actions[i]);
     }
-    if (functions_->after) functions_->after(transport_->rank(), actions[i]);
+    if (functions_->after) functions_->after(rank(), actions[i]);
     now = nanoseconds(Clock::now() - work.began);
     now_->end = now;
   }
+  finish_reductions();
   progress.position.store(static_cast<int>(actions.size()), std::memory_order_release);
 }
 
 void Executor::run_action(const Action& action) {
+  if (action.is_compute() && !action.is_overlap()) {
+    if (ParameterSync* const sync = stages_.at(action.stage)->sync()) sync->finish_unshard(deadline());
+  }
   const auto instead = functions_->instead.find(action.computation);
   if (instead == functions_->instead.end()) return run_own(action);
   ActionContext context(*this);
@@ -90,7 +110,30 @@ void Executor::run_own(const Action& action) {
     case Computation::Unshard:
     case Computation::Reshard:
     case Computation::ReduceGrad:
-    case Computation::SumShared: break;
+    case Computation::SumShared: change_parameters(action); break;
+  }
+}
+
+void Executor::change_parameters(const Action& action) {
+  ParameterSync* const sync = stages_.at(action.stage)->sync();
+  switch (action.computation) {
+    case Computation::Unshard:
+      if (sync != nullptr) sync->unshard();
+      break;
+    case Computation::Reshard:
+      if (sync != nullptr) sync->reshard();
+      break;
+    case Computation::ReduceGrad:
+      if (sync != nullptr) sync->reduce();
+      break;
+    default:
+      for (SharedSum& sum : shared_[work_->schedule->graph().group_of(action.stage)]) sum.reduce(deadline());
+  }
+}
+
+void Executor::finish_reductions() {
+  for (const auto& [index, stage] : stages_) {
+    if (stage->sync() != nullptr) stage->sync()->finish_reduce(deadline());
   }
 }
 
@@ -98,18 +141,19 @@ void Executor::forward(const Action& action) {
   static const Args kNoArgs;
   static const Kwargs kNoKwargs;
   const auto microbatch = static_cast<std::size_t>(action.microbatch);
+  const Batch& batch = work_->microbatches[microbatch];
   PipelineStage& stage = *stages_.at(action.stage);
   std::vector<Message> received = collect(action.stage, action.microbatch, Way::Forward);
-  const auto kwargs = work_->kwargs.find(action.stage);
+  const auto kwargs = batch.kwargs.find(action.stage);
   PipelineStage::Forwarded result;
   {
     const RandomScope scope(work_->seed, work_->step, action.microbatch, action.stage);
-    result = stage.forward(action.microbatch, std::move(received), stage.is_first() ? work_->args[microbatch] : kNoArgs,
-                           kwargs == work_->kwargs.end() ? kNoKwargs : kwargs->second[microbatch]);
+    result = stage.forward(action.microbatch, std::move(received), stage.is_first() ? batch.args : kNoArgs,
+                           kwargs == batch.kwargs.end() ? kNoKwargs : kwargs->second);
   }
   if (stage.is_last()) compute_loss(action.microbatch, result.output);
   for (const at::Tensor& term : result.losses) {
-    if (work_->backward && term.requires_grad()) {
+    if (work_->autograd && term.requires_grad()) {
       stage.add_root(action.microbatch, term, at::scalar_tensor(work_->weights[microbatch], term.options()));
     }
     work_->loss_terms[microbatch][action.stage].push_back(term.detach());
@@ -119,13 +163,13 @@ void Executor::forward(const Action& action) {
 
 void Executor::compute_loss(int microbatch, const c10::IValue& output) {
   const auto at = static_cast<std::size_t>(microbatch);
-  if (work_->loss && !work_->targets.empty()) {
-    const at::Tensor loss = work_->loss(output, work_->targets[at], work_->loss_kwargs);
+  if (work_->loss && (work_->has_target || work_->backward)) {
+    const at::Tensor loss = work_->loss(output, work_->microbatches[at].target, work_->loss_kwargs);
     if (!loss.defined() || loss.numel() != 1) {
       throw StageError("the loss of microbatch " + std::to_string(microbatch) + ": found " + describe(loss) +
                        ", expected a tensor of one element.");
     }
-    if (work_->backward && loss.requires_grad()) {
+    if (work_->autograd && loss.requires_grad()) {
       const at::Tensor seed = at::scalar_tensor(work_->weights[at], loss.options().requires_grad(false));
       stages_.at(work_->schedule->stages() - 1)->add_root(microbatch, loss, seed.expand_as(loss));
     }
@@ -157,11 +201,10 @@ Tag Executor::tag_of(Way way, int edge, int microbatch) const {
 // that lead away.
 std::vector<Message> Executor::collect(int stage, int microbatch, Way way) {
   const StageGraph& graph = work_->schedule->graph();
-  const Placement& placement = work_->schedule->placement();
   std::vector<Message> messages;
   for (const int edge : way == Way::Forward ? graph.in_edges(stage) : graph.out_edges(stage)) {
     const Edge& ends = graph.edges()[static_cast<std::size_t>(edge)];
-    const int from = placement.rank_of(way == Way::Forward ? ends.from : ends.to);
+    const int from = rank_of(way == Way::Forward ? ends.from : ends.to);
     if (from == transport_->rank()) {
       messages.push_back(std::exchange(place_of(way, edge, microbatch), {}));
       continue;
@@ -188,16 +231,13 @@ void Executor::send(const Action& action) {
   const Way way = action.carries_activation() ? Way::Forward : Way::Backward;
   Message message = std::exchange(place_of(way, edge, action.microbatch), {});
   now_->bytes = bytes_of({message});
-  transport_->send(work_->schedule->placement().rank_of(action.other_stage), tag_of(way, edge, action.microbatch),
-                   std::move(message), deadline());
-  // On its way a send does nothing but wait for its receive.
-  now_->waited = 0;
+  transport_->send(rank_of(action.other_stage), tag_of(way, edge, action.microbatch), std::move(message), deadline());
 }
 
 void Executor::post_receive(const Action& action) {
   const Edge ends = edge_under(action);
   const Way way = action.carries_activation() ? Way::Forward : Way::Backward;
-  transport_->post_receive(work_->schedule->placement().rank_of(action.other_stage),
+  transport_->post_receive(rank_of(action.other_stage),
                            tag_of(way, work_->schedule->graph().edge_index(ends.from, ends.to), action.microbatch));
 }
 

@@ -12,9 +12,11 @@
 #include <span>
 #include <vector>
 
+#include "penstock/runtime/batch.h"
 #include "penstock/runtime/record.h"
 #include "penstock/runtime/step.h"
 #include "penstock/schedule/schedule.h"
+#include "penstock/stage/parameters.h"
 #include "penstock/stage/stage.h"
 #include "penstock/stage/wiring.h"
 #include "penstock/transport/transport.h"
@@ -26,10 +28,11 @@ struct StepWork {
   const Schedule* schedule = nullptr;
   const Wiring* wiring = nullptr;
   bool backward = false;
+  // Whether the backwards are those of autograd.
+  bool autograd = false;
+  std::vector<Batch> microbatches;
+  bool has_target = false;
   // By microbatch.
-  std::vector<Args> args;
-  std::map<int, std::vector<Kwargs>> kwargs;
-  std::vector<c10::IValue> targets;
   std::vector<double> weights;
   LossFunction loss;
   Kwargs loss_kwargs;
@@ -88,9 +91,19 @@ struct Progress {
 
 class Executor {
  public:
-  // The stages of one rank, by index.
-  Executor(Transport& transport, std::map<int, PipelineStage*> stages, const ActionFunctions& functions)
-      : transport_(&transport), stages_(std::move(stages)), functions_(&functions) {}
+  // The stages of one rank, by index, and what it has of parameters that stages share, by their group in the graph. The
+  // ranks of this pipeline are those of the transport from `first_rank` on: it may have other replicas too.
+  Executor(Transport& transport, int first_rank, std::map<int, PipelineStage*> stages,
+           std::map<int, std::vector<SharedSum>> shared, const ActionFunctions& functions)
+      : transport_(&transport),
+        first_rank_(first_rank),
+        stages_(std::move(stages)),
+        shared_(std::move(shared)),
+        functions_(&functions) {}
+
+  // Before a step, and after one that failed; by one thread for all ranks.
+  void begin(const StepWork& work);
+  void take_back();
 
   // Runs this rank's part of a step, and writes down what ran. Throws whatever an action throws; `progress` then says
   // which.
@@ -110,6 +123,11 @@ class Executor {
   void backward(const Action& action);
   void send(const Action& action);
   void post_receive(const Action& action);
+  void change_parameters(const Action& action);
+  void finish_reductions();
+
+  int rank() const { return transport_->rank() - first_rank_; }
+  int rank_of(int stage) const { return first_rank_ + work_->schedule->placement().rank_of(stage); }
 
   std::vector<Message> collect(int stage, int microbatch, Way way);
   void put(int stage, int microbatch, Way way, std::vector<Message> messages);
@@ -118,7 +136,9 @@ class Executor {
   Deadline deadline() const { return Clock::now() + work_->timeout; }
 
   Transport* transport_;
+  int first_rank_;
   std::map<int, PipelineStage*> stages_;
+  std::map<int, std::vector<SharedSum>> shared_;
   const ActionFunctions* functions_;
 
   // Of the step that runs.

@@ -4,7 +4,13 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cstdio>
+#include <exception>
+#include <functional>
+#include <iterator>
+#include <map>
 #include <mutex>
+#include <set>
 #include <utility>
 
 #include "penstock/runtime/executor.h"
@@ -17,23 +23,46 @@
 namespace penstock {
 namespace {
 
-// A stage graph of the links of a wiring, and the groups that share parameters.
-StageGraph graph_of(const Wiring& wiring, const StageGraph& given) {
+using Stages = std::vector<PipelineStage>;
+
+// Parameters that several stages have: those that were named, and those that are one tensor in several stages.
+std::vector<std::vector<SharedParameter>> find_shared(const Stages& stages,
+                                                      const std::vector<std::vector<SharedParameter>>& named) {
+  std::map<const void*, std::vector<SharedParameter>> by_tensor;
+  for (const PipelineStage& stage : stages) {
+    for (const auto& [name, parameter] : stage.module().parameters) {
+      by_tensor[parameter.unsafeGetTensorImpl()].push_back({stage.stage_index(), name});
+    }
+  }
+  std::vector<std::vector<SharedParameter>> shared = named;
+  for (auto& [tensor, places] : by_tensor) {
+    if (places.front().stage != places.back().stage) shared.push_back(std::move(places));
+  }
+  return shared;
+}
+
+// The graph of a wiring's links, with the stages that share parameters.
+StageGraph graph_of(const Wiring& wiring, const std::vector<std::vector<SharedParameter>>& shared) {
   StageGraph graph(wiring.stages());
   for (const Wiring::Link& link : wiring.links()) graph.add_edge(link.from, link.to);
-  for (const std::vector<int>& group : given.groups()) graph.share(group);
+  for (const auto& places : shared) {
+    std::vector<int> stages;
+    for (const SharedParameter& place : places) stages.push_back(place.stage);
+    graph.share(std::move(stages));
+  }
   return graph;
 }
 
-Schedule lowered(const Schedule& schedule, const Wiring& wiring) {
-  Schedule wired = schedule.with_graph(graph_of(wiring, schedule.graph()));
-  if (!features_of(wired).communication && wired.ranks() > 1) return lower(wired);
+Schedule lowered(const Schedule& schedule, const StageGraph& graph) {
+  Schedule wired = schedule.with_graph(graph);
+  if (features_of(wired).computations_only()) return lower(wired);
   require_valid(wired);
-  return features_of(wired).computations_only() ? lower(wired) : wired;
+  return wired;
 }
 
 // The first thing that went wrong, as its rank saw it.
 struct Failure {
+  // Of all replicas' ranks.
   int rank = 0;
   int position = 0;
   bool aborted = false;
@@ -51,134 +80,217 @@ std::string seconds_text(double seconds) {
 }  // namespace
 
 struct Pipeline::State {
-  State(std::vector<PipelineStage> given_stages, const Wiring& given_wiring, const Schedule& schedule,
+  State(std::vector<Stages> given_replicas, const Wiring& given_wiring, const Schedule& schedule,
         PipelineOptions given_options)
-      : stages(std::move(given_stages)),
+      : replicas(std::move(given_replicas)),
         wiring(given_wiring),
         options(std::move(given_options)),
-        training(lowered(schedule, wiring)),
+        shared(find_shared(checked_stages(schedule), options.shared)),
+        training(lowered(schedule, graph_of(wiring, shared))),
         evaluation(drop_backwards(training)),
         without_reductions(drop_reductions(training)),
-        threads(training.ranks(), options.intra_op_threads) {
-    require_stages();
+        threads(ranks() * static_cast<int>(replicas.size()), options.intra_op_threads) {
     connect();
+    if (replicas.size() > 1) on_all_ranks([this](int rank) { share_parameters(rank); });
   }
 
-  void require_stages() const {
-    if (static_cast<int>(stages.size()) != training.stages()) {
-      throw PipelineError("there are " + std::to_string(stages.size()) + " stages, and the schedule is for " +
-                          std::to_string(training.stages()) + ".");
+  int ranks() const { return training.ranks(); }
+  int replica_of(int rank) const { return rank / ranks(); }
+
+  const Stages& checked_stages(const Schedule& schedule) const {
+    for (const Stages& stages : replicas) {
+      if (static_cast<int>(stages.size()) != schedule.stages()) {
+        throw PipelineError("there are " + std::to_string(stages.size()) + " stages, and the schedule is for " +
+                            std::to_string(schedule.stages()) + ".");
+      }
+      for (std::size_t i = 0; i < stages.size(); ++i) {
+        if (stages[i].stage_index() == static_cast<int>(i) && stages[i].num_stages() == schedule.stages()) continue;
+        throw PipelineError("stage " + std::to_string(i) + " of the list says that it is stage " +
+                            std::to_string(stages[i].stage_index()) + " of " + std::to_string(stages[i].num_stages()) +
+                            "; they should be in order.");
+      }
     }
-    for (std::size_t i = 0; i < stages.size(); ++i) {
-      if (stages[i].stage_index() == static_cast<int>(i) && stages[i].num_stages() == training.stages()) continue;
-      throw PipelineError("stage " + std::to_string(i) + " of the list says that it is stage " +
-                          std::to_string(stages[i].stage_index()) + " of " + std::to_string(stages[i].num_stages()) +
-                          "; they should be in order.");
-    }
+    if (replicas.empty()) throw PipelineError("there are no stages.");
+    return replicas.front();
   }
 
-  // New ends for all ranks, with nothing under way.
-  void connect() {
-    executors.clear();
-    transports = thread_transports(training.ranks());
-    for (int rank = 0; rank < training.ranks(); ++rank) {
-      std::map<int, PipelineStage*> own;
-      for (const int stage : training.placement().stages_of(rank))
-        own[stage] = &stages[static_cast<std::size_t>(stage)];
-      executors.emplace_back(*transports[static_cast<std::size_t>(rank)], std::move(own), functions);
-    }
-  }
-
-  StepWork prepare(const Args& args, const Kwargs& kwargs, const c10::IValue& target, const StepOptions& step_options,
-                   bool backward);
-  StepResult run(StepWork work, const Schedule& schedule);
+  void connect();
+  std::map<int, std::vector<SharedSum>> shared_sums(int rank);
+  void share_parameters(int rank);
+  void on_all_ranks(const std::function<void(int)>& act);
+  std::vector<StepWork> prepare(const Args& args, const Kwargs& kwargs, const c10::IValue& target,
+                                const StepOptions& step_options, bool backward);
+  StepResult run(std::vector<StepWork> works, const Schedule& schedule);
   [[noreturn]] void fail(const StepWork& work, const std::vector<Failure>& failures,
                          const std::vector<Progress>& progress);
 
-  std::vector<PipelineStage> stages;
+  std::vector<Stages> replicas;
   Wiring wiring;
   PipelineOptions options;
-  ActionFunctions functions;
+  std::vector<std::vector<SharedParameter>> shared;
   Schedule training;
   Schedule evaluation;
   Schedule without_reductions;
+  // One for each rank of each replica, as are executors and records.
   std::vector<std::unique_ptr<Transport>> transports;
   std::vector<Executor> executors;
-  Record record;
+  std::vector<Record> records;
   const Schedule* recorded = &training;
   std::int64_t steps = 0;
   RankThreads threads;
 };
 
-StepWork Pipeline::State::prepare(const Args& args, const Kwargs& kwargs, const c10::IValue& target,
-                                  const StepOptions& step_options, bool backward) {
-  const int count = training.microbatches();
-  const auto require_count = [&](std::size_t found, const std::string& what) {
-    if (static_cast<int>(found) == count) return;
-    throw PipelineError(what + " can be split into " + std::to_string(found) +
-                        " microbatches only, and the schedule has " + std::to_string(count) +
-                        ".\n  Hint: give at least " + std::to_string(count) +
-                        " rows, or make the schedule for fewer microbatches.");
-  };
-  StepWork work;
-  SplitArgs split = split_args_kwargs_into_chunks(args, kwargs, count, options.args_spec, options.kwargs_spec);
-  require_count(split.args.size(), "the arguments");
-  work.args = std::move(split.args);
-  work.kwargs[0] = std::move(split.kwargs);
-  for (const auto& [stage, own] : step_options.stage_kwargs) {
-    if (stage < 1 || stage >= training.stages()) {
-      throw PipelineError("there are keyword arguments for stage " + std::to_string(stage) +
-                          "; those of later stages are for 1 to " + std::to_string(training.stages() - 1) + ".");
+// New ends for all ranks, with nothing under way.
+void Pipeline::State::connect() {
+  executors.clear();
+  transports = thread_transports(ranks() * static_cast<int>(replicas.size()));
+  for (int rank = 0; rank < static_cast<int>(transports.size()); ++rank) {
+    std::map<int, PipelineStage*> own;
+    for (const int stage : training.placement().stages_of(rank % ranks())) {
+      own[stage] = &replicas[static_cast<std::size_t>(replica_of(rank))][static_cast<std::size_t>(stage)];
     }
-    const auto spec = options.stage_kwargs_specs.find(stage);
-    work.kwargs[stage] = split_args_kwargs_into_chunks(
-                             {}, own, count, std::nullopt,
-                             spec == options.stage_kwargs_specs.end() ? std::nullopt : std::optional(spec->second))
-                             .kwargs;
-    require_count(work.kwargs[stage].size(), "the keyword arguments of stage " + std::to_string(stage));
+    executors.emplace_back(*transports[static_cast<std::size_t>(rank)], replica_of(rank) * ranks(), std::move(own),
+                           shared_sums(rank), options.functions);
   }
-  if (!target.isNone()) {
-    std::optional<c10::IValue> spec;
-    if (options.target_spec) spec = c10::ivalue::Tuple::create({*options.target_spec});
-    for (Args& one : split_args_kwargs_into_chunks({target}, {}, count, spec).args) work.targets.push_back(one[0]);
-    require_count(work.targets.size(), "the target");
-  } else if (options.loss && backward) {
-    // A loss that needs no target.
-    work.targets.resize(static_cast<std::size_t>(count));
-  }
-  work.weights = step_options.weights;
-  if (work.weights.empty()) {
-    work.weights.assign(static_cast<std::size_t>(count), options.scale_grads ? 1.0 / count : 1.0);
-  }
-  require_count(work.weights.size(), "the weights");
-  work.wiring = &wiring;
-  work.backward = backward;
-  work.loss = options.loss;
-  work.loss_kwargs = step_options.loss_kwargs;
-  work.keep_outputs = step_options.return_outputs;
-  work.seed = options.seed;
-  work.step = steps++;
-  work.timeout = options.timeout;
-  work.outputs.resize(static_cast<std::size_t>(count));
-  work.losses.resize(static_cast<std::size_t>(count));
-  work.loss_terms.resize(static_cast<std::size_t>(count));
-  return work;
 }
 
-StepResult Pipeline::State::run(StepWork work, const Schedule& schedule) {
-  work.schedule = &schedule;
+// What a rank has of the parameters that stages share.
+std::map<int, std::vector<SharedSum>> Pipeline::State::shared_sums(int rank) {
+  std::map<int, std::vector<SharedSum>> sums;
+  Stages& stages = replicas[static_cast<std::size_t>(replica_of(rank))];
+  for (const auto& places : shared) {
+    std::map<const void*, int> owners;
+    std::set<int> members;
+    std::vector<at::Tensor> own;
+    for (const SharedParameter& place : places) {
+      const auto& parameters = stages[static_cast<std::size_t>(place.stage)].module().parameters;
+      const auto found = std::find_if(parameters.begin(), parameters.end(),
+                                      [&](const auto& named) { return named.first == place.name; });
+      if (found == parameters.end()) {
+        throw PipelineError("stage " + std::to_string(place.stage) + " has no parameter '" + place.name +
+                            "' to share.");
+      }
+      const int holder = training.placement().rank_of(place.stage);
+      // One tensor in several stages gathers their gradients by itself; the first rank that has it speaks for it.
+      if (!owners.try_emplace(found->second.unsafeGetTensorImpl(), holder).second) continue;
+      members.insert(holder);
+      if (holder == rank % ranks()) own.push_back(found->second);
+    }
+    if (own.empty() || (members.size() == 1 && own.size() == 1 && replicas.size() == 1)) continue;
+    std::vector<int> group;
+    for (int replica = 0; replica < static_cast<int>(replicas.size()); ++replica) {
+      for (const int member : members) group.push_back(replica * ranks() + member);
+    }
+    sums[training.graph().group_of(places.front().stage)].emplace_back(
+        std::move(own), transports[static_cast<std::size_t>(rank)]->group(group), static_cast<int>(replicas.size()));
+  }
+  return sums;
+}
+
+void Pipeline::State::share_parameters(int rank) {
+  Stages& stages = replicas[static_cast<std::size_t>(replica_of(rank))];
+  for (const int index : training.placement().stages_of(rank % ranks())) {
+    PipelineStage& stage = stages[static_cast<std::size_t>(index)];
+    std::vector<bool> is_shared;
+    for (const auto& [name, parameter] : stage.module().parameters) {
+      is_shared.push_back(std::any_of(shared.begin(), shared.end(), [&, &own = name](const auto& places) {
+        return std::any_of(places.begin(), places.end(),
+                           [&](const SharedParameter& one) { return one.stage == index && one.name == own; });
+      }));
+    }
+    std::vector<int> group;
+    for (int replica = 0; replica < static_cast<int>(replicas.size()); ++replica) {
+      group.push_back(replica * ranks() + rank % ranks());
+    }
+    auto members = transports[static_cast<std::size_t>(rank)]->group(group);
+    const Deadline deadline = Clock::now() + options.timeout;
+    stage.set_sync(options.sharded ? shard_parameters(stage.module(), is_shared, index, std::move(members), deadline)
+                                   : replicate_parameters(stage.module(), is_shared, std::move(members), deadline));
+  }
+}
+
+// Outside of a step. Throws what the first of them throws.
+void Pipeline::State::on_all_ranks(const std::function<void(int)>& act) {
+  std::mutex mutex;
+  std::exception_ptr first;
+  threads.run([&](int rank) {
+    try {
+      act(rank);
+    } catch (...) {
+      transports[static_cast<std::size_t>(rank)]->abort("rank " + std::to_string(rank) + " has failed");
+      const std::lock_guard lock(mutex);
+      if (!first) first = std::current_exception();
+    }
+  });
+  if (first) std::rethrow_exception(first);
+}
+
+std::vector<StepWork> Pipeline::State::prepare(const Args& args, const Kwargs& kwargs, const c10::IValue& target,
+                                               const StepOptions& step_options, bool backward) {
+  Batch batch{.args = args, .kwargs = step_options.stage_kwargs, .target = target};
+  for (const auto& [stage, own] : batch.kwargs) {
+    if (stage >= 1 && stage < training.stages()) continue;
+    throw PipelineError("there are keyword arguments for stage " + std::to_string(stage) +
+                        "; those of later stages are for 1 to " + std::to_string(training.stages() - 1) + ".");
+  }
+  batch.kwargs[0] = kwargs;
+  const auto count = static_cast<std::size_t>(training.microbatches());
+  if (!step_options.weights.empty() && step_options.weights.size() != count * replicas.size()) {
+    throw PipelineError("there are " + std::to_string(step_options.weights.size()) + " weights for " +
+                        std::to_string(count * replicas.size()) + " microbatches.");
+  }
+  std::vector<Batch> parts{batch};
+  if (replicas.size() > 1) parts = split_batch(batch, options.specs, static_cast<int>(replicas.size()), "replicas");
+
+  std::vector<StepWork> works;
+  for (std::size_t replica = 0; replica < parts.size(); ++replica) {
+    StepWork& work = works.emplace_back();
+    work.microbatches = split_batch(parts[replica], options.specs, training.microbatches(), "microbatches");
+    work.has_target = !target.isNone();
+    work.weights.assign(count, options.scale_grads ? 1.0 / static_cast<double>(count) : 1.0);
+    if (!step_options.weights.empty()) {
+      std::copy_n(step_options.weights.begin() + static_cast<std::ptrdiff_t>(replica * count), count,
+                  work.weights.begin());
+    }
+    work.wiring = &wiring;
+    work.backward = backward;
+    work.autograd = backward && options.backward_requires_autograd;
+    work.loss = options.loss;
+    work.loss_kwargs = step_options.loss_kwargs;
+    work.keep_outputs = step_options.return_outputs;
+    // Replicas draw numbers of their own.
+    work.seed = options.seed + replica;
+    work.step = steps;
+    work.timeout = options.timeout;
+    work.outputs.resize(count);
+    work.losses.resize(count);
+    work.loss_terms.resize(count);
+  }
+  ++steps;
+  return works;
+}
+
+StepResult Pipeline::State::run(std::vector<StepWork> works, const Schedule& schedule) {
   recorded = &schedule;
-  record.resize(static_cast<std::size_t>(schedule.ranks()));
-  std::vector<Progress> progress(static_cast<std::size_t>(schedule.ranks()));
+  records.assign(works.size(), Record(static_cast<std::size_t>(ranks())));
+  std::vector<Progress> progress(executors.size());
   std::mutex mutex;
   std::vector<Failure> failures;
-  work.began = Clock::now();
+  const auto began = Clock::now();
+  for (StepWork& work : works) {
+    work.schedule = &schedule;
+    work.began = began;
+  }
+  for (std::size_t rank = 0; rank < executors.size(); ++rank) {
+    executors[rank].begin(works[static_cast<std::size_t>(replica_of(static_cast<int>(rank)))]);
+  }
   threads.run([&](int rank) {
     const auto at = static_cast<std::size_t>(rank);
+    const auto replica = static_cast<std::size_t>(replica_of(rank));
     Failure failure;
     failure.rank = rank;
     try {
-      executors[at].run(work, record[at], progress[at]);
+      executors[at].run(works[replica], records[replica][static_cast<std::size_t>(rank % ranks())], progress[at]);
       return;
     } catch (const TransportError& error) {
       failure.aborted = error.why() == TransportError::Why::Aborted;
@@ -197,15 +309,21 @@ StepResult Pipeline::State::run(StepWork work, const Schedule& schedule) {
     const std::lock_guard lock(mutex);
     failures.push_back(std::move(failure));
   });
-  if (!failures.empty()) fail(work, failures, progress);
+  if (!failures.empty()) fail(works.front(), failures, progress);
 
   StepResult result;
-  if (work.keep_outputs) result.output = merge_chunks(work.outputs, options.output_merge_spec);
-  if (work.loss && !work.targets.empty()) result.losses = std::move(work.losses);
-  for (auto& by_stage : work.loss_terms) {
-    std::vector<at::Tensor>& terms = result.loss_terms.emplace_back();
-    for (auto& [stage, own] : by_stage) terms.insert(terms.end(), own.begin(), own.end());
+  std::vector<c10::IValue> outputs;
+  for (StepWork& work : works) {
+    std::move(work.outputs.begin(), work.outputs.end(), std::back_inserter(outputs));
+    if (work.losses.front().defined()) {
+      std::move(work.losses.begin(), work.losses.end(), std::back_inserter(result.losses));
+    }
+    for (auto& by_stage : work.loss_terms) {
+      std::vector<at::Tensor>& terms = result.loss_terms.emplace_back();
+      for (auto& [stage, own] : by_stage) terms.insert(terms.end(), own.begin(), own.end());
+    }
   }
+  if (works.front().keep_outputs) result.output = merge_chunks(outputs, options.output_merge_spec);
   return result;
 }
 
@@ -215,38 +333,45 @@ void Pipeline::State::fail(const StepWork& work, const std::vector<Failure>& fai
   // Those that were told of another's failure only follow it.
   const auto found = std::find_if(failures.begin(), failures.end(), [](const Failure& one) { return !one.aborted; });
   const Failure& first = found == failures.end() ? failures.front() : *found;
-  const auto actions = schedule.actions(first.rank);
-  std::string message = "rank " + std::to_string(first.rank);
+  const auto name = [&](int rank) {
+    const std::string own = "rank " + std::to_string(rank % ranks());
+    return replicas.size() == 1 ? own : "replica " + std::to_string(replica_of(rank)) + ", " + own;
+  };
+  const auto actions = schedule.actions(first.rank % ranks());
+  std::string message = name(first.rank);
   if (first.position >= 0 && first.position < static_cast<int>(actions.size())) {
     const Action& action = actions[static_cast<std::size_t>(first.position)];
     message += ", stage " + std::to_string(action.stage) + ", " + to_string(action);
     if (action.microbatch != kNone) message += " (microbatch " + std::to_string(action.microbatch) + ")";
   }
   message += ": " + first.what;
-  if (first.why == TransportError::Why::Late && !first.aborted && first.peer != TransportError::kNobody) {
+  if (first.why == TransportError::Why::Late) {
     message += " of " + seconds_text(std::chrono::duration<double>(work.timeout).count()) + ".";
   }
   const auto now = Clock::now() - work.began;
-  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+  for (int rank = 0; rank < static_cast<int>(progress.size()); ++rank) {
     if (rank == first.rank) continue;
-    const auto at = static_cast<std::size_t>(rank);
-    const int position = progress[at].position.load();
-    const auto list = schedule.actions(rank);
-    message += "\n  rank " + std::to_string(rank) + ": ";
+    const Progress& own = progress[static_cast<std::size_t>(rank)];
+    const int position = own.position.load();
+    const auto list = schedule.actions(rank % ranks());
+    message += "\n  " + name(rank) + ": ";
     if (position < 0) {
       message += "had not begun";
     } else if (position >= static_cast<int>(list.size())) {
       message += "had ended";
     } else {
-      const double since =
-          std::chrono::duration<double>(now - std::chrono::nanoseconds(progress[at].since.load())).count();
-      message += "was in " + to_string(list[static_cast<std::size_t>(position)]) + " for " + seconds_text(since);
+      const std::chrono::duration<double> since = now - std::chrono::nanoseconds(own.since.load());
+      message +=
+          "was in " + to_string(list[static_cast<std::size_t>(position)]) + " for " + seconds_text(since.count());
     }
   }
   message +=
-      "\n" + table_of(schedule,
-                      {.mark_rank = first.rank, .mark_position = first.position, .steps_around = 3, .most_ranks = 8});
-  // What was under way is forgotten; the next step finds ends of its own.
+      "\n" +
+      table_of(
+          schedule,
+          {.mark_rank = first.rank % ranks(), .mark_position = first.position, .steps_around = 3, .most_ranks = 8});
+  // Nothing of it is left, and the next step finds ends of its own.
+  for (Executor& executor : executors) executor.take_back();
   connect();
   throw PipelineError(message);
 }
@@ -254,9 +379,17 @@ void Pipeline::State::fail(const StepWork& work, const std::vector<Failure>& fai
 Pipeline::Pipeline(std::vector<PipelineStage> stages, const Schedule& schedule, PipelineOptions options)
     : Pipeline(std::move(stages), Wiring(schedule.stages()), schedule, std::move(options)) {}
 
+Pipeline::Pipeline(std::vector<std::vector<PipelineStage>> replicas, const Wiring& wiring, const Schedule& schedule,
+                   PipelineOptions options)
+    : state_(std::make_unique<State>(std::move(replicas), wiring, schedule, std::move(options))) {}
+
 Pipeline::Pipeline(std::vector<PipelineStage> stages, const Wiring& wiring, const Schedule& schedule,
                    PipelineOptions options)
-    : state_(std::make_unique<State>(std::move(stages), wiring, schedule, std::move(options))) {}
+    : state_(nullptr) {
+  std::vector<Stages> replicas;
+  replicas.push_back(std::move(stages));
+  state_ = std::make_unique<State>(std::move(replicas), wiring, schedule, std::move(options));
+}
 
 Pipeline::~Pipeline() = default;
 Pipeline::Pipeline(Pipeline&&) noexcept = default;
@@ -264,7 +397,7 @@ Pipeline& Pipeline::operator=(Pipeline&&) noexcept = default;
 
 StepResult Pipeline::step(const Args& args, const Kwargs& kwargs, const c10::IValue& target,
                           const StepOptions& options) {
-  if (!c10::GradMode::is_enabled()) {
+  if (state_->options.backward_requires_autograd && !c10::GradMode::is_enabled()) {
     throw PipelineError("step computes gradients, which are switched off on this thread.\n  Hint: eval needs none.");
   }
   if (!features_of(state_->training).backward) {
@@ -282,11 +415,11 @@ StepResult Pipeline::eval(const Args& args, const Kwargs& kwargs, const c10::IVa
 const Schedule& Pipeline::schedule() const {
   return state_->training;
 }
-const std::vector<PipelineStage>& Pipeline::stages() const {
-  return state_->stages;
+const std::vector<PipelineStage>& Pipeline::stages(int replica) const {
+  return state_->replicas.at(static_cast<std::size_t>(replica));
 }
-const Record& Pipeline::record() const {
-  return state_->record;
+const Record& Pipeline::record(int replica) const {
+  return state_->records.at(static_cast<std::size_t>(replica));
 }
 const Schedule& Pipeline::recorded_schedule() const {
   return *state_->recorded;

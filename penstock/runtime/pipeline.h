@@ -10,13 +10,14 @@
 
 #include <chrono>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "penstock/runtime/batch.h"
+#include "penstock/runtime/error.h"
+#include "penstock/runtime/executor.h"
 #include "penstock/runtime/record.h"
 #include "penstock/runtime/step.h"
 #include "penstock/schedule/schedule.h"
@@ -25,23 +26,28 @@
 
 namespace penstock {
 
-// A step that cannot begin, or that failed. The message names the rank, the stage, the action and the microbatch, what
-// went wrong there, and where the other ranks were.
-class PipelineError : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
+// A parameter of a stage, by its name there.
+struct SharedParameter {
+  int stage = 0;
+  std::string name;
 };
 
 struct PipelineOptions {
   LossFunction loss = nullptr;
-  // How arguments and targets are split into microbatches and outputs merged; left out: along dimension 0.
-  std::optional<c10::IValue> args_spec = std::nullopt;
-  std::optional<c10::IValue> kwargs_spec = std::nullopt;
-  std::map<int, c10::IValue> stage_kwargs_specs = {};
-  std::optional<c10::IValue> target_spec = std::nullopt;
+  // How the batch is split into microbatches, and outputs are merged; left out: along dimension 0.
+  BatchSpecs specs = {};
   std::optional<c10::IValue> output_merge_spec = std::nullopt;
   // Each microbatch's loss counts 1 / microbatches, or 1.
   bool scale_grads = true;
+  // Each replica keeps a part of each stage's parameters, instead of all.
+  bool sharded = false;
+  // Parameters that several stages have, each with tensors of its own. One that is the same tensor in several stages need
+  // not be named.
+  std::vector<std::vector<SharedParameter>> shared = {};
+  // In place of what a kind of action does, and around each.
+  ActionFunctions functions = {};
+  // Whether step computes gradients by autograd; without it, functions for the backwards do it.
+  bool backward_requires_autograd = true;
   // How long a rank waits for another before the step fails.
   std::chrono::milliseconds timeout = std::chrono::minutes(5);
   // Threads of each rank's own operators.
@@ -57,6 +63,10 @@ class Pipeline {
   Pipeline(std::vector<PipelineStage> stages, const Schedule& schedule, PipelineOptions options = {});
   Pipeline(std::vector<PipelineStage> stages, const Wiring& wiring, const Schedule& schedule,
            PipelineOptions options = {});
+  // Several pipelines of the same stages, each of which takes its part of the batch; gradients are averaged over them.
+  // Their parameters and buffers become those of the first.
+  Pipeline(std::vector<std::vector<PipelineStage>> replicas, const Wiring& wiring, const Schedule& schedule,
+           PipelineOptions options = {});
   ~Pipeline();
   Pipeline(Pipeline&&) noexcept;
   Pipeline& operator=(Pipeline&&) noexcept;
@@ -71,9 +81,9 @@ class Pipeline {
 
   // The lowered schedule; in eval it is run without its backwards.
   const Schedule& schedule() const;
-  const std::vector<PipelineStage>& stages() const;
+  const std::vector<PipelineStage>& stages(int replica = 0) const;
   // What ran last, with the schedule that it followed.
-  const Record& record() const;
+  const Record& record(int replica = 0) const;
   const Schedule& recorded_schedule() const;
 
  private:

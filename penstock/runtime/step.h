@@ -20,7 +20,8 @@ struct StepOptions {
   // Keyword arguments of later stages, by stage. They are split as those of the first are.
   std::map<int, Kwargs> stage_kwargs = {};
   Kwargs loss_kwargs = {};
-  // The weight of each microbatch's loss; left out: 1 / microbatches, or 1 without scale_grads.
+  // The weight of each microbatch's loss, for one replica after the other; left out: 1 / microbatches, or 1 without
+  // scale_grads.
   std::vector<double> weights = {};
   // Gradients are reduced over replicas and shared parameters in this step. Of an accumulation, only the last one does.
   bool reduce = true;
@@ -30,7 +31,7 @@ struct StepOptions {
 struct StepResult {
   // Of all microbatches, merged; None unless asked for.
   c10::IValue output = {};
-  // By microbatch; empty without a loss. Detached.
+  // By microbatch, of one replica after the other; empty without a loss. Detached.
   std::vector<at::Tensor> losses = {};
   // Terms that stages have handed in by add_loss, by microbatch and in the order of stages.
   std::vector<std::vector<at::Tensor>> loss_terms = {};

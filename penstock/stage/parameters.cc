@@ -27,37 +27,33 @@ void broadcast_from_first(const StageModule& module, Group& group, Deadline dead
   group.broadcast(std::move(tensors), 0)->wait(deadline);
 }
 
+std::vector<at::Tensor> not_shared(const StageModule& module, const std::vector<bool>& shared) {
+  std::vector<at::Tensor> own;
+  for (std::size_t i = 0; i < module.parameters.size(); ++i) {
+    if (!shared[i]) own.push_back(module.parameters[i].second);
+  }
+  return own;
+}
+
 class ReplicatedParameters : public ParameterSync {
  public:
-  ReplicatedParameters(const StageModule& module, const std::vector<bool>& reduced, std::shared_ptr<Group> group)
-      : all_(module.parameters), group_(std::move(group)) {
-    for (std::size_t i = 0; i < all_.size(); ++i) {
-      if (reduced[i]) own_.push_back(all_[i].second);
-    }
-    set_aside_.resize(own_.size());
-  }
+  ReplicatedParameters(const StageModule& module, const std::vector<bool>& shared, std::shared_ptr<Group> group)
+      : all_(module.parameters), group_(std::move(group)), contribution_(not_shared(module, shared)) {}
 
   const StageModule::NamedTensors& parameters() const override { return all_; }
 
-  void begin_step() override {
-    const bool none_left =
-        std::none_of(own_.begin(), own_.end(), [](const at::Tensor& one) { return one.grad().defined(); });
-    // Without any gradient somebody has thrown them away, and so those that were set aside.
-    if (none_left) std::fill(set_aside_.begin(), set_aside_.end(), at::Tensor());
-    if (unreduced_ && !none_left) return;
-    for (std::size_t i = 0; i < own_.size(); ++i) set_aside_[i] = std::exchange(own_[i].mutable_grad(), {});
-    unreduced_ = true;
-  }
+  void begin_step() override { contribution_.begin_step(); }
 
   void reduce() override {
     const c10::AutoGradMode no_grad(false);
-    present_ = at::zeros({static_cast<std::int64_t>(own_.size())});
+    const std::vector<at::Tensor>& own = contribution_.parameters();
+    present_ = at::zeros({static_cast<std::int64_t>(own.size())});
     std::vector<at::Tensor> bucket{present_};
     std::size_t bytes = 0;
-    for (std::size_t i = own_.size(); i-- > 0;) {
-      at::Tensor& gradient = own_[i].mutable_grad();
+    for (std::size_t i = own.size(); i-- > 0;) {
+      at::Tensor& gradient = own[i].mutable_grad();
       if (gradient.defined()) present_.data_ptr<float>()[i] = 1;
-      gradient = gradient.defined() ? gradient.contiguous() : at::zeros_like(own_[i]);
+      gradient = gradient.defined() ? gradient.contiguous() : at::zeros_like(own[i]);
       bucket.push_back(gradient);
       bytes += gradient.nbytes();
       if (bytes < kBucketBytes) continue;
@@ -71,17 +67,16 @@ class ReplicatedParameters : public ParameterSync {
     if (works_.empty()) return;
     for (const auto& work : std::exchange(works_, {})) work->wait(deadline);
     const c10::AutoGradMode no_grad(false);
-    for (std::size_t i = 0; i < own_.size(); ++i) {
-      at::Tensor& gradient = own_[i].mutable_grad();
-      const bool present = present_.data_ptr<float>()[i] > 0;
-      if (present) gradient.div_(group_->size());
-      if (!present) gradient.reset();
-      if (set_aside_[i].defined()) {
-        gradient = present ? set_aside_[i].add_(gradient) : set_aside_[i];
-        set_aside_[i].reset();
+    const std::vector<at::Tensor>& own = contribution_.parameters();
+    for (std::size_t i = 0; i < own.size(); ++i) {
+      at::Tensor& gradient = own[i].mutable_grad();
+      if (present_.data_ptr<float>()[i] > 0) {
+        gradient.div_(group_->size());
+      } else {
+        gradient.reset();
       }
     }
-    unreduced_ = false;
+    contribution_.end_reduction();
   }
 
   void unshard() override {}
@@ -90,18 +85,13 @@ class ReplicatedParameters : public ParameterSync {
 
   void abandon() override {
     works_.clear();
-    std::fill(set_aside_.begin(), set_aside_.end(), at::Tensor());
-    unreduced_ = false;
+    contribution_.abandon();
   }
 
  private:
   StageModule::NamedTensors all_;
   std::shared_ptr<Group> group_;
-  // Those that are averaged, and their gradients from steps that have been reduced.
-  std::vector<at::Tensor> own_;
-  std::vector<at::Tensor> set_aside_;
-  // Whether .grad holds what has not been reduced.
-  bool unreduced_ = false;
+  Contribution contribution_;
   // How many members have a gradient, by parameter.
   at::Tensor present_;
   std::vector<std::unique_ptr<Work>> works_;
@@ -114,11 +104,18 @@ void resize_storage(const at::Tensor& tensor, std::size_t bytes) {
 
 class ShardedParameters : public ParameterSync {
  public:
-  ShardedParameters(const StageModule& module, int stage, std::shared_ptr<Group> group)
+  ShardedParameters(const StageModule& module, const std::vector<bool>& shared, int stage, std::shared_ptr<Group> group)
       : stage_(stage), group_(std::move(group)) {
     const c10::AutoGradMode no_grad(false);
     const std::int64_t members = group_->size();
-    for (const auto& [name, parameter] : module.parameters) {
+    std::vector<std::string> names;
+    for (std::size_t i = 0; i < module.parameters.size(); ++i) {
+      const auto& [name, parameter] = module.parameters[i];
+      if (shared[i]) {
+        seen_.emplace_back(name, parameter);
+        continue;
+      }
+      names.push_back(name);
       if (!whole_.empty() && parameter.scalar_type() != whole_.front().scalar_type()) {
         throw StageError("stage " + std::to_string(stage) + ": parameter " + name +
                          " has another dtype than the first; "
@@ -140,13 +137,14 @@ class ShardedParameters : public ParameterSync {
       const std::int64_t begin = std::min(group_->member() * lengths_[i], whole_[i].numel());
       const std::int64_t count = std::min(lengths_[i], whole_[i].numel() - begin);
       shard.narrow(0, 0, count).copy_(whole_[i].detach().view(-1).narrow(0, begin, count));
-      shards_.emplace_back(module.parameters[i].first, shard.detach().requires_grad_());
+      shards_.push_back(shard.detach().requires_grad_());
+      seen_.emplace_back(names[i], shards_.back());
       first += lengths_[i];
       resize_storage(whole_[i], 0);
     }
   }
 
-  const StageModule::NamedTensors& parameters() const override { return shards_; }
+  const StageModule::NamedTensors& parameters() const override { return seen_; }
 
   void begin_step() override {}
 
@@ -203,7 +201,7 @@ class ShardedParameters : public ParameterSync {
     std::int64_t first = 0;
     for (std::size_t i = 0; i < shards_.size(); ++i) {
       const at::Tensor own = gradient_part_.narrow(0, first, lengths_[i]);
-      at::Tensor& gradient = shards_[i].second.mutable_grad();
+      at::Tensor& gradient = shards_[i].mutable_grad();
       gradient = gradient.defined() ? gradient.add_(own) : own.clone();
       first += lengths_[i];
     }
@@ -241,9 +239,10 @@ class ShardedParameters : public ParameterSync {
   std::vector<at::Tensor> whole_;
   std::vector<std::int64_t> lengths_;
   std::int64_t length_ = 0;
-  // All shards one behind the other, and each as a parameter.
+  // All shards one behind the other, and each as a parameter; what an optimizer sees has the shared ones too.
   at::Tensor part_;
-  StageModule::NamedTensors shards_;
+  std::vector<at::Tensor> shards_;
+  StageModule::NamedTensors seen_;
   bool gathered_ = false;
   std::unique_ptr<Work> gathering_;
   at::Tensor buffer_;
@@ -254,16 +253,79 @@ class ShardedParameters : public ParameterSync {
 
 }  // namespace
 
-std::unique_ptr<ParameterSync> replicate_parameters(const StageModule& module, const std::vector<bool>& reduced,
+std::unique_ptr<ParameterSync> replicate_parameters(const StageModule& module, const std::vector<bool>& shared,
                                                     std::shared_ptr<Group> group, Deadline deadline) {
   broadcast_from_first(module, *group, deadline);
-  return std::make_unique<ReplicatedParameters>(module, reduced, std::move(group));
+  return std::make_unique<ReplicatedParameters>(module, shared, std::move(group));
 }
 
-std::unique_ptr<ParameterSync> shard_parameters(const StageModule& module, int stage, std::shared_ptr<Group> group,
-                                                Deadline deadline) {
+std::unique_ptr<ParameterSync> shard_parameters(const StageModule& module, const std::vector<bool>& shared, int stage,
+                                                std::shared_ptr<Group> group, Deadline deadline) {
   broadcast_from_first(module, *group, deadline);
-  return std::make_unique<ShardedParameters>(module, stage, std::move(group));
+  return std::make_unique<ShardedParameters>(module, shared, stage, std::move(group));
+}
+
+Contribution::Contribution(std::vector<at::Tensor> parameters)
+    : parameters_(std::move(parameters)), set_aside_(parameters_.size()) {}
+
+void Contribution::begin_step() {
+  const bool none_left =
+      std::none_of(parameters_.begin(), parameters_.end(), [](const at::Tensor& one) { return one.grad().defined(); });
+  // Without any gradient somebody has thrown them away, and with them those that were set aside.
+  if (none_left) abandon();
+  if (unreduced_) return;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    set_aside_[i] = std::exchange(parameters_[i].mutable_grad(), {});
+  }
+  unreduced_ = true;
+}
+
+void Contribution::end_reduction() {
+  const c10::AutoGradMode no_grad(false);
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    at::Tensor before = std::exchange(set_aside_[i], {});
+    if (!before.defined()) continue;
+    at::Tensor& gradient = parameters_[i].mutable_grad();
+    gradient = gradient.defined() ? before.add_(gradient) : before;
+  }
+  unreduced_ = false;
+}
+
+void Contribution::abandon() {
+  std::fill(set_aside_.begin(), set_aside_.end(), at::Tensor());
+  unreduced_ = false;
+}
+
+namespace {
+
+std::vector<at::Tensor> each_once(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> distinct;
+  for (const at::Tensor& tensor : tensors) {
+    const bool seen =
+        std::any_of(distinct.begin(), distinct.end(), [&](const at::Tensor& other) { return other.is_same(tensor); });
+    if (!seen) distinct.push_back(tensor);
+  }
+  return distinct;
+}
+
+}  // namespace
+
+SharedSum::SharedSum(std::vector<at::Tensor> own, std::shared_ptr<Group> group, int replicas)
+    : contribution_(each_once(own)), group_(std::move(group)), replicas_(replicas) {}
+
+void SharedSum::reduce(Deadline deadline) {
+  const c10::AutoGradMode no_grad(false);
+  const std::vector<at::Tensor>& own = contribution_.parameters();
+  at::Tensor sum;
+  for (const at::Tensor& one : own) {
+    if (one.grad().defined()) sum = sum.defined() ? sum.add(one.grad()) : one.grad().clone();
+  }
+  if (!sum.defined()) sum = at::zeros_like(own.front()).detach();
+  sum = sum.contiguous();
+  group_->all_reduce({sum})->wait(deadline);
+  sum.div_(replicas_);
+  for (std::size_t i = 0; i < own.size(); ++i) own[i].mutable_grad() = i == 0 ? sum : sum.clone();
+  contribution_.end_reduction();
 }
 
 }  // namespace penstock

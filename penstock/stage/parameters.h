@@ -39,13 +39,53 @@ class ParameterSync {
   virtual void abandon() = 0;
 };
 
-// Parameters become those of the group's first member, and buffers too. `reduced` says which of the parameters are
-// averaged here: those that stages share are not. Both wait for all members until the deadline.
-std::unique_ptr<ParameterSync> replicate_parameters(const StageModule& module, const std::vector<bool>& reduced,
+// Both make parameters and buffers those of the group's first member, for which all members wait until the deadline.
+// `shared` says which of the parameters other stages have too: they stay whole, and are reduced by SharedSums.
+
+std::unique_ptr<ParameterSync> replicate_parameters(const StageModule& module, const std::vector<bool>& shared,
                                                     std::shared_ptr<Group> group, Deadline deadline);
 
 // From now on each member keeps a part of each parameter; the module's own have memory only while they are gathered.
-std::unique_ptr<ParameterSync> shard_parameters(const StageModule& module, int stage, std::shared_ptr<Group> group,
-                                                Deadline deadline);
+std::unique_ptr<ParameterSync> shard_parameters(const StageModule& module, const std::vector<bool>& shared, int stage,
+                                                std::shared_ptr<Group> group, Deadline deadline);
+
+// Gradients of which only what a step contributes is reduced.
+class Contribution {
+ public:
+  explicit Contribution(std::vector<at::Tensor> parameters);
+
+  const std::vector<at::Tensor>& parameters() const { return parameters_; }
+  // Sets aside what has been reduced.
+  void begin_step();
+  // Adds it again to what has been reduced now.
+  void end_reduction();
+  // Forgets both, after a step that failed.
+  void abandon();
+
+ private:
+  std::vector<at::Tensor> parameters_;
+  std::vector<at::Tensor> set_aside_;
+  // Whether .grad holds what has not been reduced.
+  bool unreduced_ = false;
+};
+
+// A parameter that several stages have, as seen from one rank: its gradients are summed over the stages, and averaged
+// over replicas.
+class SharedSum {
+ public:
+  // This rank's tensors for it, of which those that are the same count once; the ranks that have it in all replicas; and
+  // how many replicas there are.
+  SharedSum(std::vector<at::Tensor> own, std::shared_ptr<Group> group, int replicas);
+
+  void begin_step() { contribution_.begin_step(); }
+  // Waits for all ranks of the group.
+  void reduce(Deadline deadline);
+  void abandon() { contribution_.abandon(); }
+
+ private:
+  Contribution contribution_;
+  std::shared_ptr<Group> group_;
+  int replicas_;
+};
 
 }  // namespace penstock

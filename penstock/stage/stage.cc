@@ -138,6 +138,24 @@ void PipelineStage::begin(const Wiring& wiring, int microbatches, bool backward)
   with_backward_ = backward;
   runs_.clear();
   runs_.resize(static_cast<std::size_t>(microbatches));
+  gradients_before_.clear();
+  if (!backward) return;
+  for (const auto& [name, parameter] : parameters()) {
+    const at::Tensor& gradient = parameter.grad();
+    gradients_before_.push_back(gradient.defined() ? gradient.clone() : gradient);
+  }
+  if (sync_) sync_->begin_step();
+}
+
+void PipelineStage::take_back() {
+  runs_.clear();
+  if (sync_) sync_->abandon();
+  if (!with_backward_) return;
+  for (const auto& [name, parameter] : module_.parameters) parameter.mutable_grad().reset();
+  for (std::size_t i = 0; i < gradients_before_.size(); ++i) {
+    parameters()[i].second.mutable_grad() = std::exchange(gradients_before_[i], {});
+  }
+  gradients_before_.clear();
 }
 
 PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Message> received, const Args& args,

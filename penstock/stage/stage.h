@@ -14,9 +14,11 @@
 #include <optional>
 #include <string>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "penstock/stage/module.h"
+#include "penstock/stage/parameters.h"
 #include "penstock/stage/wiring.h"
 #include "penstock/tensor/metadata.h"
 #include "penstock/tensor/microbatch.h"
@@ -50,8 +52,16 @@ class PipelineStage {
   const StageModule& module() const { return module_; }
   at::Device device() const { return options_.device; }
 
+  // What an optimizer is to step: the module's parameters, or the shards that this stage keeps of them.
+  const StageModule::NamedTensors& parameters() const { return sync_ ? sync_->parameters() : module_.parameters; }
+  // How its parameters are kept in step with those of replicas; none without them.
+  void set_sync(std::unique_ptr<ParameterSync> sync) { sync_ = std::move(sync); }
+  ParameterSync* sync() const { return sync_.get(); }
+
   // Begins a step: whatever an earlier one has left is forgotten. With `backward` the forwards keep what that needs.
   void begin(const Wiring& wiring, int microbatches, bool backward);
+  // After a step that failed: gradients are again what they were when it began, and nothing else of it is left.
+  void take_back();
 
   struct Forwarded {
     // For each link that leads away. A tensor that is to have a gradient requires grad, and no more: it is detached.
@@ -91,7 +101,11 @@ class PipelineStage {
   // Of parameters and buffers.
   std::unordered_set<const void*> own_memory_;
 
+  std::unique_ptr<ParameterSync> sync_;
+
   bool with_backward_ = false;
+  // Before the step, by parameter.
+  std::vector<at::Tensor> gradients_before_;
   std::vector<Wiring::Link> links_in_;
   std::vector<Wiring::Link> links_out_;
   std::optional<std::vector<StageOutput>> arguments_;

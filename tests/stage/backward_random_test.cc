@@ -65,7 +65,7 @@ class Draw {
     return values_[static_cast<std::size_t>(count - back)];
   }
   // A value or a parameter.
-  at::Tensor any() { return random_.percent(30) ? matrix() : value(); }
+  at::Tensor any() { return random_.percent(20) ? matrix() : value(); }
   void add(const at::Tensor& tensor) { values_.push_back(tensor); }
 
   void step() {
@@ -87,31 +87,31 @@ class Draw {
         {"addmm", [](Draw& d) { d.add(at::addmm(d.any(), d.any(), d.any())); }},
         {"bmm", [](Draw& d) { d.add(at::bmm(d.any().unsqueeze(0), d.any().unsqueeze(0))[0]); }},
         {"mv", [](Draw& d) { d.add(d.any().mv(d.p_[3]).expand({4, 4})); }},
-        {"convolution", [](Draw& d) { d.add(at::conv1d(d.any().unsqueeze(0), d.p_[8], d.p_[3], 1, 1)[0]); }},
+        {"convolution", [](Draw& d) { d.add(at::conv1d(d.value().unsqueeze(0), d.p_[8], d.p_[3], 1, 1)[0]); }},
         {"a product", [](Draw& d) { d.add(d.any() * d.any()); }},
-        {"a broadcast", [](Draw& d) { d.add(d.any() * d.p_[3] + d.p_[3].unsqueeze(1)); }},
-        {"sin", [](Draw& d) { d.add(d.any().sin()); }},
-        {"sigmoid", [](Draw& d) { d.add(d.any().sigmoid()); }},
-        {"a view", [](Draw& d) { d.add(d.any().t()); }},
+        {"a broadcast", [](Draw& d) { d.add(d.value() * d.p_[3] + d.p_[3].unsqueeze(1)); }},
+        {"sin", [](Draw& d) { d.add(d.value().sin()); }},
+        {"sigmoid", [](Draw& d) { d.add(d.value().sigmoid()); }},
+        {"a view", [](Draw& d) { d.add(d.value().t()); }},
         {"a view of a sum", [](Draw& d) { d.add((d.any() + d.any()).contiguous().view({16}).view({4, 4})); }},
         {"split",
          [](Draw& d) {
-           const auto parts = d.any().split(2);
+           const auto parts = d.value().split(2);
            d.add(at::mm(parts[0].t(), parts[1]));
          }},
         {"unbind and stack",
          [](Draw& d) {
-           const auto rows = d.any().unbind();
+           const auto rows = d.value().unbind();
            d.add(at::stack({rows[2], d.p_[3], rows[0], rows[2]}));
          }},
         {"the maximum with its indices",
          [](Draw& d) {
-           const auto [values, indices] = d.any().max(1, /*keepdim=*/true);
+           const auto [values, indices] = d.value().max(1, /*keepdim=*/true);
            d.add(values * d.any() + indices);
          }},
         {"cat", [](Draw& d) { d.add(at::cat({d.any(), d.any()}, 1).narrow(1, 2, 4)); }},
-        {"layer norm", [](Draw& d) { d.add(at::layer_norm(d.any(), {4}, d.p_[3], d.p_[9])); }},
-        {"prelu", [](Draw& d) { d.add(at::prelu(d.any(), d.p_[3])); }},
+        {"layer norm", [](Draw& d) { d.add(at::layer_norm(d.value(), {4}, d.p_[3], d.p_[9])); }},
+        {"prelu", [](Draw& d) { d.add(at::prelu(d.value(), d.p_[3])); }},
         {"where", [](Draw& d) { d.add(at::where(d.in_[3], d.any(), d.any())); }},
         {"embedding", [](Draw& d) { d.add(at::embedding(d.any(), d.in_[2])); }},
         {"attention",

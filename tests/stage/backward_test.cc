@@ -417,9 +417,10 @@ TEST(StageBackward, RefusesAParameterThatChangedBetweenTheHalves) {
 // So deep that a walk, a run or a release that called itself for each node would have no stack left.
 TEST(StageBackward, IsAsDeepAsAGraphMayBe) {
   const at::Tensor scale = parameter({1, 1});
-  const auto deep = [&] {
+  const auto deep = [&](bool fails = false) {
     StageInputs inputs({at::ones({1, 1})}, {true});
     at::Tensor x = inputs.tensors()[0];
+    if (fails) x = Failing::apply(x, scale);
     for (int i = 0; i < 100'000; ++i) x = i % 3 == 0 ? x * scale : i % 3 == 1 ? x.mm(scale) : x.sigmoid();
     return StageBackward(std::move(inputs), {x});
   };
@@ -430,6 +431,7 @@ TEST(StageBackward, IsAsDeepAsAGraphMayBe) {
     StageBackward half = deep();
     EXPECT_TRUE(half.input_half({at::ones({1, 1})})[0].defined());
   }
+  EXPECT_THROW(deep(/*fails=*/true).input_half({at::ones({1, 1})}), std::runtime_error);
   StageBackward all = deep();
   all.input_half({at::ones({1, 1})});
   all.weight_half();

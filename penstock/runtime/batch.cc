@@ -1,0 +1,46 @@
+#include "penstock/runtime/batch.h"
+
+#include <cstddef>
+#include <utility>
+
+#include "penstock/runtime/error.h"
+
+namespace penstock {
+namespace {
+
+std::optional<c10::IValue> kwargs_spec(const BatchSpecs& specs, int stage) {
+  if (stage == 0) return specs.kwargs;
+  const auto found = specs.stage_kwargs.find(stage);
+  return found == specs.stage_kwargs.end() ? std::nullopt : std::optional(found->second);
+}
+
+}  // namespace
+
+std::vector<Batch> split_batch(const Batch& batch, const BatchSpecs& specs, int count, const std::string& parts) {
+  std::vector<Batch> result(static_cast<std::size_t>(count));
+  const auto require_all = [&](std::size_t found, const std::string& what) {
+    if (found == result.size()) return;
+    const std::string number = std::to_string(count);
+    throw PipelineError(what + " can be split into " + std::to_string(found) + " only, and there are " + number + " " +
+                        parts + ".\n  Hint: give at least " + number + " rows, or take fewer " + parts + ".");
+  };
+  SplitArgs args = split_args_kwargs_into_chunks(batch.args, {}, count, specs.args);
+  require_all(args.args.size(), "the arguments");
+  for (std::size_t i = 0; i < result.size(); ++i) result[i].args = std::move(args.args[i]);
+
+  for (const auto& [stage, kwargs] : batch.kwargs) {
+    SplitArgs split = split_args_kwargs_into_chunks({}, kwargs, count, std::nullopt, kwargs_spec(specs, stage));
+    require_all(split.kwargs.size(), "the keyword arguments of stage " + std::to_string(stage));
+    for (std::size_t i = 0; i < result.size(); ++i) result[i].kwargs[stage] = std::move(split.kwargs[i]);
+  }
+
+  if (batch.target.isNone()) return result;
+  std::optional<c10::IValue> spec;
+  if (specs.target) spec = c10::ivalue::Tuple::create({*specs.target});
+  SplitArgs targets = split_args_kwargs_into_chunks({batch.target}, {}, count, spec);
+  require_all(targets.args.size(), "the target");
+  for (std::size_t i = 0; i < result.size(); ++i) result[i].target = std::move(targets.args[i][0]);
+  return result;
+}
+
+}  // namespace penstock

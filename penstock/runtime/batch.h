@@ -1,0 +1,37 @@
+// A batch, and its parts: one for each replica, and of those one for each microbatch.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "penstock/tensor/microbatch.h"
+
+namespace penstock {
+
+// How each of its values is split; left out: tensors along dimension 0, all else is repeated.
+struct BatchSpecs {
+  std::optional<c10::IValue> args = std::nullopt;
+  std::optional<c10::IValue> kwargs = std::nullopt;
+  // Of later stages.
+  std::map<int, c10::IValue> stage_kwargs = {};
+  std::optional<c10::IValue> target = std::nullopt;
+};
+
+struct Batch {
+  // Of the first stage.
+  Args args;
+  // By stage.
+  std::map<int, Kwargs> kwargs;
+  // None for none.
+  c10::IValue target;
+};
+
+// `count` parts, which errors call `parts`, such as "microbatches". Throws ChunkError for what cannot be split, and
+// PipelineError, by name, for what has too few rows.
+std::vector<Batch> split_batch(const Batch& batch, const BatchSpecs& specs, int count, const std::string& parts);
+
+}  // namespace penstock

@@ -1,0 +1,346 @@
+// The gate, the mailbox and the meeting, alone: nothing here needs libtorch, so that all of it can run under TSan.
+#include "penstock/transport/mailbox.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <exception>
+#include <iostream>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "penstock/transport/gate.h"
+#include "penstock/transport/meeting.h"
+
+namespace penstock::testing {
+namespace {
+
+using namespace std::chrono_literals;  // NOLINT(google-build-using-namespace): made for it
+
+constexpr Mailbox<int>::Key kKey = 7;
+
+// Far beyond what any of these tests takes, so that a wake-up that was lost shows as an error and not as a test that
+// does not end.
+Deadline far() {
+  return Clock::now() + 120s;
+}
+Deadline past() {
+  return Clock::now() - 1s;
+}
+
+std::uint64_t seed() {
+  const char* words = std::getenv("PENSTOCK_SEED");
+  return words == nullptr ? 1 : std::strtoull(words, nullptr, 10);
+}
+
+// Calls act(i) on `count` threads at once, and returns when all have returned.
+template <class Act>
+void on_threads(std::size_t count, const Act& act) {
+  std::vector<std::thread> threads;
+  threads.reserve(count);
+  for (std::size_t i = 0; i < count; ++i) threads.emplace_back([&act, i] { act(i); });
+  for (std::thread& thread : threads) thread.join();
+}
+
+TEST(Gate, IsLateAtOnceWhenTheDeadlineHasPassed) {
+  Gate gate(0us);
+  Gate::Lock lock = gate.lock();
+  EXPECT_EQ(gate.wait(lock, past(), [] { return false; }), Waited::Late);
+  EXPECT_TRUE(lock.owns_lock());
+}
+
+TEST(Gate, IsReadyWhateverTheDeadlineWhenThereIsNothingToWaitFor) {
+  Gate gate(50us);
+  Gate::Lock lock = gate.lock();
+  EXPECT_EQ(gate.wait(lock, past(), [] { return true; }), Waited::Ready);
+}
+
+TEST(Gate, StaysOpenForWhatIsThereWhenItIsClosed) {
+  Gate gate(0us);
+  gate.close();
+  Gate::Lock lock = gate.lock();
+  EXPECT_EQ(gate.wait(lock, far(), [] { return true; }), Waited::Ready);
+  EXPECT_EQ(gate.wait(lock, far(), [] { return false; }), Waited::Closed);
+}
+
+// Each waits awake, asleep or first one and then the other.
+class AwakeFor : public ::testing::TestWithParam<Clock::duration> {};
+INSTANTIATE_TEST_SUITE_P(Gate, AwakeFor, ::testing::Values(0us, 2us, 50us), [](const auto& awake) {
+  return std::to_string(std::chrono::duration_cast<std::chrono::microseconds>(awake.param).count()) + "_us";
+});
+
+TEST_P(AwakeFor, AGateEndsEveryWaitWhenItIsClosed) {
+  Gate gate(GetParam());
+  std::atomic<int> waiting = 0;
+  std::vector<Waited> found(6, Waited::Ready);
+  on_threads(found.size() + 1, [&](std::size_t i) {
+    if (i == found.size()) {
+      while (waiting < static_cast<int>(found.size())) std::this_thread::yield();
+      gate.close();
+      return;
+    }
+    Gate::Lock lock = gate.lock();
+    ++waiting;
+    found[i] = gate.wait(lock, far(), [] { return false; });
+  });
+  EXPECT_EQ(found, std::vector<Waited>(found.size(), Waited::Closed));
+}
+
+// A wake-up that is lost once in a great many ends this: no thread can go on before the one whose turn it is.
+TEST_P(AwakeFor, AGateLosesNoWakeUpOfManyThreadsThatTakeTurns) {
+  constexpr std::size_t kThreads = 16;
+  constexpr std::size_t kTurns = 600;
+  Gate gate(GetParam());
+  std::size_t turn = 0;
+  std::atomic<int> lost = 0;
+  on_threads(kThreads, [&](std::size_t i) {
+    for (std::size_t next = i; next < kThreads * kTurns; next += kThreads) {
+      Gate::Lock lock = gate.lock();
+      if (gate.wait(lock, far(), [&] { return turn == next; }) != Waited::Ready) {
+        ++lost;
+        gate.changed();
+        return;
+      }
+      ++turn;
+      gate.changed();
+    }
+  });
+  EXPECT_EQ(lost, 0);
+  EXPECT_EQ(turn, kThreads * kTurns);
+}
+
+// As the threads of ranks do: one gives out a round of work to all, and waits for the last of them.
+TEST_P(AwakeFor, AGateLosesNoWakeUpOfRoundsOfWork) {
+  constexpr std::size_t kThreads = 8;
+  constexpr long kRounds = 1500;
+  Gate gate(GetParam());
+  long round = 0;
+  std::size_t working = 0;
+  long done_in_all = 0;
+  std::atomic<int> lost = 0;
+  on_threads(kThreads + 1, [&](std::size_t i) {
+    if (i == kThreads) {
+      for (long next = 1; next <= kRounds; ++next) {
+        Gate::Lock lock = gate.lock();
+        working = kThreads;
+        round = next;
+        gate.changed();
+        if (gate.wait(lock, far(), [&] { return working == 0; }) != Waited::Ready) ++lost;
+      }
+      return;
+    }
+    for (long done = 0; done < kRounds; ++done) {
+      Gate::Lock lock = gate.lock();
+      if (gate.wait(lock, Deadline::max(), [&] { return round > done; }) != Waited::Ready) ++lost;
+      lock.unlock();
+      std::this_thread::yield();
+      lock.lock();
+      ++done_in_all;
+      if (--working == 0) gate.changed();
+    }
+  });
+  EXPECT_EQ(lost, 0);
+  EXPECT_EQ(done_in_all, kRounds * static_cast<long>(kThreads));
+}
+
+TEST(Mailbox, GivesTheValuesOfAKeyInTheirOrder) {
+  Mailbox<std::string> box(0us);
+  for (int i = 0; i < 3; ++i) box.open(kKey);
+  for (const char* word : {"one", "two", "three"}) EXPECT_EQ(box.put(kKey, word, past()), Waited::Ready);
+  std::vector<std::string> found(3);
+  for (std::string& word : found) EXPECT_EQ(box.take(kKey, word, past()), Waited::Ready);
+  EXPECT_EQ(found, (std::vector<std::string>{"one", "two", "three"}));
+}
+
+TEST(Mailbox, GivesTheValuesOfTwoKeysInAnyOrder) {
+  Mailbox<int> box(0us);
+  for (const Mailbox<int>::Key key : {1, 2}) box.open(key);
+  for (const int value : {1, 2}) box.put(static_cast<Mailbox<int>::Key>(value), value, past());
+  int first = 0;
+  int second = 0;
+  EXPECT_EQ(box.take(2, second, past()), Waited::Ready);
+  EXPECT_EQ(box.take(1, first, past()), Waited::Ready);
+  EXPECT_EQ(first, 1);
+  EXPECT_EQ(second, 2);
+}
+
+TEST(Mailbox, TakesNothingForAKeyThatIsNotOpen) {
+  Mailbox<int> box(0us);
+  EXPECT_EQ(box.put(kKey, 1, past()), Waited::Late);
+  box.open(kKey);
+  EXPECT_EQ(box.put(kKey, 1, past()), Waited::Ready);
+  EXPECT_EQ(box.put(kKey, 2, past()), Waited::Late);
+}
+
+TEST(Mailbox, IsLateWhenNothingComes) {
+  Mailbox<int> box(0us);
+  box.open(kKey);
+  int value = 3;
+  EXPECT_EQ(box.take(kKey, value, past()), Waited::Late);
+  EXPECT_EQ(value, 3);
+}
+
+TEST(Mailbox, GivesWhatIsThereAlsoWhenItIsClosed) {
+  Mailbox<int> box(0us);
+  box.open(kKey);
+  box.put(kKey, 5, past());
+  box.close();
+  int value = 0;
+  EXPECT_EQ(box.take(kKey, value, far()), Waited::Ready);
+  EXPECT_EQ(value, 5);
+  EXPECT_EQ(box.take(kKey, value, far()), Waited::Closed);
+  EXPECT_EQ(box.put(kKey, 6, far()), Waited::Closed);
+}
+
+TEST(Mailbox, KeepsNoMoreThanWasAskedFor) {
+  Mailbox<std::shared_ptr<int>> box(0us);
+  const auto value = std::make_shared<int>(1);
+  for (int i = 0; i < 100; ++i) {
+    box.open(kKey);
+    box.put(kKey, value, past());
+    std::shared_ptr<int> found;
+    box.take(kKey, found, past());
+  }
+  EXPECT_EQ(value.use_count(), 1);
+}
+
+// Every thread is a rank that sends to every other in an order of its own and takes in another, some ahead of what was
+// opened and some behind it.
+TEST_P(AwakeFor, MailboxesLoseNothingBetweenManyThreads) {
+  constexpr std::size_t kRanks = 6;
+  constexpr std::size_t kNumbers = 40;
+  constexpr std::size_t kRounds = 12;
+  std::cout << "PENSTOCK_SEED=" << seed() << "\n";
+  std::vector<std::unique_ptr<Mailbox<std::size_t>>> boxes;
+  for (std::size_t i = 0; i < kRanks; ++i) boxes.push_back(std::make_unique<Mailbox<std::size_t>>(GetParam()));
+  std::atomic<int> wrong = 0;
+  // A sender and a taker for each rank: what a rank sends never waits for what it takes.
+  on_threads(kRanks * 2, [&](std::size_t i) {
+    const std::size_t rank = i / 2;
+    std::mt19937_64 random(seed() * 1'000'003 + i);
+    std::vector<std::size_t> order(kRanks * kNumbers);
+    std::iota(order.begin(), order.end(), 0);
+    for (std::size_t round = 0; round < kRounds; ++round) {
+      std::shuffle(order.begin(), order.end(), random);
+      if (i % 2 == 0) {
+        for (const std::size_t one : order) {
+          const std::size_t to = one / kNumbers;
+          const Mailbox<std::size_t>::Key key = rank * kNumbers + one % kNumbers;
+          if (boxes[to]->put(key, key * kRounds + round, far()) != Waited::Ready) ++wrong;
+        }
+        continue;
+      }
+      for (const std::size_t key : order) boxes[rank]->open(key);
+      std::shuffle(order.begin(), order.end(), random);
+      for (const std::size_t key : order) {
+        std::size_t value = 0;
+        if (boxes[rank]->take(key, value, far()) != Waited::Ready || value != key * kRounds + round) ++wrong;
+      }
+    }
+  });
+  EXPECT_EQ(wrong, 0);
+}
+
+TEST_P(AwakeFor, AMailboxEndsAllWaitingWhenItIsClosed) {
+  for (int round = 0; round < 50; ++round) {
+    Mailbox<int> box(GetParam());
+    std::vector<Waited> found(4, Waited::Ready);
+    on_threads(found.size() + 1, [&](std::size_t i) {
+      int value = 0;
+      if (i == found.size()) {
+        box.close();
+      } else {
+        found[i] = i % 2 == 0 ? box.put(i, 1, far()) : box.take(i, value, far());
+      }
+    });
+    ASSERT_EQ(found, std::vector<Waited>(found.size(), Waited::Closed));
+  }
+}
+
+int sum_of(const std::vector<int*>& all) {
+  return std::accumulate(all.begin(), all.end(), 0, [](int sum, const int* one) { return sum + *one; });
+}
+void add_up(std::vector<int*>& all) {
+  const int sum = sum_of(all);
+  for (int* one : all) *one = sum;
+}
+
+TEST_P(AwakeFor, MeetingsOfOneGroupFollowOneAnother) {
+  constexpr std::size_t kMembers = 6;
+  constexpr int kRounds = 1000;
+  Meeting<int*> meeting(kMembers, GetParam(), add_up);
+  std::atomic<int> wrong = 0;
+  on_threads(kMembers, [&](std::size_t member) {
+    for (int round = 0; round < kRounds; ++round) {
+      int value = static_cast<int>(member) + round;
+      const std::uint64_t number = meeting.bring(member, &value);
+      if (meeting.wait(number, far()) != Waited::Ready || value != 15 + round * static_cast<int>(kMembers)) ++wrong;
+    }
+  });
+  EXPECT_EQ(wrong, 0);
+}
+
+TEST(Meeting, LetsAMemberGoOnBeforeTheOthersHaveCome) {
+  Meeting<int*> meeting(2, 0us, add_up);
+  int a = 1;
+  int b = 2;
+  int c = 10;
+  int d = 20;
+  const std::uint64_t first = meeting.bring(0, &a);
+  const std::uint64_t second = meeting.bring(0, &b);
+  EXPECT_EQ(meeting.wait(first, past()), Waited::Late);
+  meeting.bring(1, &c);
+  EXPECT_EQ(meeting.wait(first, past()), Waited::Ready);
+  EXPECT_EQ(meeting.wait(second, past()), Waited::Late);
+  meeting.bring(1, &d);
+  EXPECT_EQ(meeting.wait(second, past()), Waited::Ready);
+  EXPECT_EQ(a, 11);
+  EXPECT_EQ(b, 22);
+}
+
+TEST(Meeting, TellsEveryMemberOfAnError) {
+  Meeting<int> meeting(3, 0us, [](std::vector<int>&) { throw std::runtime_error("they do not fit"); });
+  // Kept until all threads have ended: TSan does not see how the library counts who has an exception.
+  std::vector<std::exception_ptr> found(3);
+  on_threads(3, [&](std::size_t member) {
+    const std::uint64_t number = meeting.bring(member, 0);
+    try {
+      meeting.wait(number, far());
+    } catch (...) {
+      found[member] = std::current_exception();
+    }
+  });
+  for (const std::exception_ptr& error : found) {
+    ASSERT_TRUE(error);
+    try {
+      std::rethrow_exception(error);
+    } catch (const std::runtime_error& what) {
+      EXPECT_STREQ(what.what(), "they do not fit");
+    }
+  }
+}
+
+TEST(Meeting, EndsAllWaitingWhenItIsClosed) {
+  Meeting<int> meeting(2, 0us, [](std::vector<int>&) {});
+  const std::uint64_t number = meeting.bring(0, 0);
+  on_threads(2, [&](std::size_t i) {
+    if (i == 0) {
+      meeting.close();
+    } else {
+      EXPECT_EQ(meeting.wait(number, far()), Waited::Closed);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace penstock::testing
