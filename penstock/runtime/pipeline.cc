@@ -60,11 +60,19 @@ Schedule lowered(const Schedule& schedule, const StageGraph& graph) {
   return wired;
 }
 
-// The first thing that went wrong, as its rank saw it.
+// Where a rank was at a moment.
+struct Sighting {
+  int position = 0;
+  double seconds_there = 0;
+};
+
+// Something that went wrong, as its rank saw it.
 struct Failure {
   // Of all replicas' ranks.
   int rank = 0;
   int position = 0;
+  // Where all ranks were then.
+  std::vector<Sighting> others;
   bool aborted = false;
   TransportError::Why why = TransportError::Why::Aborted;
   int peer = TransportError::kNobody;
@@ -121,8 +129,7 @@ struct Pipeline::State {
   std::vector<StepWork> prepare(const Args& args, const Kwargs& kwargs, const c10::IValue& target,
                                 const StepOptions& step_options, bool backward);
   StepResult run(std::vector<StepWork> works, const Schedule& schedule);
-  [[noreturn]] void fail(const StepWork& work, const std::vector<Failure>& failures,
-                         const std::vector<Progress>& progress);
+  [[noreturn]] void fail(const StepWork& work, const std::vector<Failure>& failures);
 
   std::vector<Stages> replicas;
   Wiring wiring;
@@ -305,11 +312,16 @@ StepResult Pipeline::State::run(std::vector<StepWork> works, const Schedule& sch
       failure.what = "an exception that is no std::exception";
     }
     failure.position = progress[at].position.load();
+    const auto now = Clock::now() - began;
+    for (const Progress& other : progress) {
+      const std::chrono::duration<double> there = now - std::chrono::nanoseconds(other.since.load());
+      failure.others.push_back({.position = other.position.load(), .seconds_there = there.count()});
+    }
     transports[at]->abort("rank " + std::to_string(rank) + " has failed");
     const std::lock_guard lock(mutex);
     failures.push_back(std::move(failure));
   });
-  if (!failures.empty()) fail(works.front(), failures, progress);
+  if (!failures.empty()) fail(works.front(), failures);
 
   StepResult result;
   std::vector<c10::IValue> outputs;
@@ -327,8 +339,7 @@ StepResult Pipeline::State::run(std::vector<StepWork> works, const Schedule& sch
   return result;
 }
 
-void Pipeline::State::fail(const StepWork& work, const std::vector<Failure>& failures,
-                           const std::vector<Progress>& progress) {
+void Pipeline::State::fail(const StepWork& work, const std::vector<Failure>& failures) {
   const Schedule& schedule = *work.schedule;
   // Those that were told of another's failure only follow it.
   const auto found = std::find_if(failures.begin(), failures.end(), [](const Failure& one) { return !one.aborted; });
@@ -348,21 +359,18 @@ void Pipeline::State::fail(const StepWork& work, const std::vector<Failure>& fai
   if (first.why == TransportError::Why::Late) {
     message += " of " + seconds_text(std::chrono::duration<double>(work.timeout).count()) + ".";
   }
-  const auto now = Clock::now() - work.began;
-  for (int rank = 0; rank < static_cast<int>(progress.size()); ++rank) {
+  for (int rank = 0; rank < static_cast<int>(first.others.size()); ++rank) {
     if (rank == first.rank) continue;
-    const Progress& own = progress[static_cast<std::size_t>(rank)];
-    const int position = own.position.load();
+    const Sighting& seen = first.others[static_cast<std::size_t>(rank)];
     const auto list = schedule.actions(rank % ranks());
     message += "\n  " + name(rank) + ": ";
-    if (position < 0) {
+    if (seen.position < 0) {
       message += "had not begun";
-    } else if (position >= static_cast<int>(list.size())) {
+    } else if (seen.position >= static_cast<int>(list.size())) {
       message += "had ended";
     } else {
-      const std::chrono::duration<double> since = now - std::chrono::nanoseconds(own.since.load());
-      message +=
-          "was in " + to_string(list[static_cast<std::size_t>(position)]) + " for " + seconds_text(since.count());
+      message += "was in " + to_string(list[static_cast<std::size_t>(seen.position)]) + " for " +
+                 seconds_text(seen.seconds_there);
     }
   }
   message +=

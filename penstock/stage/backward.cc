@@ -4,6 +4,7 @@
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -152,6 +153,7 @@ class BorderNode final : public Node {
       results = run_last(std::move(gradients));
     } else {
       results = run_last(gradients);
+      bring_into_form(node_->next_edges(), results);
       for (const auto& hook : node_->post_hooks()) results = (*hook)(results, gradients);
     }
     // The engine refuses another number of results than there are edges, when it gets them.
@@ -159,12 +161,16 @@ class BorderNode final : public Node {
     for (std::size_t i = 0; i < std::min(results.size(), kept_.size()); ++i) {
       if (outward_[i].is_valid()) kept_[i] = std::exchange(results[i], {});
     }
-    // What the engine does to results, and would do in the second half: above all, it sums what was broadcast, so that
-    // less is kept.
-    torch::autograd::validate_outputs(outward_, kept_, [this](const std::string& what) {
+    bring_into_form(outward_, kept_);
+    return results;
+  }
+
+  // What the engine does with results, and would do in the second half only: above all, it sums what was broadcast, so
+  // that less is kept.
+  void bring_into_form(const edge_list& edges, variable_list& results) const {
+    torch::autograd::validate_outputs(edges, results, [this](const std::string& what) {
       return "Function " + node_->name() + " returned an " + what;
     });
-    return results;
   }
 
   NodePtr node_;
@@ -178,10 +184,12 @@ class BorderNode final : public Node {
 using BorderPtr = c10::intrusive_ptr<BorderNode>;
 
 // Finds the nodes that lead to a stage's inputs, and puts a BorderNode in the place of each of them that leads to a
-// parameter too. A graph can be deep, so there is no recursion.
+// parameter too; notes the parameters on the way, some several times. A graph can be deep, so there is no recursion.
 class Division {
  public:
-  Division(const Node* inputs, std::vector<BorderPtr>& borders) : inputs_(inputs), borders_(borders) {}
+  // Without inputs nothing leads to them, and the graph stays as it is.
+  Division(const Node* inputs, std::vector<BorderPtr>& borders, variable_list& parameters)
+      : inputs_(inputs), borders_(borders), parameters_(parameters) {}
 
   // Whether the root leads to an input; then it may be moved to a border.
   bool leads_inward(Edge& root) {
@@ -213,7 +221,12 @@ class Division {
   }
 
   void enter(Node* node) {
-    if (node != nullptr && node->num_outputs() > 0 && places_.emplace(node, kOutward).second) way_.push_back({node, 0});
+    if (node == nullptr) return;
+    if (node->num_outputs() > 0) {
+      if (places_.emplace(node, kOutward).second) way_.push_back({node, 0});
+    } else if (const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(node)) {
+      parameters_.push_back(leaf->variable);
+    }
   }
 
   // Its children have been divided.
@@ -249,6 +262,7 @@ class Division {
   // For each node that has children: kOutward, kInward, or the index of its border.
   ska::flat_hash_map<const Node*, std::int64_t> places_;
   std::vector<BorderPtr>& borders_;
+  variable_list& parameters_;
   std::vector<Step> way_;
   std::vector<bool> inward_;
 };
@@ -322,9 +336,23 @@ struct StageBackward::Graph {
   Graph(const Graph&) = delete;
   Graph& operator=(const Graph&) = delete;
 
+  // Runs, and sees to it that what autograd made the .grad of a parameter belongs to it alone. Autograd looks whether
+  // somebody else holds the tensor, but not whether somebody holds its storage, such as a parameter that met this one in
+  // a sum of views, or an input of the stage: what is added to one gradient later would be added to the other.
+  void run_to_parameters(Roots roots) {
+    std::erase_if(parameters, [](const at::Tensor& parameter) { return parameter.grad().defined(); });
+    std::move(roots).run();
+    for (const at::Tensor& parameter : parameters) {
+      at::Tensor& gradient = parameter.mutable_grad();
+      if (gradient.defined() && gradient.has_storage() && gradient.storage().use_count() > 1)
+        gradient = gradient.clone();
+    }
+  }
+
   c10::intrusive_ptr<InputNode> inputs;
   // Of each output; not valid for one that requires no gradient.
   edge_list outputs;
+  variable_list parameters;
   bool between_halves = false;
   std::vector<BorderPtr> borders;
   Roots of_weight_half;
@@ -374,7 +402,9 @@ std::vector<at::Tensor> StageBackward::full(std::vector<at::Tensor> output_gradi
   Roots all = roots("full()", std::move(output_gradients));
   const std::unique_ptr<Graph> graph = std::move(graph_);
   graph->outputs.clear();
-  std::move(all).run();
+  Division whole(/*inputs=*/nullptr, graph->borders, graph->parameters);
+  for (Edge& edge : all.edges) whole.leads_inward(edge);
+  graph->run_to_parameters(std::move(all));
   return graph->inputs->take();
 }
 
@@ -383,7 +413,7 @@ std::vector<at::Tensor> StageBackward::input_half(std::vector<at::Tensor> output
   std::unique_ptr<Graph> graph = std::move(graph_);
   graph->outputs.clear();
   Roots of_input_half;
-  Division division(graph->inputs.get(), graph->borders);
+  Division division(graph->inputs.get(), graph->borders, graph->parameters);
   for (std::size_t i = 0; i < all.edges.size(); ++i) {
     Edge& edge = all.edges[i];
     Roots& half = division.leads_inward(edge) ? of_input_half : graph->of_weight_half;
@@ -403,7 +433,7 @@ void StageBackward::weight_half() {
   if (graph_ == nullptr) throw std::logic_error("weight_half() of a backward that has run already.");
   if (!graph_->between_halves) throw std::logic_error("weight_half() before input_half().");
   const std::unique_ptr<Graph> graph = std::move(graph_);
-  std::move(graph->of_weight_half).run();
+  graph->run_to_parameters(std::move(graph->of_weight_half));
 }
 
 }  // namespace penstock

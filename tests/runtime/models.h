@@ -52,12 +52,16 @@ inline const at::Tensor& tensor(const Args& args, std::size_t index) {
   return args.at(index).toTensor();
 }
 
+inline std::string numbered(const char* name, int number) {
+  return std::string(name).append(std::to_string(number));
+}
+
 // y = tanh(x W + b)
 inline Model perceptron(int stages) {
   Model model(stages);
   for (int i = 0; i < stages; ++i) {
-    const at::Tensor w = weight("w" + std::to_string(i), {kWide, kWide});
-    const at::Tensor b = weight("b" + std::to_string(i), {kWide});
+    const at::Tensor w = weight(numbered("w", i), {kWide, kWide});
+    const at::Tensor b = weight(numbered("b", i), {kWide});
     model.stages[static_cast<std::size_t>(i)] = {.forward = [w, b](const Args& args, const Kwargs&) -> c10::IValue {
                                                    return at::tanh(at::addmm(b, tensor(args, 0), w));
                                                  },
@@ -70,12 +74,11 @@ inline Model perceptron(int stages) {
 inline Model transformer(int stages) {
   Model model(stages);
   for (int i = 0; i < stages; ++i) {
-    const std::string name = std::to_string(i);
-    const at::Tensor qkv = weight("qkv" + name, {kWide, 3 * kWide});
-    const at::Tensor out = weight("out" + name, {kWide, kWide});
-    const at::Tensor up = weight("up" + name, {kWide, 2 * kWide});
-    const at::Tensor down = weight("down" + name, {2 * kWide, kWide});
-    const at::Tensor gain = weight("gain" + name, {kWide});
+    const at::Tensor qkv = weight(numbered("qkv", i), {kWide, 3 * kWide});
+    const at::Tensor out = weight(numbered("out", i), {kWide, kWide});
+    const at::Tensor up = weight(numbered("up", i), {kWide, 2 * kWide});
+    const at::Tensor down = weight(numbered("down", i), {2 * kWide, kWide});
+    const at::Tensor gain = weight(numbered("gain", i), {kWide});
     model.stages[static_cast<std::size_t>(i)] = {
         .forward = [=](const Args& args, const Kwargs&) -> c10::IValue {
           const at::Tensor x = tensor(args, 0);
@@ -96,8 +99,8 @@ inline Model transformer(int stages) {
 inline Model several_tensors(int stages) {
   Model model(stages);
   for (int i = 0; i < stages; ++i) {
-    const at::Tensor w = weight("several" + std::to_string(i), {kWide, kWide});
-    const at::Tensor scale = weight("scale" + std::to_string(i), {});
+    const at::Tensor w = weight(numbered("several", i), {kWide, kWide});
+    const at::Tensor scale = weight(numbered("scale", i), {});
     const bool first = i == 0;
     const bool last = i == stages - 1;
     model.stages[static_cast<std::size_t>(i)] = {
@@ -120,7 +123,7 @@ inline Model several_tensors(int stages) {
 inline Model with_skips(int stages) {
   Model model(stages);
   for (int i = 0; i < stages; ++i) {
-    const at::Tensor w = weight("skip" + std::to_string(i), {kWide, kWide});
+    const at::Tensor w = weight(numbered("skip", i), {kWide, kWide});
     const bool takes_skip = (i == 2 || i == stages - 1) && i > 1;
     if (i == 1) model.wiring.connect(1, {{0, 0}});
     if (takes_skip) model.wiring.connect(i, {{i - 1, 0}, {0, 1}});
@@ -145,7 +148,7 @@ inline Model with_skips(int stages) {
 inline Model shared_inside(int stages) {
   Model model(stages);
   for (int i = 0; i < stages; ++i) {
-    const at::Tensor w = weight("inside" + std::to_string(i), {kWide, kWide});
+    const at::Tensor w = weight(numbered("inside", i), {kWide, kWide});
     model.stages[static_cast<std::size_t>(i)] = {.forward = [w](const Args& args, const Kwargs&) -> c10::IValue {
                                                    return at::matmul(at::relu(at::matmul(tensor(args, 0), w)), w.t());
                                                  },

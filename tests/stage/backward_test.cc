@@ -384,6 +384,31 @@ TEST(StageBackward, LetsGoOfTheGradientsThatItKept) {
   EXPECT_EQ(weight.grad().storage().use_count(), 1U);
 }
 
+TEST(StageBackward, GivesEachParameterAGradientOfItsOwn) {
+  const Stage stage = {
+      .forward = [](auto& in, auto& p) { return Tensors{in[0].view({-1}) + p[0].view({-1}) + p[1].view({-1})}; },
+      .received = {numbers({2, 3})},
+      .parameters = {numbers({2, 3}), numbers({2, 3})},
+      .microbatches = 2};
+  const at::Tensor expected = numbers({6}, 5).view({2, 3});
+  for (const Gradients& gradients : {by_full(stage), by_halves(stage)}) {
+    for (const Tensors& of_inputs : gradients.inputs) EXPECT_TRUE(same(expected, of_inputs[0]));
+    for (const at::Tensor& of_parameter : gradients.parameters) EXPECT_TRUE(same(expected * 2, of_parameter));
+  }
+  expect_same_in_halves(stage);
+}
+
+TEST(StageBackward, LeavesAGradientThatIsPartOfABufferInIt) {
+  const at::Tensor weight = parameter({3, 3});
+  const at::Tensor buffer = at::zeros({12});
+  weight.mutable_grad() = buffer.narrow(0, 3, 9).view({3, 3});
+  StageBackward backward = small_backward(weight);
+  backward.input_half({at::ones({2, 3}), {}, {}});
+  backward.weight_half();
+  EXPECT_TRUE(weight.grad().is_alias_of(buffer));
+  EXPECT_NE(buffer[5].item<float>(), 0);
+}
+
 TEST(StageBackward, IsGoneWhenItFails) {
   const at::Tensor weight = parameter({3, 3});
   const Tensors gradients = {at::ones({2, 3})};

@@ -1,0 +1,42 @@
+// The only source that is compiled with USE_C10D_GLOO, and that sees the stand-ins for gloo's headers.
+#include "penstock/transport/gloo.h"
+
+#include <c10/util/Exception.h>
+
+#include <memory>
+#include <stdexcept>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+
+namespace penstock {
+namespace {
+
+using Device = std::shared_ptr<::gloo::transport::Device>;
+
+Device device_of(const GlooOptions& options) {
+  const std::string address = options.address.empty() ? "127.0.0.1" : options.address;
+  try {
+    return options.interface.empty() ? c10d::ProcessGroupGloo::createDeviceForHostname(address)
+                                     : c10d::ProcessGroupGloo::createDeviceForInterface(options.interface);
+  } catch (const std::exception&) {
+    const std::string what = options.interface.empty() ? "address '" + address : "interface '" + options.interface;
+    throw std::runtime_error("Gloo cannot listen on the " + what +
+                             "'.\n  Hint: name one that this machine has; `ip address` lists them.");
+  }
+}
+
+}  // namespace
+
+BackendFactory gloo_backends(const GlooOptions& options) {
+  const Device device = device_of(options);
+  const auto timeout = std::chrono::duration_cast<std::chrono::milliseconds>(options.timeout);
+  return [device, timeout](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
+    const auto gloo = c10d::ProcessGroupGloo::Options::create(timeout);
+    gloo->devices = {device};
+    // Threads for collectives, which run one after the other.
+    gloo->threads = 1;
+    return c10::static_intrusive_pointer_cast<c10d::Backend>(
+        c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, gloo));
+  };
+}
+
+}  // namespace penstock

@@ -1,0 +1,36 @@
+// Gloo, c10d's way between CPUs. Only gloo.cc sees ProcessGroupGloo itself; everybody else has a c10d::Backend.
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <functional>
+#include <string>
+
+#include "penstock/transport/gate.h"
+
+namespace c10d {
+class Backend;
+class Store;
+}  // namespace c10d
+
+namespace penstock {
+
+// Makes a group of `size` ranks that find one another through the store. Returns when all of them have come.
+using BackendFactory =
+    std::function<c10::intrusive_ptr<c10d::Backend>(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size)>;
+
+struct GlooOptions {
+  // Where this rank listens for the others: an interface such as "eth0", or else a name or number of this machine.
+  // Nothing but loopback unless one is named.
+  std::string interface;
+  std::string address;
+  // How long the ranks of a group may take to find one another.
+  Clock::duration timeout = std::chrono::seconds(60);
+};
+
+// The groups that one factory makes have one thread in common that moves their data. Throws std::runtime_error when
+// there is no such interface or address.
+BackendFactory gloo_backends(const GlooOptions& options = {});
+
+}  // namespace penstock

@@ -1,0 +1,186 @@
+// What goes wrong, and what is left of it.
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "penstock/runtime/pipeline.h"
+#include "penstock/schedule/generators.h"
+#include "tests/runtime/models.h"
+
+namespace penstock::testing {
+namespace {
+
+at::Tensor rows(std::int64_t count, const char* name) {
+  return weight(name, {count, kWide}).detach();
+}
+
+template <class Error = PipelineError, class Act>
+std::string error_of(const Act& act) {
+  try {
+    act();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "nothing was thrown";
+}
+
+void expect_begins(const std::string& text, const std::string& beginning) {
+  EXPECT_EQ(text.substr(0, beginning.size()), beginning) << text;
+}
+
+// A model of four stages whose stage 2 can be told to fail.
+struct Failing {
+  Model model = perceptron(4);
+  std::shared_ptr<std::atomic<bool>> armed = std::make_shared<std::atomic<bool>>(false);
+
+  template <class Fail>
+  explicit Failing(const Fail& fail) {
+    const auto before = model.stages[2].forward;
+    model.stages[2].forward = [before, fail, on = armed](const Args& args, const Kwargs& kwargs) -> c10::IValue {
+      if (!*on) return before(args, kwargs);
+      return fail(args, before(args, kwargs));
+    };
+  }
+  Pipeline pipeline(std::chrono::milliseconds timeout = std::chrono::seconds(20)) const {
+    return Pipeline(model.pipeline_stages(), generate("1F1B", {.ranks = 4, .microbatches = 4}),
+                    {.loss = squared_error, .timeout = timeout});
+  }
+};
+
+TEST(Failure, InAForwardNamesRankStageActionAndMicrobatchAndWhereTheOthersWere) {
+  Failing failing([](const Args&, const c10::IValue&) -> c10::IValue { throw std::runtime_error("hot bearings"); });
+  Pipeline pipeline = failing.pipeline();
+  *failing.armed = true;
+  const std::string error = error_of([&] { pipeline.step({rows(8, "x")}, {}, rows(8, "y")); });
+  expect_begins(error, "rank 2, stage 2, 2F0 (microbatch 0): hot bearings\n  rank 0: was in ");
+  EXPECT_NE(error.find("<-- here"), std::string::npos) << error;
+  EXPECT_NE(error.find("2F0"), std::string::npos) << error;
+}
+
+TEST(Failure, OfAStepLeavesNothingToTheNext) {
+  Failing failing([](const Args&, const c10::IValue&) -> c10::IValue { throw std::runtime_error("hot bearings"); });
+  Pipeline pipeline = failing.pipeline();
+  const at::Tensor x = rows(8, "x");
+  const at::Tensor y = rows(8, "y");
+  pipeline.step({x}, {}, y);
+  std::vector<at::Tensor> gradients;
+  for (const StageModule& stage : failing.model.stages) gradients.push_back(stage.parameters[0].second.grad().clone());
+
+  *failing.armed = true;
+  for (int i = 0; i < 20; ++i) EXPECT_THROW(pipeline.step({x}, {}, y), PipelineError);
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    EXPECT_TRUE(at::equal(gradients[i], failing.model.stages[i].parameters[0].second.grad())) << i;
+  }
+
+  *failing.armed = false;
+  for (const StageModule& stage : failing.model.stages) {
+    for (const auto& [name, parameter] : stage.parameters) parameter.mutable_grad().reset();
+  }
+  const StepResult again = pipeline.step({x}, {}, y);
+  EXPECT_EQ(again.losses.size(), 4U);
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    EXPECT_TRUE(at::equal(gradients[i], failing.model.stages[i].parameters[0].second.grad())) << i;
+  }
+}
+
+struct ThrowsInBackward : torch::autograd::Function<ThrowsInBackward> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) { return x.clone(); }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, torch::autograd::variable_list) {
+    throw std::runtime_error("no way back");
+  }
+};
+
+TEST(Failure, InABackwardIsNamedToo) {
+  Failing failing(
+      [](const Args&, const c10::IValue& output) -> c10::IValue { return ThrowsInBackward::apply(output.toTensor()); });
+  Pipeline pipeline = failing.pipeline();
+  *failing.armed = true;
+  const std::string error = error_of([&] { pipeline.step({rows(8, "x")}, {}, rows(8, "y")); });
+  expect_begins(error, "rank 2, stage 2, 2B0 (microbatch 0): no way back");
+}
+
+TEST(Failure, InTheLossIsThatOfTheLastStage) {
+  const Model model = perceptron(2);
+  Pipeline pipeline(
+      model.pipeline_stages(), generate("GPipe", {.ranks = 2, .microbatches = 2}),
+      {.loss = [](const c10::IValue& output, const c10::IValue&, const Kwargs&) { return output.toTensor(); }});
+  expect_begins(error_of([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y")); }),
+                "rank 1, stage 1, 1F0 (microbatch 0): the loss of microbatch 0: found float32 tensor of shape [2, 8], "
+                "expected a tensor of one element.");
+}
+
+TEST(Failure, OfAWrongShapeNamesTheStageAndBothShapes) {
+  const Model model = perceptron(3);
+  std::vector<PipelineStage> stages;
+  for (int i = 0; i < 3; ++i) {
+    StageOptions options;
+    if (i == 1) options.input_metadata = {{TensorMeta({2, 9}, {9, 1}, at::kFloat, at::kCPU, false)}};
+    stages.emplace_back(model.stages[static_cast<std::size_t>(i)], i, 3, options);
+  }
+  Pipeline pipeline(std::move(stages), generate("1F1B", {.ranks = 3, .microbatches = 2}), {.loss = squared_error});
+  expect_begins(error_of([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y")); }),
+                "rank 1, stage 1, 1F0 (microbatch 0): stage 1, input[0]: its shape is [2, 8], expected [2, 9].");
+}
+
+TEST(Failure, OfARankThatSleepsPastTheDeadlineEndsTheOthersInTime) {
+  Failing failing([](const Args&, const c10::IValue& output) -> c10::IValue {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+    return output;
+  });
+  Pipeline pipeline = failing.pipeline(std::chrono::milliseconds(200));
+  *failing.armed = true;
+  const std::string error = error_of([&] { pipeline.step({rows(8, "x")}, {}, rows(8, "y")); });
+  // Rank 1 waits for a gradient, rank 3 for an activation; either may be the first.
+  EXPECT_NE(error.find("from rank 2 within the deadline of 0.2 s."), std::string::npos) << error;
+  EXPECT_NE(error.find("rank 2: was in 2F0 for "), std::string::npos) << error;
+  *failing.armed = false;
+  pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
+}
+
+TEST(Step, RefusesWhatDoesNotFit) {
+  const Model model = perceptron(2);
+  Pipeline pipeline(model.pipeline_stages(), generate("1F1B", {.ranks = 2, .microbatches = 4}),
+                    {.loss = squared_error});
+  EXPECT_EQ(error_of([&] { pipeline.step({rows(3, "x")}, {}, rows(3, "y")); }),
+            "the arguments can be split into 3 only, and there are 4 microbatches.\n  Hint: give at least 4 rows, or "
+            "take fewer microbatches.");
+  EXPECT_EQ(error_of([&] { pipeline.step({rows(4, "x")}, {}, rows(2, "y")); }),
+            "the target can be split into 2 only, and there are 4 microbatches.\n  Hint: give at least 4 rows, or take "
+            "fewer microbatches.");
+  StepOptions options;
+  options.weights = {1, 2};
+  EXPECT_EQ(error_of([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y"), options); }),
+            "there are 2 weights for 4 microbatches.");
+  StepOptions kwargs;
+  kwargs.stage_kwargs[2] = {};
+  EXPECT_EQ(error_of([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y"), kwargs); }),
+            "there are keyword arguments for stage 2; those of later stages are for 1 to 1.");
+  const c10::AutoGradMode off(false);
+  expect_begins(error_of([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y")); }),
+                "step computes gradients, which are switched off on this thread.");
+}
+
+TEST(Pipelines, RefuseStagesThatAreNotInOrder) {
+  const Model model = perceptron(2);
+  const Schedule schedule = generate("1F1B", {.ranks = 2, .microbatches = 2});
+  std::vector<PipelineStage> one;
+  one.emplace_back(model.stages[0], 0, 1);
+  EXPECT_EQ(error_of([&] { Pipeline(std::move(one), schedule); }), "there are 1 stages, and the schedule is for 2.");
+  std::vector<PipelineStage> turned;
+  turned.emplace_back(model.stages[1], 1, 2);
+  turned.emplace_back(model.stages[0], 0, 2);
+  EXPECT_EQ(error_of([&] { Pipeline(std::move(turned), schedule); }),
+            "stage 0 of the list says that it is stage 1 of 2; they should be in order.");
+}
+
+}  // namespace
+}  // namespace penstock::testing

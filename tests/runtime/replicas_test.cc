@@ -1,0 +1,154 @@
+// Replicated, sharded and shared parameters.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "penstock/runtime/pipeline.h"
+#include "penstock/schedule/generators.h"
+#include "tests/runtime/models.h"
+
+namespace penstock::testing {
+namespace {
+
+struct ReplicaCase {
+  std::string schedule;
+  bool sharded;
+};
+std::vector<ReplicaCase> replica_cases() {
+  std::vector<ReplicaCase> cases;
+  for (const Generator& generator : generators()) {
+    if (generator.name == "ForwardOnly") continue;
+    for (const bool sharded : {false, true}) cases.push_back({std::string(generator.name), sharded});
+  }
+  return cases;
+}
+class EveryScheduleWithReplicas : public ::testing::TestWithParam<ReplicaCase> {};
+INSTANTIATE_TEST_SUITE_P(Threads, EveryScheduleWithReplicas, ::testing::ValuesIn(replica_cases()), [](const auto& one) {
+  return one.param.schedule + (one.param.sharded ? "_sharded" : "_replicated");
+});
+
+std::vector<std::vector<PipelineStage>> copies(const NamedModel& named, int stages, int count,
+                                               std::vector<Model>& models) {
+  std::vector<std::vector<PipelineStage>> replicas;
+  for (int i = 0; i < count; ++i) {
+    models.push_back(named.make(stages));
+    replicas.push_back(models.back().pipeline_stages());
+  }
+  return replicas;
+}
+
+// The gradients of one process on the whole batch, by stage and name.
+std::vector<std::map<std::string, at::Tensor>> whole_batch_gradients(const Model& model, const at::Tensor& x,
+                                                                     const at::Tensor& y) {
+  const PlainMicrobatch whole = plain_microbatch(model, {x}, y, 0, 1.0, {});
+  std::vector<std::map<std::string, at::Tensor>> gradients;
+  for (std::size_t stage = 0; stage < model.stages.size(); ++stage) {
+    auto& own = gradients.emplace_back();
+    for (std::size_t i = 0; i < model.stages[stage].parameters.size(); ++i) {
+      own[model.stages[stage].parameters[i].first] = whole.gradients[stage][i];
+    }
+  }
+  return gradients;
+}
+
+void expect_close(const at::Tensor& expected, const at::Tensor& found, const std::string& where) {
+  ASSERT_TRUE(found.defined()) << where;
+  const double largest = expected.abs().max().item<double>();
+  EXPECT_LE((expected - found.view(expected.sizes())).abs().max().item<double>(), 1e-6 * std::max(largest, 1e-2))
+      << where << "\nexpected " << expected << "\nfound " << found;
+}
+
+// The gradient of a parameter, put together of its shards if there are any.
+at::Tensor gradient_of(const Pipeline& pipeline, int replicas, std::size_t stage, const std::string& name,
+                       const at::Tensor& like, bool sharded) {
+  std::vector<at::Tensor> parts;
+  for (int replica = 0; replica < (sharded ? replicas : 1); ++replica) {
+    for (const auto& [own, parameter] : pipeline.stages(replica)[stage].parameters()) {
+      if (own == name && parameter.grad().defined()) parts.push_back(parameter.grad().reshape(-1));
+    }
+  }
+  if (parts.empty()) return {};
+  if (parts.front().numel() == like.numel()) return parts.front();
+  return at::cat(parts).narrow(0, 0, like.numel());
+}
+
+TEST_P(EveryScheduleWithReplicas, GivesTheGradientsOfOneProcessOnTheWholeBatch) {
+  constexpr int kReplicas = 2;
+  constexpr int kMicrobatches = 4;
+  const Schedule schedule = generate(GetParam().schedule, {.ranks = 2, .microbatches = kMicrobatches});
+  for (const NamedModel& named : {kModels[0], kModels[2], kModels[3], kModels[4], kModels[5]}) {
+    SCOPED_TRACE(named.name);
+    std::vector<Model> models;
+    auto replicas = copies(named, schedule.stages(), kReplicas, models);
+    Pipeline pipeline(std::move(replicas), models.front().wiring, schedule,
+                      {.loss = squared_error, .sharded = GetParam().sharded});
+    const at::Tensor x = weight("x", {kReplicas * kMicrobatches * 2, kWide}).detach();
+    const at::Tensor y = weight("y", {kReplicas * kMicrobatches * 2, kWide}).detach();
+    const auto expected = whole_batch_gradients(named.make(schedule.stages()), x, y);
+
+    // Two steps that are reduced, one after the other, give the sum; so do two of which only the second is.
+    for (const bool reduce_first : {true, false}) {
+      for (int replica = 0; replica < kReplicas; ++replica) {
+        for (const PipelineStage& stage : pipeline.stages(replica)) {
+          for (const auto& [name, parameter] : stage.parameters()) parameter.mutable_grad().reset();
+        }
+      }
+      StepOptions first;
+      first.reduce = reduce_first;
+      const StepResult result = pipeline.step({x}, {}, y, first);
+      EXPECT_EQ(result.losses.size(), static_cast<std::size_t>(kReplicas * kMicrobatches));
+      for (const double times : {1.0, 2.0}) {
+        if (times > 1) pipeline.step({x}, {}, y);
+        if (times == 1 && !reduce_first) continue;
+        for (std::size_t stage = 0; stage < expected.size(); ++stage) {
+          for (const auto& [name, gradient] : expected[stage]) {
+            // Of a parameter that nothing uses.
+            if (!gradient.defined()) continue;
+            const std::string where = "stage " + std::to_string(stage) + ", " + name;
+            const at::Tensor found = gradient_of(pipeline, kReplicas, stage, name, gradient, GetParam().sharded);
+            expect_close(gradient * times, found, where);
+          }
+        }
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
+TEST(SharedParameters, WithTensorsOfTheirOwnGetTheSumOfTheirGradients) {
+  for (const char* name : {"1F1B", "ZBVZeroBubble", "Interleaved1F1B"}) {
+    SCOPED_TRACE(name);
+    const Schedule schedule = generate(name, {.ranks = 2, .microbatches = 3});
+    Model model = shared_across(schedule.stages());
+    // The last stage's weight becomes a copy.
+    const at::Tensor tied = model.stages.front().parameters.back().second;
+    const at::Tensor copy = tied.detach().clone().requires_grad_();
+    const Model plain = perceptron(schedule.stages());
+    const auto last = plain.stages.back().forward;
+    model.stages.back().forward = [=](const Args& args, const Kwargs& kwargs) -> c10::IValue {
+      return at::matmul(last(args, kwargs).toTensor(), copy.t());
+    };
+    model.stages.back().parameters = plain.stages.back().parameters;
+    model.stages.back().parameters.emplace_back("tied", copy);
+    PipelineOptions options{.loss = squared_error};
+    options.shared = {{{0, "tied"}, {schedule.stages() - 1, "tied"}}};
+    Pipeline pipeline(model.pipeline_stages(), schedule, options);
+    const at::Tensor x = weight("x", {6, kWide}).detach();
+    const at::Tensor y = weight("y", {6, kWide}).detach();
+    const auto expected = whole_batch_gradients(shared_across(schedule.stages()), x, y);
+    for (const double times : {1.0, 2.0}) {
+      pipeline.step({x}, {}, y);
+      expect_close(expected.front().at("tied") * times, tied.grad(), "first");
+      EXPECT_TRUE(at::equal(tied.grad(), copy.grad()));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace penstock::testing
