@@ -25,7 +25,7 @@ endef
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: build ## schedules, drawn and compared
+demo: build ## a small model trained, schedules drawn and compared
 	@scripts/demo
 
 test: build ## all tests, and those of the schedule room once more under the sanitizers
@@ -52,7 +52,7 @@ format: ## the sources brought into form
 	@$(SOURCES) | xargs -r clang-format-19 -i
 
 bench: build ## timings, beside those of torch.distributed.pipelining
-	@for room in schedule microbatch attention; do \
+	@for room in schedule microbatch attention runtime; do \
 	  echo; .venv/bin/python bench/$$room.py --bench build/release/bin/penstock_$${room}_bench; \
 	done
 

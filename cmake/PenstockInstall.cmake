@@ -5,7 +5,9 @@ set(penstock_targets penstock_schedule)
 set(penstock_rooms "${PROJECT_SOURCE_DIR}/penstock/schedule")
 if(PENSTOCK_TORCH)
   list(APPEND penstock_targets penstock)
-  list(APPEND penstock_rooms "${PROJECT_SOURCE_DIR}/penstock/tensor")
+  foreach(room tensor transport stage runtime)
+    list(APPEND penstock_rooms "${PROJECT_SOURCE_DIR}/penstock/${room}")
+  endforeach()
 endif()
 # What lies in folders inside a room is its own.
 install(DIRECTORY ${penstock_rooms} DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/penstock"

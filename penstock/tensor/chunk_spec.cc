@@ -61,11 +61,11 @@ CustomReducer::CustomReducer(c10::IValue init_value, Reduce reduce)
     : parts_(std::make_shared<const Parts>(Parts{std::move(init_value), std::move(reduce)})) {}
 
 const CustomReducer& sum_reducer() {
-  static const CustomReducer reducer(
+  static const CustomReducer kReducer(
       at::scalar_tensor(0.0), [](const c10::IValue& sum, const c10::IValue& chunk) -> c10::IValue {
         return chunk.isScalar() ? at::add(sum.toTensor(), chunk.toScalar()) : at::add(sum.toTensor(), chunk.toTensor());
       });
-  return reducer;
+  return kReducer;
 }
 
 std::string spec_text(const c10::IValue& spec) {

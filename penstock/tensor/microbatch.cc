@@ -170,7 +170,7 @@ class Splitter {
       fail(path, "found " + describe(value) + ", but its spec is " + spec_text(*spec) + ".");
     }
     for (const auto& entry : dict) {
-      const c10::IValue key = entry.key();
+      const c10::IValue& key = entry.key();
       const Path here(path, key);
       if (spec == nullptr) {
         add(entry.value(), nullptr, here);
@@ -297,7 +297,7 @@ class Merger {
         break;
       case NodeKind::Dict:
         for (const auto& entry : first.toGenericDict()) {
-          const c10::IValue key = entry.key();
+          const c10::IValue& key = entry.key();
           merge_child(Path(inside, key), [&](const c10::IValue& node) { return node.toGenericDict().at(key); });
         }
         break;

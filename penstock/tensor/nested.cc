@@ -140,7 +140,7 @@ void for_each_leaf(const c10::IValue& value, const Path& path,
     case NodeKind::List: visit_all(value.toListRef()); break;
     case NodeKind::Dict:
       for (const auto& entry : value.toGenericDict()) {
-        const c10::IValue key = entry.key();
+        const c10::IValue& key = entry.key();
         for_each_leaf(entry.value(), Path(path, key), visit);
       }
       break;
@@ -187,7 +187,7 @@ std::string structure_difference(const c10::IValue& expected, const c10::IValue&
   const auto dict = found.toGenericDict();
   if (dict.size() != expected.toGenericDict().size()) return differ();
   for (const auto& entry : expected.toGenericDict()) {
-    const c10::IValue key = entry.key();
+    const c10::IValue& key = entry.key();
     const auto other = dict.find(key);
     if (other == dict.end()) return differ();
     std::string difference = structure_difference(entry.value(), other->value(), Path(path, key));

@@ -206,6 +206,10 @@ class ThreadTransport : public Transport {
   int rank() const override { return rank_; }
   int ranks() const override { return static_cast<int>(shared_->boxes.size()); }
 
+  // Tensors are handed over as they are, and a send returns when its message is the receiver's.
+  void begin_step(std::uint64_t /*signature*/) override {}
+  void end_step(Deadline /*deadline*/) override {}
+
   void post_receive(int from, Tag tag) override { box_of(rank_).open(key_of(from, tag)); }
 
   void send(int to, Tag tag, Message message, Deadline deadline) override {

@@ -59,7 +59,8 @@ class Work {
   virtual void wait(Deadline deadline) = 0;
 };
 
-// Some ranks that act together. All of them call the same in the same order. Sums are made in the order of members.
+// Some ranks that act together. All of them call the same in the same order, with tensors of the same sizes and types.
+// Sums are made in the order of members between threads, and wherever there is no faster order between processes.
 class Group {
  public:
   virtual ~Group() = default;
@@ -83,6 +84,14 @@ class Transport {
   virtual ~Transport() = default;
   virtual int rank() const = 0;
   virtual int ranks() const = 0;
+
+  // Opens a step; all ranks call it, or none. Between processes a message travels without a word on its shapes when they
+  // are those of the step before. They are looked at again in the first step, and whenever the signature of some rank is
+  // another than it was in its last step: the sizes that it brings into the step, the number of microbatches and whether
+  // there are backwards belong to it, as far as the rank knows of them. All that was posted has been received by then.
+  virtual void begin_step(std::uint64_t signature) = 0;
+  // Closes a step: waits until all that was sent has been taken. Throws TransportError.
+  virtual void end_step(Deadline deadline) = 0;
 
   // Says that a message will be taken.
   virtual void post_receive(int from, Tag tag) = 0;

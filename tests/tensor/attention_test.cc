@@ -18,7 +18,6 @@ namespace {
 using testing::Case;
 using testing::causal;
 using testing::documents;
-using testing::looked_up;
 using testing::mask_of;
 using testing::message_of;
 using testing::patchwork;
@@ -88,7 +87,7 @@ at::Tensor dense_attention(const Inputs& inputs, const ScoreMod& score_mod, cons
   if (!expected.defined() || !found.defined()) return ::testing::AssertionFailure() << "one is undefined";
   if (expected.sizes() != found.sizes()) return ::testing::AssertionFailure() << "the shapes differ";
   if (expected.numel() == 0) return ::testing::AssertionSuccess();
-  const double worst = (expected.to(at::kDouble) - found.to(at::kDouble)).abs().max().item<double>();
+  const auto worst = (expected.to(at::kDouble) - found.to(at::kDouble)).abs().max().item<double>();
   if (worst <= tolerance) return ::testing::AssertionSuccess();
   return ::testing::AssertionFailure() << "differs by " << worst << ", where " << tolerance << " is allowed";
 }
@@ -194,15 +193,15 @@ TEST_F(AttentionTest, HasTheGradientsThatFiniteDifferencesGive) {
   result().backward();
   constexpr double kStep = 1e-6;
   for (const at::Tensor& leaf : inputs.all()) {
-    double* const data = leaf.data_ptr<double>();
+    auto* const data = leaf.data_ptr<double>();
     const at::Tensor gradient = leaf.grad().contiguous();
     for (std::int64_t i = 0; i < leaf.numel(); ++i) {
       const at::NoGradGuard no_graph;
       const double there = data[i];
       data[i] = there + kStep;
-      const double above = result().item<double>();
+      const auto above = result().item<double>();
       data[i] = there - kStep;
-      const double below = result().item<double>();
+      const auto below = result().item<double>();
       data[i] = there;
       EXPECT_NEAR(gradient.data_ptr<double>()[i], (above - below) / (2 * kStep), 1e-7);
     }

@@ -203,7 +203,7 @@ TEST_F(EncodedMetadata, OfEveryDtypeDecodesToTheSame) {
 }
 
 TEST_F(EncodedMetadata, OfAContiguousTensorTakesAboutTenBytes) {
-  const Metas metas{TensorMeta({32, 1024, 1024}, {1024 * 1024, 1024, 1}, at::kFloat, at::kCPU, true)};
+  const Metas metas{TensorMeta({32, 1024, 1024}, {1'048'576, 1'024, 1}, at::kFloat, at::kCPU, true)};
   EXPECT_LE(encode_metadata(metas).size(), 12U) << bytes_text(encode_metadata(metas));
 }
 

@@ -29,7 +29,7 @@ using Run = AttentionPlan::Run;
 using Strip = AttentionPlan::Strip;
 
 // to = keep * to + factor * a · b. Below autograd, which threads of the pool know nothing of.
-void add_product(at::Tensor to, const at::Tensor& a, const at::Tensor& b, double keep, double factor = 1) {
+void add_product(const at::Tensor& to, const at::Tensor& a, const at::Tensor& b, double keep, double factor = 1) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   to.addmm_(a, b, keep, factor);
 }

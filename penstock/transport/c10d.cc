@@ -1,0 +1,167 @@
+#include "penstock/transport/c10d.h"
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <utility>
+#include <vector>
+
+#include "penstock/transport/c10d_group.h"
+#include "penstock/transport/control.h"
+#include "penstock/transport/inbox.h"
+#include "penstock/transport/outbox.h"
+
+namespace penstock {
+namespace {
+
+// What was sent and not waited for gets this long when a transport ends.
+constexpr Clock::duration kLastSends = std::chrono::seconds(1);
+
+using Store = c10::intrusive_ptr<c10d::Store>;
+
+std::string list_text(const std::vector<int>& ranks) {
+  std::string text;
+  for (const int rank : ranks) text += (text.empty() ? "" : ",") + std::to_string(rank);
+  return text;
+}
+
+// The groups that a verdict has to end.
+class Groups {
+ public:
+  void add(const std::shared_ptr<C10dGroup>& group) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(groups_, [](const auto& one) { return one.expired(); });
+    groups_.push_back(group);
+  }
+  void tear_down() {
+    std::vector<std::shared_ptr<C10dGroup>> alive;
+    {
+      const std::lock_guard lock(mutex_);
+      for (const auto& one : groups_) {
+        if (auto group = one.lock()) alive.push_back(std::move(group));
+      }
+    }
+    for (const auto& group : alive) group->tear_down();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<C10dGroup>> groups_;
+};
+
+class C10dTransport : public Transport {
+ public:
+  C10dTransport(Store store, int rank, int ranks, C10dOptions options)
+      : store_(std::move(store)),
+        rank_(rank),
+        ranks_(ranks),
+        backends_(options.backends ? std::move(options.backends) : gloo_backends()),
+        pool_(options.pool ? std::move(options.pool) : BlockPool::make()),
+        control_(std::make_shared<Control>(make_backend("control", rank, ranks),
+                                           [groups = groups_] { groups->tear_down(); })),
+        data_{make_backend("activations", rank, ranks), make_backend("gradients", rank, ranks)},
+        inbox_(*control_, data_, step_, pool_),
+        outbox_(*control_, data_, step_) {
+    step_.dynamic_shapes = options.dynamic_shapes;
+  }
+
+  ~C10dTransport() override {
+    try {
+      outbox_.drain(Clock::now() + kLastSends);
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): nobody will take them
+    }
+    control_->leave();
+  }
+  C10dTransport(const C10dTransport&) = delete;
+  C10dTransport& operator=(const C10dTransport&) = delete;
+
+  int rank() const override { return rank_; }
+  int ranks() const override { return ranks_; }
+
+  void begin_step(std::uint64_t signature) override {
+    ++step_.number;
+    step_.changed = step_.number == 1 || signature != step_.signature;
+    step_.signature = signature;
+    inbox_.begin_step();
+    outbox_.begin_step();
+    pool_->turn();
+  }
+  void end_step(Deadline deadline) override { outbox_.drain(deadline); }
+
+  void post_receive(int from, Tag tag) override {
+    require_other(from);
+    inbox_.post(from, tag);
+  }
+  void send(int to, Tag tag, Message message, Deadline deadline) override {
+    require_other(to);
+    outbox_.send(to, tag, message, deadline);
+  }
+  Message receive(int from, Tag tag, Deadline deadline) override {
+    require_other(from);
+    return inbox_.receive(from, tag, deadline);
+  }
+
+  std::shared_ptr<Group> group(const std::vector<int>& ranks) override {
+    const auto own = std::find(ranks.begin(), ranks.end(), rank_);
+    if (own == ranks.end()) {
+      throw std::invalid_argument("rank " + std::to_string(rank_) + " is not in the group that it asks for");
+    }
+    control_->require_well();
+    const std::string name = "group/" + list_text(ranks) + "/" + std::to_string(counts_[ranks]++);
+    auto group = std::make_shared<C10dGroup>(
+        control_, make_backend(name, static_cast<int>(own - ranks.begin()), static_cast<int>(ranks.size())));
+    groups_->add(group);
+    return group;
+  }
+
+  void abort(const std::string& why) noexcept override { control_->abort(why); }
+
+ private:
+  // None for a group of one.
+  c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name, int member, int size) {
+    if (size == 1) return {};
+    try {
+      auto backend = backends_(c10::make_intrusive<c10d::PrefixStore>(name, store_), member, size);
+      // From now on deadlines are ours.
+      backend->setTimeout(kForever);
+      return backend;
+    } catch (const std::exception& error) {
+      const std::string what = error.what();
+      throw TransportError(TransportError::Why::Late, TransportError::kNobody,
+                           "rank " + std::to_string(rank_) + " did not find the other " + std::to_string(size - 1) +
+                               " ranks of " + name + ": " + what.substr(0, what.find('\n')));
+    }
+  }
+
+  void require_other(int peer) const {
+    if (peer >= 0 && peer < ranks_ && peer != rank_) return;
+    throw std::invalid_argument("rank " + std::to_string(rank_) + " of " + std::to_string(ranks_) +
+                                " has no connection to rank " + std::to_string(peer) + ".");
+  }
+
+  Store store_;
+  int rank_;
+  int ranks_;
+  BackendFactory backends_;
+  std::shared_ptr<BlockPool> pool_;
+  std::shared_ptr<Groups> groups_ = std::make_shared<Groups>();
+  std::map<std::vector<int>, std::size_t> counts_;
+  std::shared_ptr<Control> control_;
+  DataBackends data_;
+  Step step_;
+  // What is under way goes before the groups that it is under way in.
+  Inbox inbox_;
+  Outbox outbox_;
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> c10d_transport(c10::intrusive_ptr<c10d::Store> store, int rank, int ranks,
+                                          C10dOptions options) {
+  return std::make_unique<C10dTransport>(std::move(store), rank, ranks, std::move(options));
+}
+
+}  // namespace penstock

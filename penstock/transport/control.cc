@@ -1,0 +1,169 @@
+#include "penstock/transport/control.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace penstock {
+namespace {
+
+// All messages are of one size, as a receive is posted before there is anything to say.
+constexpr std::size_t kMessageBytes = 4096;
+constexpr int kTag = 0;
+
+constexpr char kAbort = 'A';
+constexpr char kGoodBye = 'G';
+
+// A connection breaks a moment before the other side's last word is read, or the other way round.
+constexpr Clock::duration kGrace = std::chrono::seconds(1);
+// The others' receives are posted, so that a word is gone at once; else its rank is in no state to hear it.
+constexpr std::chrono::milliseconds kLastWord{200};
+// To find what is there already when the deadline has passed.
+constexpr Clock::duration kLook = std::chrono::milliseconds(2);
+
+at::Tensor encode(char kind, const std::string& text) {
+  at::Tensor message = at::zeros({static_cast<std::int64_t>(kMessageBytes)}, at::kByte);
+  char* bytes = static_cast<char*>(message.data_ptr());
+  bytes[0] = kind;
+  std::memcpy(bytes + 1, text.data(), std::min(text.size(), kMessageBytes - 2));
+  return message;
+}
+
+// Without the place in libtorch and the backtrace.
+std::string first_line(const std::exception& error) {
+  const auto* from_torch = dynamic_cast<const c10::Error*>(&error);
+  const std::string text = from_torch == nullptr ? error.what() : from_torch->what_without_backtrace();
+  return text.substr(0, text.find('\n'));
+}
+
+}  // namespace
+
+Control::Control(c10::intrusive_ptr<c10d::Backend> backend, std::function<void()> on_verdict)
+    : backend_(std::move(backend)), on_verdict_(std::move(on_verdict)) {
+  if (!backend_) return;
+  peers_.resize(static_cast<std::size_t>(backend_->getSize()));
+  for (std::size_t i = 0; i < peers_.size(); ++i) {
+    Peer& peer = peers_[i];
+    peer.rank = static_cast<int>(i);
+    if (peer.rank == backend_->getRank()) continue;
+    peer.message = at::empty({static_cast<std::int64_t>(kMessageBytes)}, at::kByte);
+    std::vector<at::Tensor> messages{peer.message};
+    peer.receive = backend_->recv(messages, peer.rank, kTag);
+  }
+  // Those who have left by now are noticed here.
+  for (Peer& peer : peers_) {
+    if (peer.receive) peer.thread = std::thread([this, &peer] { watch(peer); });
+  }
+}
+
+Control::~Control() {
+  leave();
+}
+
+void Control::leave() {
+  say(kGoodBye, "");
+  conclude(TransportError::Why::Aborted, TransportError::kNobody, "this rank has left");
+  for (Peer& peer : peers_) {
+    if (peer.thread.joinable()) peer.thread.join();
+  }
+  // What is posted goes before its group.
+  for (Peer& peer : peers_) peer.receive.reset();
+  backend_.reset();
+}
+
+void Control::watch(Peer& peer) {
+  try {
+    const Alarms::Alarm alarm(alarms_, Deadline::max(), [&peer] { peer.receive->abort(); });
+    if (!peer.receive->wait(kForever)) return;
+  } catch (const std::exception&) {
+    conclude(TransportError::Why::Gone, peer.rank, "rank " + std::to_string(peer.rank) + " is not there any more");
+    return;
+  }
+  const char* bytes = static_cast<const char*>(peer.message.const_data_ptr());
+  if (bytes[0] == kAbort) {
+    conclude(TransportError::Why::Aborted, TransportError::kNobody, bytes + 1);
+    return;
+  }
+  const Gate::Lock lock = gate_.lock();
+  peer.left = true;
+  gate_.changed();
+}
+
+void Control::conclude(TransportError::Why why, int peer, const std::string& what) {
+  {
+    const Gate::Lock lock = gate_.lock();
+    if (verdict_) return;
+    verdict_.emplace(why, peer, what);
+    gate_.changed();
+  }
+  alarms_.close();
+  on_verdict_();
+}
+
+void Control::abort(const std::string& why) noexcept {
+  try {
+    {
+      const Gate::Lock lock = gate_.lock();
+      if (verdict_) return;
+    }
+    say(kAbort, why);
+    conclude(TransportError::Why::Aborted, TransportError::kNobody, why);
+  } catch (...) {  // NOLINT(bugprone-empty-catch): out of memory, and the others will see that this rank is gone
+  }
+}
+
+void Control::say(char kind, const std::string& text) {
+  const std::lock_guard lock(word_mutex_);
+  if (std::exchange(spoken_, true) || !backend_) return;
+  std::vector<at::Tensor> messages{encode(kind, text)};
+  std::vector<c10::intrusive_ptr<c10d::Work>> sends;
+  const auto to_each = [](const auto& act) {
+    try {
+      act();
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): who is not there any more hears nothing
+    }
+  };
+  for (const Peer& peer : peers_) {
+    if (peer.receive) to_each([&] { sends.push_back(backend_->send(messages, peer.rank, kTag)); });
+  }
+  for (const auto& send : sends) to_each([&] { send->wait(kLastWord); });
+}
+
+void Control::require_well() {
+  const Gate::Lock lock = gate_.lock();
+  if (verdict_) throw TransportError(*verdict_);
+}
+
+void Control::wait(c10d::Work& work, Deadline deadline, int peer, const std::string& what) {
+  bool done = false;
+  try {
+    const Alarms::Alarm alarm(alarms_, std::max(deadline, Clock::now() + kLook), [&work] { work.abort(); });
+    done = work.wait(kForever);
+  } catch (const std::exception& error) {
+    connection_broke(peer, error);
+  }
+  if (done) return;
+  require_well();
+  throw TransportError(TransportError::Why::Late, peer, what + " within the deadline");
+}
+
+void Control::connection_broke(int peer, const std::exception& how) {
+  Gate::Lock lock = gate_.lock();
+  const auto left = [this, peer] {
+    return std::find_if(peers_.begin(), peers_.end(), [peer](const Peer& one) {
+      return one.left && (peer == TransportError::kNobody || one.rank == peer);
+    });
+  };
+  gate_.wait(lock, Clock::now() + kGrace, [&] { return verdict_ || left() != peers_.end(); });
+  if (verdict_) throw TransportError(*verdict_);
+  if (const auto found = left(); found != peers_.end()) {
+    throw TransportError(TransportError::Why::Gone, found->rank, "rank " + std::to_string(found->rank) + " has ended");
+  }
+  const std::string whom = peer == TransportError::kNobody ? "a rank of a group" : "rank " + std::to_string(peer);
+  throw TransportError(TransportError::Why::Gone, peer, "the connection to " + whom + " broke: " + first_line(how));
+}
+
+}  // namespace penstock

@@ -1,0 +1,76 @@
+// What ends the waiting of all ranks: a rank that fails says so to every other, and one that disappears is noticed by
+// every other. The first of these is the verdict, and all waits end with it, now and later.
+//
+// This needs a group of its own, in which each rank has a receive posted from each other one, and a thread that waits
+// for it: a c10d::Work for a single message can be waited for and not asked.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
+
+#include "penstock/transport/alarms.h"
+#include "penstock/transport/transport.h"
+
+namespace penstock {
+
+// For waits that only an alarm ends.
+inline constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
+
+class Control {
+ public:
+  // `on_verdict` is called once, by whichever thread brings it about, after the alarms have rung.
+  Control(c10::intrusive_ptr<c10d::Backend> backend, std::function<void()> on_verdict);
+  ~Control();
+  Control(const Control&) = delete;
+  Control& operator=(const Control&) = delete;
+
+  // Says good-bye to the others and ends all waiting of this rank, for good.
+  void leave();
+
+  // Tells all other ranks, unless there is a verdict.
+  void abort(const std::string& why) noexcept;
+
+  // Throws the verdict, if there is one.
+  void require_well();
+
+  // Waits for one message, sent or received. Throws TransportError: the verdict, or Gone when the connection to `peer`
+  // broke, or Late with `what` when the deadline has passed; the message may then still be waited for.
+  void wait(c10d::Work& work, Deadline deadline, int peer, const std::string& what);
+
+  // Throws the verdict, waiting a moment for it; that `peer` is not there any more when there is none.
+  [[noreturn]] void connection_broke(int peer, const std::exception& how);
+
+ private:
+  struct Peer {
+    int rank = 0;
+    at::Tensor message;
+    c10::intrusive_ptr<c10d::Work> receive;
+    // Has said good-bye.
+    bool left = false;
+    std::thread thread;
+  };
+
+  void watch(Peer& peer);
+  void conclude(TransportError::Why why, int peer, const std::string& what);
+  // One word to each of the others; the first one counts.
+  void say(char kind, const std::string& text);
+
+  c10::intrusive_ptr<c10d::Backend> backend_;
+  std::function<void()> on_verdict_;
+  Alarms alarms_;
+  Gate gate_{Clock::duration::zero()};
+  std::optional<TransportError> verdict_;
+  std::vector<Peer> peers_;
+  std::mutex word_mutex_;
+  bool spoken_ = false;
+};
+
+}  // namespace penstock

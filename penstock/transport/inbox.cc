@@ -1,0 +1,137 @@
+#include "penstock/transport/inbox.h"
+
+#include <c10/core/GradMode.h>
+
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+namespace penstock {
+namespace {
+
+std::string_view text_of(const at::Tensor& bytes) {
+  return {static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()};
+}
+
+}  // namespace
+
+Inbox::Channel& Inbox::channel_of(int from, Tag tag) {
+  const auto [found, is_new] = channels_.try_emplace({from, tag.channel});
+  if (is_new) found->second.headers = step_.at_begin();
+  return found->second;
+}
+
+void Inbox::begin_step() {
+  for (auto& [key, channel] : channels_) {
+    if (!channel.incoming.empty()) {
+      throw std::logic_error(
+          name_of({.channel = key.second, .number = channel.incoming.begin()->first}, "from", key.first) +
+          " was posted and not received before the next step.");
+    }
+    channel.headers = step_.at_begin();
+    channel.learnt.begin_step();
+  }
+}
+
+void Inbox::post(int from, Tag tag) {
+  control_.require_well();
+  Channel& channel = channel_of(from, tag);
+  if (channel.headers == Headers::Unsaid && !channel.opening.work) {
+    channel.opening = post(from, tag, Kind::Opening, pool_->empty_bytes(1));
+  }
+  Incoming incoming;
+  prepare(channel, incoming, from, tag);
+  channel.incoming[tag.number].push_back(std::move(incoming));
+}
+
+Inbox::Posted Inbox::post(int from, Tag tag, Kind kind, const at::Tensor& bytes) {
+  std::vector<at::Tensor> tensors{bytes};
+  try {
+    return {.bytes = bytes, .work = backends_[tag.channel % 2]->recv(tensors, from, wire_tag(tag, kind))};
+  } catch (const c10::Error& error) {
+    control_.connection_broke(from, error);
+  } catch (const std::runtime_error& error) {
+    control_.connection_broke(from, error);
+  }
+}
+
+void Inbox::prepare(Channel& channel, Incoming& incoming, int from, Tag tag) {
+  switch (channel.headers) {
+    case Headers::Unsaid: return;
+    case Headers::On: incoming.header = post(from, tag, Kind::Header, pool_->empty_bytes(kHeaderBytes)); return;
+    case Headers::Off: break;
+  }
+  const Metas* metas = channel.learnt.next(tag.number);
+  if (metas == nullptr) {
+    throw PipeliningShapeError(name_of(tag, "from", from) +
+                               " was not there in the step that the shapes were learnt in.\n  Hint: with "
+                               "dynamic_shapes every message tells its shapes.");
+  }
+  post_data(incoming, *metas, from, tag);
+}
+
+void Inbox::post_data(Incoming& incoming, const Metas& metas, int from, Tag tag) {
+  for (const std::optional<TensorMeta>& meta : metas) {
+    at::Tensor& tensor = incoming.tensors.emplace_back();
+    if (!meta) continue;
+    tensor = pool_->empty(meta->shape, meta->strides, meta->dtype);
+    if (tensor.numel() > 0) incoming.data.push_back(post(from, tag, Kind::Data, bytes_of(tensor)));
+    if (meta->requires_grad) tensor.set_requires_grad(true);
+  }
+  if (incoming.data.empty()) incoming.data.push_back(post(from, tag, Kind::Data, pool_->empty_bytes(1)));
+  incoming.known = true;
+}
+
+void Inbox::wait(Posted& posted, int from, Deadline deadline) {
+  control_.wait(*posted.work, deadline, from, "no message came from rank " + std::to_string(from));
+  posted.work.reset();
+}
+
+void Inbox::read_opening(Channel& channel, int from, Tag tag, Deadline deadline) {
+  wait(channel.opening, from, deadline);
+  channel.headers = static_cast<Headers>(text_of(channel.opening.bytes).front());
+  channel.opening = {};
+  if (channel.headers == Headers::On) {
+    step_.changed = true;
+    channel.learnt.clear();
+  }
+  // These were posted before it was known how.
+  for (auto& [number, all] : channel.incoming) {
+    for (Incoming& incoming : all) prepare(channel, incoming, from, {.channel = tag.channel, .number = number});
+  }
+}
+
+void Inbox::read_header(Channel& channel, Incoming& incoming, int from, Tag tag, Deadline deadline) {
+  if (incoming.header.work) wait(incoming.header, from, deadline);
+  const std::size_t rest = rest_of_header(text_of(incoming.header.bytes));
+  if (rest > 0) {
+    if (!incoming.long_header.bytes.defined()) {
+      incoming.long_header = post(from, tag, Kind::LongHeader, pool_->empty_bytes(rest));
+    }
+    wait(incoming.long_header, from, deadline);
+  }
+  Metas metas = decode_header(text_of(incoming.header.bytes),
+                              rest > 0 ? text_of(incoming.long_header.bytes) : std::string_view());
+  post_data(incoming, metas, from, tag);
+  if (step_.learns()) channel.learnt.add(tag.number, std::move(metas));
+}
+
+Message Inbox::receive(int from, Tag tag, Deadline deadline) {
+  control_.require_well();
+  Channel& channel = channel_of(from, tag);
+  if (!channel.incoming.contains(tag.number)) post(from, tag);
+  if (channel.headers == Headers::Unsaid) read_opening(channel, from, tag, deadline);
+  const auto lane = channel.incoming.find(tag.number);
+  Incoming& incoming = lane->second.front();
+  if (!incoming.known) read_header(channel, incoming, from, tag, deadline);
+  while (!incoming.data.empty()) {
+    wait(incoming.data.front(), from, deadline);
+    incoming.data.pop_front();
+  }
+  Message message = std::move(incoming.tensors);
+  lane->second.pop_front();
+  if (lane->second.empty()) channel.incoming.erase(lane);
+  return message;
+}
+
+}  // namespace penstock

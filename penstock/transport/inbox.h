@@ -1,0 +1,70 @@
+// The receiving side of a rank's channels. A receive is posted as soon as its size is known, into memory of the pool.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <utility>
+#include <vector>
+
+#include "penstock/transport/control.h"
+#include "penstock/transport/outbox.h"
+#include "penstock/transport/pool.h"
+#include "penstock/transport/wire.h"
+
+namespace penstock {
+
+class Inbox {
+ public:
+  Inbox(Control& control, DataBackends backends, Step& step, std::shared_ptr<BlockPool> pool)
+      : control_(control), backends_(std::move(backends)), step_(step), pool_(std::move(pool)) {}
+
+  void post(int from, Tag tag);
+  // The message that was posted first, once it has come. When the deadline passes, it can be asked for again.
+  Message receive(int from, Tag tag, Deadline deadline);
+  // Throws std::logic_error while a message that was posted has not been received.
+  void begin_step();
+
+ private:
+  struct Posted {
+    at::Tensor bytes;
+    c10::intrusive_ptr<c10d::Work> work;
+  };
+  struct Incoming {
+    // With its tensor while a header is awaited.
+    Posted header;
+    Posted long_header;
+    // What is known of it; its data is posted then.
+    bool known = false;
+    Metas metas;
+    Message tensors;
+    std::deque<Posted> data;
+  };
+  struct Channel {
+    Headers headers = Headers::On;
+    // While headers are Unsaid.
+    Posted opening;
+    Learnt learnt;
+    // By number.
+    std::map<std::uint32_t, std::deque<Incoming>> incoming;
+  };
+
+  Channel& channel_of(int from, Tag tag);
+  Posted post(int from, Tag tag, Kind kind, const at::Tensor& bytes);
+  // Posts what can be posted of a message.
+  void prepare(Channel& channel, Incoming& incoming, int from, Tag tag);
+  void post_data(Incoming& incoming, const Metas& metas, int from, Tag tag);
+  void read_opening(Channel& channel, int from, Tag tag, Deadline deadline);
+  void read_header(Channel& channel, Incoming& incoming, int from, Tag tag, Deadline deadline);
+  void wait(Posted& posted, int from, Deadline deadline);
+
+  Control& control_;
+  DataBackends backends_;
+  Step& step_;
+  std::shared_ptr<BlockPool> pool_;
+  // What is received goes before the memory that it is received into.
+  std::map<std::pair<int, std::uint32_t>, Channel> channels_;
+};
+
+}  // namespace penstock

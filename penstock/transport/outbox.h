@@ -1,0 +1,77 @@
+// The sending side of a rank's channels. A send begins and returns; what is under way is kept until it has been taken.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <utility>
+#include <vector>
+
+#include "penstock/transport/control.h"
+#include "penstock/transport/gate.h"
+#include "penstock/transport/wire.h"
+
+namespace penstock {
+
+// One for the channels of even numbers and one for the others, so that activations and gradients do not wait for one
+// another.
+using DataBackends = std::array<c10::intrusive_ptr<c10d::Backend>, 2>;
+
+class Outbox {
+ public:
+  Outbox(Control& control, DataBackends backends, Step& step);
+  // What is under way is dropped.
+  ~Outbox();
+  Outbox(const Outbox&) = delete;
+  Outbox& operator=(const Outbox&) = delete;
+
+  // Waits only when very much is under way. Throws TransportError, and PipeliningShapeError when the receiver expects
+  // something else.
+  void send(int to, Tag tag, const Message& message, Deadline deadline);
+  // Waits until all has been taken.
+  void drain(Deadline deadline);
+  void begin_step();
+
+ private:
+  struct Channel {
+    Headers headers = Headers::On;
+    Learnt learnt;
+  };
+  struct Sent {
+    int to = 0;
+    std::size_t bytes = 0;
+    c10::intrusive_ptr<c10d::Work> work;
+  };
+
+  Channel& channel_of(int to, Tag tag);
+  void open(Channel& channel, int to, Tag tag);
+  static void require_expected(Channel& channel, const std::vector<Packed>& parts, int to, Tag tag);
+  void start(int to, Tag tag, Kind kind, const at::Tensor& bytes);
+  void start(int to, Tag tag, Kind kind, const std::string& bytes);
+
+  // Waits for the oldest send; the lock is held before and after.
+  void wait_for_oldest(Gate::Lock& lock, Deadline deadline);
+  void reap();
+  bool is_much() const;
+
+  Control& control_;
+  DataBackends backends_;
+  Step& step_;
+  std::map<std::pair<int, std::uint32_t>, Channel> channels_;
+
+  // What follows is used by the reaper too, under the gate's lock.
+  Gate gate_{Clock::duration::zero()};
+  std::deque<Sent> under_way_;
+  std::size_t bytes_under_way_ = 0;
+  // Of those, how many somebody waits for now.
+  std::size_t waited_for_ = 0;
+  bool ending_ = false;
+  std::thread reaper_;
+};
+
+}  // namespace penstock

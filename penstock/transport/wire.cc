@@ -1,0 +1,104 @@
+#include "penstock/transport/wire.h"
+
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+
+#include <cstring>
+#include <stdexcept>
+
+#include "penstock/tensor/nested.h"
+
+namespace penstock {
+namespace {
+
+// c10d takes 31 bits: 14 of the channel without the bit that chooses the group, 15 of the number, 2 of the kind.
+constexpr std::uint32_t kChannels = 1U << 15U;
+constexpr std::uint32_t kNumbers = 1U << 15U;
+
+}  // namespace
+
+int wire_tag(Tag tag, Kind kind) {
+  if (tag.channel >= kChannels || tag.number >= kNumbers) {
+    throw std::invalid_argument("a message has number " + std::to_string(tag.number) + " in channel " +
+                                std::to_string(tag.channel) + "; numbers and channels go from 0 to " +
+                                std::to_string(kNumbers - 1) + ".");
+  }
+  const std::uint32_t number = kind == Kind::Opening ? 0 : tag.number;
+  return static_cast<int>(((tag.channel / 2) << 17U) | (number << 2U) | static_cast<std::uint32_t>(kind));
+}
+
+const Metas* Learnt::next(std::uint32_t number) {
+  const auto found = metas_.find(number);
+  const std::size_t index = next_[number]++;
+  return found == metas_.end() || index >= found->second.size() ? nullptr : &found->second[index];
+}
+
+HeaderBytes encode_header(const Metas& metas) {
+  const std::string bytes = encode_metadata(metas);
+  const auto size = static_cast<std::uint32_t>(bytes.size());
+  HeaderBytes header{.first = std::string(sizeof size, '\0'), .rest = {}};
+  std::memcpy(header.first.data(), &size, sizeof size);
+  const std::size_t room = kHeaderBytes - sizeof size;
+  header.first += bytes.substr(0, room);
+  header.first.resize(kHeaderBytes);
+  if (bytes.size() > room) header.rest = bytes.substr(room);
+  return header;
+}
+
+std::size_t rest_of_header(std::string_view first) {
+  std::uint32_t size = 0;
+  std::memcpy(&size, first.data(), sizeof size);
+  const std::size_t room = kHeaderBytes - sizeof size;
+  return size > room ? size - room : 0;
+}
+
+Metas decode_header(std::string_view first, std::string_view rest) {
+  std::uint32_t size = 0;
+  std::memcpy(&size, first.data(), sizeof size);
+  std::string bytes(first.substr(sizeof size));
+  bytes.append(rest);
+  return decode_metadata(std::string_view(bytes).substr(0, size));
+}
+
+Packed::Packed(const at::Tensor& given) {
+  if (!given.defined()) return;
+  if (!given.device().is_cpu() || given.layout() != at::kStrided || given.is_quantized()) {
+    throw std::invalid_argument("a message has a tensor that is " + describe(given) + " on " + given.device().str() +
+                                "; this transport carries dense tensors on the CPU.");
+  }
+  requires_grad = given.requires_grad();
+  const c10::AutoGradMode no_grad(false);
+  // Zeros that autograd made without memory.
+  if (given._is_zerotensor()) {
+    tensor = at::zeros(given.sizes(), given.options().requires_grad(false));
+    return;
+  }
+  tensor = given.detach().resolve_conj().resolve_neg();
+  if (!tensor.unsafeGetTensorImpl()->is_non_overlapping_and_dense()) tensor = tensor.contiguous();
+}
+
+std::optional<TensorMeta> Packed::meta() const {
+  if (!tensor.defined()) return std::nullopt;
+  return TensorMeta(tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type(), at::kCPU, requires_grad);
+}
+
+bool Packed::looks_like(const std::optional<TensorMeta>& expected) const {
+  if (!expected || !tensor.defined()) return expected.has_value() == tensor.defined();
+  return tensor.sizes() == at::IntArrayRef(expected->shape) && tensor.strides() == at::IntArrayRef(expected->strides) &&
+         tensor.scalar_type() == expected->dtype && requires_grad == expected->requires_grad;
+}
+
+at::Tensor bytes_of(const at::Tensor& tensor) {
+  if (tensor.is_contiguous()) return tensor;
+  // Only read when it is sent, and received into when it is nobody else's.
+  void* data = const_cast<void*>(tensor.const_data_ptr());  // NOLINT(cppcoreguidelines-pro-type-const-cast)
+  return at::from_blob(data, {static_cast<std::int64_t>(tensor.nbytes())}, [tensor](void*) {}, at::kByte);
+}
+
+std::string name_of(Tag tag, const char* way, int peer) {
+  return "message " + std::to_string(tag.number) + " of channel " + std::to_string(tag.channel) + " " + way + " rank " +
+         std::to_string(peer);
+}
+
+}  // namespace penstock
