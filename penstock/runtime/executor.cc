@@ -8,7 +8,6 @@
 #include <string>
 #include <utility>
 
-#include "penstock/schedule/draw.h"
 #include "penstock/tensor/nested.h"
 #include "penstock/tensor/random_scope.h"
 

@@ -1,0 +1,392 @@
+// What a step takes and gives, and the faults of the peer that it does not have.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "penstock/runtime/pipeline.h"
+#include "penstock/runtime/schedules.h"
+#include "penstock/schedule/csv.h"
+#include "penstock/schedule/error.h"
+#include "penstock/schedule/generators.h"
+#include "penstock/schedule/passes.h"
+#include "tests/runtime/models.h"
+#include "tests/tensor/values.h"
+
+namespace penstock::testing {
+namespace {
+
+at::Tensor rows(std::int64_t count, const char* name) {
+  return weight(name, {count, kWide}).detach();
+}
+
+std::vector<at::Tensor> gradients_of(const Model& model) {
+  std::vector<at::Tensor> gradients;
+  for (const StageModule& stage : model.stages) {
+    for (const auto& [name, parameter] : stage.parameters) gradients.push_back(parameter.grad());
+  }
+  return gradients;
+}
+void zero_grad(const Model& model) {
+  for (const StageModule& stage : model.stages) {
+    for (const auto& [name, parameter] : stage.parameters) parameter.mutable_grad().reset();
+  }
+}
+std::vector<at::Tensor> clones(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> copies;
+  for (const at::Tensor& tensor : tensors) copies.push_back(tensor.clone());
+  return copies;
+}
+void expect_equal(const std::vector<at::Tensor>& expected, const std::vector<at::Tensor>& found) {
+  ASSERT_EQ(expected.size(), found.size());
+  for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(same(expected[i], found[i])) << i;
+}
+
+// Faults of the peer
+
+TEST(PeerFaults, TwoAccumulatedStepsAreNotTheSum) {
+  const Model model = perceptron(2);
+  Schedule1F1B pipeline(model.pipeline_stages(), 4, {.loss = squared_error});
+  pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
+  const std::vector<at::Tensor> once = clones(gradients_of(model));
+  pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
+  const std::vector<at::Tensor> twice = gradients_of(model);
+  for (std::size_t i = 0; i < once.size(); ++i) EXPECT_TRUE(at::allclose(once[i] * 2, twice[i], 1e-5, 1e-8));
+}
+
+TEST(PeerFaults, EvaluationRescalesGradients) {
+  const Model model = perceptron(2);
+  ScheduleGPipe pipeline(model.pipeline_stages(), 4, {.loss = squared_error});
+  pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
+  const std::vector<at::Tensor> before = clones(gradients_of(model));
+  pipeline.eval({rows(8, "x")}, {}, rows(8, "y"));
+  expect_equal(before, gradients_of(model));
+}
+
+TEST(PeerFaults, EvaluationOfAVFails) {
+  for (const char* name : {"ZBVZeroBubble", "DualPipeV"}) {
+    const Model model = perceptron(4);
+    Pipeline pipeline = get_schedule_class(name)(model.pipeline_stages(), 4, {.loss = squared_error});
+    EXPECT_EQ(pipeline.eval({rows(8, "x")}).output.toTensor().size(0), 8) << name;
+  }
+}
+
+TEST(PeerFaults, LargerBatchesLaterEndTheProcess) {
+  const Model model = perceptron(2);
+  Schedule1F1B pipeline(model.pipeline_stages(), 4, {.loss = squared_error});
+  for (const std::int64_t count : {8, 16, 5, 31, 4}) {
+    const StepResult result = pipeline.step({rows(count, "x")}, {}, rows(count, "y"));
+    EXPECT_EQ(result.output.toTensor().size(0), count);
+  }
+}
+
+TEST(PeerFaults, DictOutputsFail) {
+  Model model = perceptron(2);
+  const auto before = model.stages[1].forward;
+  model.stages[1].forward = [before](const Args& args, const Kwargs& kwargs) -> c10::IValue {
+    const at::Tensor logits = before(args, kwargs).toTensor();
+    return dict({{"logits", logits}, {"more", list({logits.argmax(-1), logits.sum(-1)})}});
+  };
+  Schedule1F1B pipeline(model.pipeline_stages(), 2,
+                        {.loss = [](const c10::IValue& output, const c10::IValue& target, const Kwargs&) {
+                          return at::mse_loss(output.toGenericDict().at("logits").toTensor(), target.toTensor());
+                        }});
+  const c10::IValue output = pipeline.step({rows(6, "x")}, {}, rows(6, "y")).output;
+  EXPECT_EQ(output.toGenericDict().at("logits").toTensor().size(0), 6);
+  EXPECT_EQ(output.toGenericDict().at("more").toListRef()[0].toTensor().size(0), 6);
+  EXPECT_TRUE(model.stages[0].parameters[0].second.grad().defined());
+}
+
+TEST(PeerFaults, NestedTargetsFail) {
+  const Model model = perceptron(2);
+  PipelineOptions options;
+  options.loss = [](const c10::IValue& output, const c10::IValue& target, const Kwargs&) {
+    const auto parts = target.toGenericDict();
+    return at::mse_loss(output.toTensor(), parts.at("y").toTensor()) * parts.at("factor").toDouble();
+  };
+  Schedule1F1B pipeline(model.pipeline_stages(), 2, options);
+  const StepResult result = pipeline.step({rows(6, "x")}, {}, dict({{"y", rows(6, "y")}, {"factor", 2.0}}));
+  const StepResult plain =
+      Schedule1F1B(model.pipeline_stages(), 2, {.loss = squared_error}).step({rows(6, "x")}, {}, rows(6, "y"));
+  EXPECT_TRUE(at::equal(plain.losses[1] * 2, result.losses[1]));
+}
+
+TEST(PeerFaults, MicrobatchesOutOfOrderAreTakenForOneAnother) {
+  const Schedule schedule = lower(parse_csv("0F0,0F1,0F2,0B2,0B0,0B1\n1F2,1F0,1F1,1B2,1B0,1B1\n"));
+  const Model model = perceptron(2);
+  Pipeline pipeline(model.pipeline_stages(), schedule, {.loss = squared_error});
+  const StepResult result = pipeline.step({rows(6, "x")}, {}, rows(6, "y"));
+  const std::vector<at::Tensor> found = clones(gradients_of(model));
+  const Model again = perceptron(2);
+  Schedule1F1B in_order(again.pipeline_stages(), 3, {.loss = squared_error});
+  const StepResult expected = in_order.step({rows(6, "x")}, {}, rows(6, "y"));
+  EXPECT_TRUE(same(expected.output, result.output));
+  expect_equal(expected.losses, result.losses);
+  const std::vector<at::Tensor> gradients = gradients_of(again);
+  for (std::size_t i = 0; i < found.size(); ++i) EXPECT_TRUE(at::allclose(gradients[i], found[i], 1e-5, 1e-8));
+}
+
+TEST(PeerFaults, ZeroBubbleLosesTheWeightGradientsOfAStageAfterAFrozenOne) {
+  const Model model = perceptron(4);
+  for (const auto& [name, parameter] : model.stages[0].parameters) parameter.requires_grad_(false);
+  for (const char* name : {"ZBVZeroBubble", "InterleavedZeroBubble"}) {
+    zero_grad(model);
+    Pipeline pipeline = get_schedule_class(name)(model.pipeline_stages(), 4, {.loss = squared_error}, 2);
+    pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
+    EXPECT_FALSE(model.stages[0].parameters[0].second.grad().defined());
+    for (std::size_t stage = 1; stage < 4; ++stage) {
+      for (const auto& [parameter_name, parameter] : model.stages[stage].parameters) {
+        EXPECT_TRUE(parameter.grad().defined()) << name << ", stage " << stage << ", " << parameter_name;
+      }
+    }
+  }
+}
+
+TEST(PeerFaults, ModulesRunOnceMoreThanThereAreMicrobatches) {
+  Model model = perceptron(2);
+  const auto calls = std::make_shared<std::atomic<int>>(0);
+  const auto before = model.stages[1].forward;
+  model.stages[1].forward = [=](const Args& args, const Kwargs& kwargs) {
+    ++*calls;
+    return before(args, kwargs);
+  };
+  Schedule1F1B pipeline(model.pipeline_stages(), 4, {.loss = squared_error});
+  pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
+  EXPECT_EQ(*calls, 4);
+}
+
+TEST(PeerFaults, ActivationsThatAreFlagsOrIndicesAreInvented) {
+  Model model = perceptron(2);
+  const at::Tensor table = weight("table", {5, kWide});
+  model.stages[0].forward = [](const Args& args, const Kwargs&) -> c10::IValue {
+    return (args[0].toTensor().sum(-1) * 1000).to(at::kLong).remainder(5);
+  };
+  model.stages[1] = {.forward = [table](const Args& args, const Kwargs&) -> c10::IValue {
+                       return at::embedding(table, args[0].toTensor());
+                     },
+                     .parameters = {{"table", table}}};
+  ScheduleGPipe pipeline(model.pipeline_stages(), 4, {.loss = squared_error});
+  pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
+  EXPECT_TRUE(table.grad().defined());
+}
+
+// Options
+
+TEST(Step, WeighsMicrobatchesAndScalesGradients) {
+  const Model model = perceptron(2);
+  const auto gradients_with = [&](bool scale, std::vector<double> weights) {
+    zero_grad(model);
+    Schedule1F1B pipeline(model.pipeline_stages(), 2, {.loss = squared_error, .scale_grads = scale});
+    StepOptions options;
+    options.weights = std::move(weights);
+    pipeline.step({rows(4, "x")}, {}, rows(4, "y"), options);
+    return clones(gradients_of(model));
+  };
+  const auto scaled = gradients_with(true, {});
+  const auto unscaled = gradients_with(false, {});
+  const auto first_only = gradients_with(true, {1, 0});
+  const auto second_only = gradients_with(true, {0, 1});
+  for (std::size_t i = 0; i < scaled.size(); ++i) {
+    EXPECT_TRUE(at::allclose(scaled[i] * 2, unscaled[i], 1e-5, 1e-8));
+    EXPECT_TRUE(at::allclose(first_only[i] + second_only[i], unscaled[i], 1e-5, 1e-8));
+  }
+}
+
+TEST(Step, GivesLaterStagesTheirOwnKeywordArguments) {
+  Model model = perceptron(3);
+  const auto before = model.stages[1].forward;
+  model.stages[1].forward = [before](const Args& args, const Kwargs& kwargs) -> c10::IValue {
+    return before(args, {}).toTensor() + kwargs.at("bias").toTensor() * kwargs.at("factor").toDouble();
+  };
+  Schedule1F1B pipeline(model.pipeline_stages(), 2, {.loss = squared_error});
+  StepOptions options;
+  options.stage_kwargs[1] = {{"bias", rows(6, "bias")}, {"factor", 2.0}};
+  const StepResult found = pipeline.step({rows(6, "x")}, {}, rows(6, "y"), options);
+  const at::Tensor middle =
+      before({perceptron(3).stages[0].forward({rows(6, "x")}, {})}, {}).toTensor() + rows(6, "bias") * 2.0;
+  const at::Tensor expected = model.stages[2].forward({middle}, {}).toTensor();
+  EXPECT_TRUE(at::allclose(expected, found.output.toTensor(), 1e-5, 1e-6));
+}
+
+TEST(Step, TakesTermsOfTheLossFromAnyStage) {
+  Model model = perceptron(3);
+  const auto before = model.stages[1].forward;
+  model.stages[1].forward = [before](const Args& args, const Kwargs& kwargs) -> c10::IValue {
+    const c10::IValue output = before(args, kwargs);
+    add_loss(output.toTensor().square().mean());
+    return output;
+  };
+  Schedule1F1B pipeline(model.pipeline_stages(), 2, {.loss = squared_error});
+  const StepResult result = pipeline.step({rows(4, "x")}, {}, rows(4, "y"));
+  ASSERT_EQ(result.loss_terms.size(), 2U);
+  EXPECT_EQ(result.loss_terms[1].size(), 1U);
+
+  // One process, with the term in its loss.
+  const Model plain = perceptron(3);
+  const SplitArgs split = split_args_kwargs_into_chunks({rows(4, "x"), rows(4, "y")}, {}, 2);
+  for (const Args& own : split.args) {
+    const at::Tensor middle = plain.stages[1].forward({plain.stages[0].forward({own[0]}, {})}, {}).toTensor();
+    const at::Tensor loss = at::mse_loss(plain.stages[2].forward({middle}, {}).toTensor(), own[1].toTensor());
+    ((loss + middle.square().mean()) * 0.5).backward();
+  }
+  const auto expected = gradients_of(plain);
+  const auto found = gradients_of(model);
+  for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(at::allclose(expected[i], found[i], 1e-5, 1e-7)) << i;
+  EXPECT_THROW(add_loss(at::ones({})), StageError);
+}
+
+TEST(Step, CallsTheUsersFunctionsAroundAndInsteadOfActions) {
+  const Model model = perceptron(4);
+  const Schedule schedule = generate("DualPipeV", {.ranks = 2, .microbatches = 4});
+  std::mutex mutex;
+  std::multiset<std::string> before;
+  std::multiset<std::string> instead;
+  PipelineOptions options{.loss = squared_error};
+  options.functions.before = [&](int, const Action& action) {
+    const std::lock_guard lock(mutex);
+    before.insert(to_string(action));
+  };
+  for (const Computation computation : {Computation::Forward, Computation::Overlap}) {
+    options.functions.instead[computation] = [&](const Action& action, ActionContext& context) {
+      {
+        const std::lock_guard lock(mutex);
+        instead.insert(to_string(action));
+      }
+      context.run(action);
+    };
+  }
+  Pipeline pipeline(model.pipeline_stages(), schedule, options);
+  pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
+  std::multiset<std::string> expected;
+  std::size_t overlaps = 0;
+  for (int rank = 0; rank < 2; ++rank) {
+    for (const Action& action : pipeline.schedule().actions(rank)) {
+      expected.insert(to_string(action));
+      overlaps += action.is_overlap() ? 1 : 0;
+    }
+  }
+  EXPECT_EQ(before, expected);
+  // Each forward, alone or as the part of a pair, and each pair.
+  EXPECT_EQ(instead.size(), 16 + overlaps);
+
+  const std::vector<at::Tensor> found = clones(gradients_of(model));
+  zero_grad(model);
+  Pipeline plain(model.pipeline_stages(), schedule, {.loss = squared_error});
+  plain.step({rows(8, "x")}, {}, rows(8, "y"));
+  expect_equal(gradients_of(model), found);
+}
+
+TEST(Step, LeavesTheBackwardToTheUserIfAsked) {
+  const Model model = perceptron(2);
+  std::atomic<int> backwards = 0;
+  PipelineOptions options{.loss = squared_error};
+  options.backward_requires_autograd = false;
+  options.functions.instead[Computation::FullBackward] = [&](const Action& action, ActionContext& context) {
+    ++backwards;
+    std::vector<Message> gradients = context.take_gradients(action.stage, action.microbatch);
+    context.give_gradients(action.stage, action.microbatch,
+                           action.stage == 0 ? std::vector<Message>{} : std::vector<Message>{{at::ones({2, kWide})}});
+  };
+  Schedule1F1B pipeline(model.pipeline_stages(), 2, options);
+  pipeline.step({rows(4, "x")}, {}, rows(4, "y"));
+  EXPECT_EQ(backwards, 4);
+  EXPECT_FALSE(model.stages[0].parameters[0].second.grad().defined());
+}
+
+TEST(Step, LetsAModuleSupplyItsWeightGradients) {
+  // The module computes no gradient of its weight in the backward; the supplied step does.
+  Model model = perceptron(2);
+  const at::Tensor w = weight("supplied", {kWide, kWide});
+  const auto inputs = std::make_shared<std::vector<at::Tensor>>();
+  const auto outputs = std::make_shared<std::vector<at::Tensor>>();
+  model.stages[1] = {.forward = [=](const Args& args, const Kwargs&) -> c10::IValue {
+                       const at::Tensor x = args[0].toTensor();
+                       at::Tensor y = at::matmul(x, w.detach());
+                       inputs->push_back(x.detach());
+                       y.retain_grad();
+                       outputs->push_back(y);
+                       return y;
+                     },
+                     .parameters = {{"w", w}}};
+  const auto build = [=]() -> std::function<void()> {
+    return [=] {
+      const at::Tensor gradient = at::matmul(inputs->front().t(), outputs->front().grad());
+      inputs->erase(inputs->begin());
+      outputs->erase(outputs->begin());
+      w.mutable_grad() = w.grad().defined() ? w.grad() + gradient : gradient;
+    };
+  };
+  std::vector<PipelineStage> stages;
+  stages.emplace_back(model.stages[0], 0, 2);
+  StageOptions options;
+  options.dw_builder = build;
+  stages.emplace_back(model.stages[1], 1, 2, options);
+  Pipeline pipeline(std::move(stages), parse_csv("0F0,0F1,0B0,0B1\n1F0,1I0,1W0,1F1,1I1,1W1\n"),
+                    {.loss = squared_error});
+  pipeline.step({rows(4, "x")}, {}, rows(4, "y"));
+
+  const at::Tensor expected_weight = weight("supplied", {kWide, kWide});
+  const Model plain = perceptron(2);
+  const at::Tensor middle = plain.stages[0].forward({rows(4, "x")}, {}).toTensor();
+  at::mse_loss(at::matmul(middle, expected_weight), rows(4, "y")).backward();
+  EXPECT_TRUE(at::allclose(expected_weight.grad(), w.grad(), 1e-5, 1e-7));
+  EXPECT_TRUE(at::allclose(plain.stages[0].parameters[0].second.grad(), model.stages[0].parameters[0].second.grad(),
+                           1e-5, 1e-7));
+}
+
+TEST(Step, KeepsNothingOfItsMicrobatches) {
+  const Model model = transformer(4);
+  Pipeline pipeline = get_schedule_class("ZBVZeroBubble")(model.pipeline_stages(), 4, {.loss = squared_error});
+  pipeline.step({weight("x", {8, 4 * kWide}).detach()}, {}, weight("y", {8, 4 * kWide}).detach());
+  for (const PipelineStage& stage : pipeline.stages()) {
+    for (int i = 0; i < 4; ++i) EXPECT_FALSE(stage.keeps(i));
+  }
+}
+
+TEST(Record, HasAllActionsInTheirOrder) {
+  const Model model = perceptron(4);
+  Pipeline pipeline = get_schedule_class("ZBVZeroBubble")(model.pipeline_stages(), 4, {.loss = squared_error});
+  pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
+  for (int rank = 0; rank < 2; ++rank) {
+    const auto& own = pipeline.record()[static_cast<std::size_t>(rank)];
+    const auto actions = pipeline.recorded_schedule().actions(rank);
+    ASSERT_EQ(own.size(), actions.size());
+    std::int64_t last = 0;
+    for (std::size_t i = 0; i < own.size(); ++i) {
+      EXPECT_GE(own[i].start, last);
+      EXPECT_GE(own[i].end, own[i].start);
+      EXPECT_LE(own[i].waited, own[i].end - own[i].start);
+      if (actions[i].is_send()) {
+        EXPECT_EQ(own[i].bytes, 2 * kWide * 4);
+      }
+      last = own[i].end;
+    }
+  }
+  const Timeline timeline = timeline_of(pipeline.recorded_schedule(), pipeline.record());
+  EXPECT_GT(timeline.makespan, 0);
+  EXPECT_GE(timeline.bubble, 0);
+  const Costs costs = costs_of(pipeline.recorded_schedule(), pipeline.record());
+  EXPECT_EQ(costs.stages.size(), 4U);
+  EXPECT_GT(simulate(pipeline.recorded_schedule(), costs).makespan, 0);
+}
+
+TEST(ScheduleClasses, RefuseStagesThatCannotBeDealtOut) {
+  const Model model = perceptron(3);
+  try {
+    get_schedule_class("interleaved1f1b")(model.pipeline_stages(), 4, {}, 2);
+    FAIL() << "no error";
+  } catch (const ScheduleError& error) {
+    EXPECT_STREQ(error.what(), "Interleaved1F1B deals its stages out evenly, which 3 stages on 2 ranks cannot be.");
+  }
+}
+
+}  // namespace
+}  // namespace penstock::testing
