@@ -29,6 +29,7 @@ std::vector<Batch> split_batch(const Batch& batch, const BatchSpecs& specs, int 
   for (std::size_t i = 0; i < result.size(); ++i) result[i].args = std::move(args.args[i]);
 
   for (const auto& [stage, kwargs] : batch.kwargs) {
+    if (kwargs.empty() && !kwargs_spec(specs, stage)) continue;
     SplitArgs split = split_args_kwargs_into_chunks({}, kwargs, count, std::nullopt, kwargs_spec(specs, stage));
     require_all(split.kwargs.size(), "the keyword arguments of stage " + std::to_string(stage));
     for (std::size_t i = 0; i < result.size(); ++i) result[i].kwargs[stage] = std::move(split.kwargs[i]);

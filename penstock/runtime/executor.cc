@@ -1,6 +1,6 @@
 #include "penstock/runtime/executor.h"
 
-#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/full.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 
@@ -153,11 +153,22 @@ void Executor::forward(const Action& action) {
   if (stage.is_last()) compute_loss(action.microbatch, result.output);
   for (const at::Tensor& term : result.losses) {
     if (work_->autograd && term.requires_grad()) {
-      stage.add_root(action.microbatch, term, at::scalar_tensor(work_->weights[microbatch], term.options()));
+      stage.add_root(action.microbatch, term, seed_of(term, action.microbatch));
     }
     work_->loss_terms[microbatch][action.stage].push_back(term.detach());
   }
   put(action.stage, action.microbatch, Way::Forward, std::move(result.sent));
+}
+
+const at::Tensor& Executor::seed_of(const at::Tensor& loss, int microbatch) {
+  const double weight = work_->weights[static_cast<std::size_t>(microbatch)];
+  const bool same = seed_.defined() && seed_weight_ == weight && seed_.scalar_type() == loss.scalar_type() &&
+                    seed_.device() == loss.device() && seed_.sizes() == loss.sizes();
+  if (!same) {
+    seed_ = at::full(loss.sizes(), weight, loss.options().requires_grad(false));
+    seed_weight_ = weight;
+  }
+  return seed_;
 }
 
 void Executor::compute_loss(int microbatch, const c10::IValue& output) {
@@ -169,8 +180,7 @@ void Executor::compute_loss(int microbatch, const c10::IValue& output) {
                        ", expected a tensor of one element.");
     }
     if (work_->autograd && loss.requires_grad()) {
-      const at::Tensor seed = at::scalar_tensor(work_->weights[at], loss.options().requires_grad(false));
-      stages_.at(work_->schedule->stages() - 1)->add_root(microbatch, loss, seed.expand_as(loss));
+      stages_.at(work_->schedule->stages() - 1)->add_root(microbatch, loss, seed_of(loss, microbatch));
     }
     work_->losses[at] = loss.detach();
   }

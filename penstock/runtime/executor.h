@@ -120,6 +120,8 @@ class Executor {
   void run_own(const Action& action);
   void forward(const Action& action);
   void compute_loss(int microbatch, const c10::IValue& output);
+  // The gradient of a loss: its weight. Most often it is that of the loss before.
+  const at::Tensor& seed_of(const at::Tensor& loss, int microbatch);
   void backward(const Action& action);
   void send(const Action& action);
   void post_receive(const Action& action);
@@ -144,6 +146,8 @@ class Executor {
   // Of the step that runs.
   StepWork* work_ = nullptr;
   ActionRecord* now_ = nullptr;
+  at::Tensor seed_;
+  double seed_weight_ = 0;
   // What waits for a stage of this rank, or to be sent: by edge and microbatch.
   std::vector<Message> activations_;
   std::vector<Message> gradients_;

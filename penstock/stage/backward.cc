@@ -287,9 +287,7 @@ StageInputs::StageInputs(const std::vector<at::Tensor>& received, const std::vec
       throw std::invalid_argument("input " + std::to_string(i) +
                                   " is to have a gradient, but was made in inference mode.");
     }
-    tensors_.push_back(!received[i].defined() ? at::Tensor()
-                                              : at::Tensor(received[i].getIntrusivePtr()->shallow_copy_and_detach(
-                                                    c10::VariableVersion(0), /*allow_tensor_metadata_change=*/true)));
+    tensors_.push_back(received[i].defined() ? received[i].variable_data() : at::Tensor());
     // The node has an input for each tensor, so that gradients are found by the tensors' numbers.
     if (has_gradient) {
       torch::autograd::impl::set_gradient_edge(tensors_[i],
@@ -344,8 +342,8 @@ struct StageBackward::Graph {
     std::move(roots).run();
     for (const at::Tensor& parameter : parameters) {
       at::Tensor& gradient = parameter.mutable_grad();
-      if (gradient.defined() && gradient.has_storage() && gradient.storage().use_count() > 1)
-        gradient = gradient.clone();
+      const bool shared = gradient.defined() && gradient.has_storage() && gradient.storage().use_count() > 1;
+      if (shared) gradient = gradient.clone();
     }
   }
 

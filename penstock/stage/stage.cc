@@ -1,7 +1,7 @@
 #include "penstock/stage/stage.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/ops/clone.h>
-#include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -50,7 +50,7 @@ at::Tensor same_place(const at::Tensor& tensor) {
 // A tensor's place in the graph without its memory: a stage keeps no output for its backward.
 at::Tensor place_in_graph(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.requires_grad()) return {};
-  at::Tensor result = at::empty({0}, tensor.options().requires_grad(false));
+  at::Tensor result(at::detail::empty_cpu({0}, tensor.scalar_type()));
   torch::autograd::impl::set_gradient_edge(result, torch::autograd::impl::gradient_edge(tensor));
   return result;
 }
@@ -82,8 +82,15 @@ c10::IValue value_of(const at::Tensor& tensor) {
   return tensor.defined() ? c10::IValue(tensor) : c10::IValue();
 }
 
-void add_memory(std::unordered_set<const void*>& memory, const at::Tensor& tensor) {
-  if (tensor.defined() && tensor.has_storage()) memory.insert(tensor.storage().unsafeGetStorageImpl());
+const void* memory_of(const at::Tensor& tensor) {
+  return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
+}
+
+// Whether a tensor of the value lies there.
+bool has_memory(const c10::IValue& value, const void* memory) {
+  if (value.isTensor()) return value.toTensor().defined() && memory_of(value.toTensor()) == memory;
+  const std::vector<at::Tensor> tensors = extract_tensor_args(value);
+  return std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& one) { return has_memory(one, memory); });
 }
 
 void check(const std::string& what, const std::vector<std::optional<TensorMeta>>& expected,
@@ -123,7 +130,7 @@ PipelineStage::PipelineStage(StageModule module, int stage_index, int num_stages
   }
   if (!module_.forward) throw StageError(place(index_) + " has no function for its forward.");
   for (const auto* named : {&module_.parameters, &module_.buffers}) {
-    for (const auto& [name, tensor] : *named) add_memory(own_memory_, tensor);
+    for (const auto& [name, tensor] : *named) own_memory_.insert(memory_of(tensor));
   }
 }
 
@@ -245,11 +252,12 @@ PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Mess
           is_last() ? extract_tensor_args(result.output) : outputs);
   }
   // Memory that others may write into is not handed over: that of parameters, buffers and arguments, nor what is
-  // borrowed. The same output twice is two tensors.
-  std::unordered_set<const void*> used = own_memory_;
-  for (const at::Tensor& argument : extract_tensor_args(to_value(args))) add_memory(used, argument);
+  // borrowed.
   const auto must_copy = [&](const at::Tensor& output) {
-    return output.defined() && (is_borrowed(output) || used.contains(output.storage().unsafeGetStorageImpl()));
+    if (!output.defined()) return false;
+    const void* const memory = memory_of(output);
+    return is_borrowed(output) || own_memory_.contains(memory) ||
+           std::any_of(args.begin(), args.end(), [&](const c10::IValue& arg) { return has_memory(arg, memory); });
   };
   std::size_t next_handed_on = 0;
   for (const Wiring::Link& link : links_out_) {

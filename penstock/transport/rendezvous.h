@@ -1,0 +1,60 @@
+// Where the ranks of several processes find one another: the environment that torchrun gives to each of them, or that
+// ProcessRanks does.
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "penstock/transport/gate.h"
+
+namespace penstock {
+
+// The message says what is wrong with which variable or address, and what would be right.
+class RendezvousError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// What the environment says.
+struct RankEnvironment {
+  int rank = 0;                // RANK
+  int ranks = 1;               // WORLD_SIZE
+  int local_rank = 0;          // LOCAL_RANK, or RANK
+  bool one_machine = false;    // LOCAL_WORLD_SIZE is WORLD_SIZE, or the master is on loopback
+  std::string master_address;  // MASTER_ADDR, or 127.0.0.1
+  int master_port = 0;         // MASTER_PORT
+  bool agent_serves = false;   // TORCHELASTIC_USE_AGENT_STORE is True: torchrun's agent has the store
+  int attempt = 0;             // TORCHELASTIC_RESTART_COUNT, or 0
+  int listening_fd = -1;       // PENSTOCK_LISTENING_FD, for rank 0: a socket that listens on the port
+  std::string interface;       // GLOO_SOCKET_IFNAME, or empty
+};
+
+// The value of a variable, or nullptr.
+using Variables = std::function<const char*(const char* name)>;
+// Throws RendezvousError. The process's own variables unless others are given.
+RankEnvironment read_environment(const Variables& variables = {});
+
+struct Rendezvous {
+  int rank = 0;
+  int ranks = 1;
+  int local_rank = 0;
+  c10::intrusive_ptr<c10d::Store> store;
+  // For GlooOptions: where this rank listens, which is loopback when all are on one machine, else the address that
+  // leads to the master or the interface that was named.
+  std::string address;
+  std::string interface;
+};
+
+// Rank 0 serves the store on the master's address alone, unless torchrun's agent does; the others connect to it. Throws
+// RendezvousError, also when the master is not there within the timeout.
+Rendezvous rendezvous(const RankEnvironment& environment, Clock::duration timeout = std::chrono::seconds(60));
+inline Rendezvous rendezvous(Clock::duration timeout = std::chrono::seconds(60)) {
+  return rendezvous(read_environment(), timeout);
+}
+
+}  // namespace penstock

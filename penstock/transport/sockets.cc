@@ -1,0 +1,137 @@
+#include "penstock/transport/sockets.h"
+
+#include <arpa/inet.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <memory>
+#include <stdexcept>
+#include <system_error>
+#include <thread>
+
+namespace penstock {
+namespace {
+
+constexpr int kBacklog = 1024;
+constexpr Clock::duration kBetweenAttempts = std::chrono::milliseconds(20);
+
+std::string reason(int error) {
+  return std::generic_category().message(error);
+}
+
+struct FreeAddresses {
+  void operator()(addrinfo* list) const { freeaddrinfo(list); }
+};
+using Addresses = std::unique_ptr<addrinfo, FreeAddresses>;
+
+// All that a name stands for; `why` is set when there is nothing.
+Addresses resolve(const std::string& address, int port, int kind, std::string& why) {
+  addrinfo hints{};
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = kind;
+  hints.ai_flags = AI_NUMERICSERV;
+  addrinfo* found = nullptr;
+  const int failed = getaddrinfo(address.c_str(), std::to_string(port).c_str(), &hints, &found);
+  if (failed != 0) why = failed == EAI_SYSTEM ? reason(errno) : gai_strerror(failed);
+  return Addresses(failed == 0 ? found : nullptr);
+}
+
+Descriptor socket_for(const addrinfo& address) {
+  return Descriptor(::socket(address.ai_family, address.ai_socktype | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+}
+
+std::chrono::milliseconds until(Deadline deadline) {
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
+  return std::clamp(left, std::chrono::milliseconds(0), std::chrono::milliseconds(1'000'000));
+}
+
+// Why a connection cannot be made; empty when it can.
+std::string try_to_connect(const addrinfo& address, Deadline deadline) {
+  const Descriptor one = socket_for(address);
+  if (!one.is_open()) return reason(errno);
+  if (::connect(one.number(), address.ai_addr, address.ai_addrlen) == 0) return "";
+  if (errno != EINPROGRESS) return reason(errno);
+  pollfd waiting{.fd = one.number(), .events = POLLOUT, .revents = 0};
+  if (::poll(&waiting, 1, static_cast<int>(until(deadline).count())) <= 0) return reason(ETIMEDOUT);
+  int error = 0;
+  socklen_t size = sizeof error;
+  ::getsockopt(one.number(), SOL_SOCKET, SO_ERROR, &error, &size);
+  return error == 0 ? "" : reason(error);
+}
+
+}  // namespace
+
+void Descriptor::reset(int number) {
+  if (number_ >= 0) ::close(number_);
+  number_ = number;
+}
+
+Descriptor listen_on(const std::string& address, int port) {
+  std::string why;
+  const Addresses all = resolve(address, port, SOCK_STREAM, why);
+  for (const addrinfo* one = all.get(); one != nullptr; one = one->ai_next) {
+    Descriptor socket = socket_for(*one);
+    if (socket.is_open()) {
+      // A port whose last connections are only just over can be had again.
+      const int yes = 1;
+      ::setsockopt(socket.number(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
+      if (::bind(socket.number(), one->ai_addr, one->ai_addrlen) == 0 && ::listen(socket.number(), kBacklog) == 0) {
+        return socket;
+      }
+    }
+    why = reason(errno);
+  }
+  throw std::runtime_error(why);
+}
+
+int port_of(const Descriptor& socket) {
+  sockaddr_storage address{};
+  socklen_t size = sizeof address;
+  if (::getsockname(socket.number(), reinterpret_cast<sockaddr*>(&address), &size) != 0) {
+    throw std::runtime_error(reason(errno));
+  }
+  return ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<const sockaddr_in6*>(&address)->sin6_port
+                                             : reinterpret_cast<const sockaddr_in*>(&address)->sin_port);
+}
+
+std::string why_unreachable(const std::string& address, int port, Deadline deadline) {
+  for (;;) {
+    std::string why;
+    const Addresses all = resolve(address, port, SOCK_STREAM, why);
+    for (const addrinfo* one = all.get(); one != nullptr; one = one->ai_next) {
+      why = try_to_connect(*one, deadline);
+      if (why.empty()) return "";
+    }
+    if (Clock::now() + kBetweenAttempts >= deadline) return why;
+    std::this_thread::sleep_for(kBetweenAttempts);
+  }
+}
+
+std::string address_towards(const std::string& address, int port) {
+  std::string why;
+  const Addresses all = resolve(address, port, SOCK_DGRAM, why);
+  for (const addrinfo* one = all.get(); one != nullptr; one = one->ai_next) {
+    // Nothing is sent: a socket of this kind only looks up the way when it is connected.
+    const Descriptor socket = socket_for(*one);
+    sockaddr_storage own{};
+    socklen_t size = sizeof own;
+    if (!socket.is_open() || ::connect(socket.number(), one->ai_addr, one->ai_addrlen) != 0 ||
+        ::getsockname(socket.number(), reinterpret_cast<sockaddr*>(&own), &size) != 0) {
+      continue;
+    }
+    std::array<char, NI_MAXHOST> text{};
+    if (::getnameinfo(reinterpret_cast<const sockaddr*>(&own), size, text.data(), text.size(), nullptr, 0,
+                      NI_NUMERICHOST) == 0) {
+      return text.data();
+    }
+  }
+  return "";
+}
+
+}  // namespace penstock

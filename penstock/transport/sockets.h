@@ -1,0 +1,42 @@
+// The few things that we do with sockets ourselves: everything else is c10d's.
+#pragma once
+
+#include <string>
+#include <utility>
+
+#include "penstock/transport/gate.h"
+
+namespace penstock {
+
+// A file descriptor that is closed when this ends.
+class Descriptor {
+ public:
+  explicit Descriptor(int number = -1) : number_(number) {}
+  ~Descriptor() { reset(); }
+  Descriptor(Descriptor&& other) noexcept : number_(std::exchange(other.number_, -1)) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    if (this != &other) reset(std::exchange(other.number_, -1));
+    return *this;
+  }
+
+  int number() const { return number_; }
+  bool is_open() const { return number_ >= 0; }
+  int release() { return std::exchange(number_, -1); }
+  void reset(int number = -1);
+
+ private:
+  int number_;
+};
+
+// A socket that listens on this address alone, which is not inherited by programs that are started. Port 0 is any that
+// is free. Throws std::runtime_error with the system's reason.
+Descriptor listen_on(const std::string& address, int port);
+int port_of(const Descriptor& socket);
+
+// Whether somebody listens there; asks until the deadline, and says then why not. Empty when there is somebody.
+std::string why_unreachable(const std::string& address, int port, Deadline deadline);
+
+// This machine's address on the way there; empty when there is no way.
+std::string address_towards(const std::string& address, int port);
+
+}  // namespace penstock
