@@ -15,8 +15,8 @@ int main() {
       outputs.emplace_back(args[0].toTensor() * 2);
     }
     const at::Tensor merged = penstock::merge_chunks(outputs).toTensor();
-    std::cout << outputs.size() << " chunks, merged to " << merged.size(0) << " that sum to " << merged.sum().item<int>()
-              << "\n";
+    std::cout << outputs.size() << " chunks, merged to " << merged.size(0) << " that sum to "
+              << merged.sum().item<int>() << "\n";
   } catch (const penstock::ChunkError& error) {
     std::cerr << error.what() << "\n";
     return EXIT_FAILURE;
