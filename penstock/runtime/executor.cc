@@ -221,6 +221,7 @@ std::vector<Message> Executor::collect(int stage, int microbatch, Way way) {
     const auto start = Clock::now();
     messages.push_back(transport_->receive(from, tag_of(way, edge, microbatch), deadline()));
     now_->waited += nanoseconds(Clock::now() - start);
+    now_->peer = from - first_rank_;
   }
   now_->bytes += bytes_of(messages);
   return messages;
@@ -240,10 +241,12 @@ void Executor::send(const Action& action) {
   const Way way = action.carries_activation() ? Way::Forward : Way::Backward;
   Message message = std::exchange(place_of(way, edge, action.microbatch), {});
   now_->bytes = bytes_of({message});
+  now_->peer = work_->schedule->placement().rank_of(action.other_stage);
   transport_->send(rank_of(action.other_stage), tag_of(way, edge, action.microbatch), std::move(message), deadline());
 }
 
 void Executor::post_receive(const Action& action) {
+  now_->peer = work_->schedule->placement().rank_of(action.other_stage);
   const Edge ends = edge_under(action);
   const Way way = action.carries_activation() ? Way::Forward : Way::Backward;
   transport_->post_receive(rank_of(action.other_stage),

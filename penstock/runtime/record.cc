@@ -53,6 +53,7 @@ Timeline timeline_of(const Schedule& schedule, const Record& record) {
       times.spans.push_back(span);
       if (!actions[i].is_compute()) continue;
       if (!begun) times.fill = span.start;
+      if (begun && own[i].peer >= 0) times.waiting[own[i].peer] += span.start - end_of_last;
       first = first < 0 ? span.start : std::min(first, span.start);
       begun = true;
       times.work += span.end - span.start;

@@ -19,6 +19,8 @@ struct ActionRecord {
   std::int64_t waited = 0;
   // What a message carried, or a computation received.
   std::int64_t bytes = 0;
+  // The rank at the other end of a message, or the one that a computation waited for last; -1 for none.
+  int peer = -1;
 };
 
 // By rank, one for each of its actions.

@@ -62,6 +62,7 @@ class RootNode final : public Node {
 
   std::string name() const override { return "PenstockRoots"; }
 
+  // NOLINTNEXTLINE(cppcoreguidelines-rvalue-reference-param-not-moved): the signal says nothing
   variable_list apply(variable_list&& /*signal*/) override { return std::exchange(gradients_, {}); }
 
  private:
@@ -316,9 +317,9 @@ struct StageBackward::Roots {
   // Through all that can be reached, releasing it on the way.
   void run() && {
     if (edges.empty()) return;
-    static const at::Tensor signal(at::detail::empty_cpu({0}, at::kFloat));
-    const Edge root(c10::make_intrusive<RootNode>(signal, std::move(edges), std::move(gradients)), 0);
-    torch::autograd::Engine::get_default_engine().execute({root}, {signal}, /*keep_graph=*/false,
+    static const at::Tensor kSignal(at::detail::empty_cpu({0}, at::kFloat));
+    const Edge root(c10::make_intrusive<RootNode>(kSignal, std::move(edges), std::move(gradients)), 0);
+    torch::autograd::Engine::get_default_engine().execute({root}, {kSignal}, /*keep_graph=*/false,
                                                           /*create_graph=*/false, /*accumulate_grad=*/true);
   }
 };

@@ -42,6 +42,8 @@ class StageInputs {
 
   StageInputs(StageInputs&&) noexcept;
   StageInputs& operator=(StageInputs&&) noexcept;
+  StageInputs(const StageInputs&) = delete;
+  StageInputs& operator=(const StageInputs&) = delete;
 
   const std::vector<at::Tensor>& tensors() const { return tensors_; }
 
@@ -64,6 +66,8 @@ class StageBackward {
 
   StageBackward(StageBackward&&) noexcept;
   StageBackward& operator=(StageBackward&&) noexcept;
+  StageBackward(const StageBackward&) = delete;
+  StageBackward& operator=(const StageBackward&) = delete;
 
   // Each takes a gradient for each output, undefined where none flows (for an output that requires none, it is ignored),
   // and returns one for each input, undefined where none arrived. A returned tensor may be one that was given, or share

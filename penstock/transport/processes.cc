@@ -142,8 +142,12 @@ void ProcessRanks::reap(bool killed) {
   for (Process& process : processes_) {
     if (process.end.how != ProcessEnd::How::Running) continue;
     int status = 0;
-    if (::waitpid(process.pid, &status, WNOHANG) != process.pid) continue;
-    if (WIFEXITED(status)) {
+    const pid_t found = ::waitpid(process.pid, &status, WNOHANG);
+    if (found == 0) continue;
+    if (found != process.pid) {
+      // Somebody else has reaped it, and how it ended is lost.
+      process.end = {.how = ProcessEnd::How::Killed, .code = 0};
+    } else if (WIFEXITED(status)) {
       process.end = {.how = ProcessEnd::How::Exited, .code = WEXITSTATUS(status)};
     } else if (killed && WTERMSIG(status) == SIGKILL) {
       process.end = {.how = ProcessEnd::How::Killed, .code = SIGKILL};

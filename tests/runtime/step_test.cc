@@ -366,6 +366,7 @@ TEST(Record, HasAllActionsInTheirOrder) {
       EXPECT_LE(own[i].waited, own[i].end - own[i].start);
       if (actions[i].is_send()) {
         EXPECT_EQ(own[i].bytes, 2 * kWide * 4);
+        EXPECT_EQ(own[i].peer, 1 - rank);
       }
       last = own[i].end;
     }

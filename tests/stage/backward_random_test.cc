@@ -81,7 +81,7 @@ class Draw {
   }
 
   static const std::vector<Step>& steps() {
-    static const std::vector<Step> all = {
+    static const std::vector<Step> kAll = {
         {"mm", [](Draw& d) { d.add(d.any().mm(d.any())); }},
         {"linear", [](Draw& d) { d.add(at::linear(d.value(), d.matrix(), d.p_[3])); }},
         {"addmm", [](Draw& d) { d.add(at::addmm(d.any(), d.any(), d.any())); }},
@@ -162,7 +162,7 @@ class Draw {
            d.add(sum);
          }},
     };
-    return all;
+    return kAll;
   }
 
   // Before anything else, for what has been saved must not be written to.

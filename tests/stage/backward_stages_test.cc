@@ -245,7 +245,7 @@ std::vector<Case> graphs() {
         {kB}}},
       {"InPlaceOnAnInput",
        {[](auto& in, auto& p) -> Tensors {
-          at::Tensor x = in[0];
+          const at::Tensor& x = in[0];
           x.mul_(p[0]);
           x.relu_();
           return {x.mm(p[1])};
@@ -271,7 +271,7 @@ std::vector<Case> graphs() {
         {false, true}}},
       {"TransposedInPlace",
        {[](auto& in, auto& p) -> Tensors {
-          at::Tensor x = in[0];
+          const at::Tensor& x = in[0];
           x.t_();
           return {p[0].mm(x)};
         },

@@ -101,8 +101,8 @@ TEST(StageBackward, RefusesAnyOtherOrderOfItsParts) {
   StageInputs inputs({numbers({2, 3})}, {true});
   const StageBackward first(std::move(inputs), {});
   expect_error<std::logic_error>(
-      [&] { StageBackward(std::move(inputs), {}); },  // NOLINT(bugprone-use-after-move): that is the fault
-      "the inputs of this backward belong to another one already.");
+      // NOLINTNEXTLINE(bugprone-use-after-move,clang-analyzer-cplusplus.Move): that is the fault
+      [&] { StageBackward(std::move(inputs), {}); }, "the inputs of this backward belong to another one already.");
 }
 
 TEST(StageBackward, RefusesGradientsThatDoNotFit) {
