@@ -1,0 +1,355 @@
+#include "penstock/transport/transport.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "tests/tensor/values.h"
+#include "tests/transport/ranks.h"
+
+namespace penstock::testing {
+namespace {
+
+constexpr Tag kActivation{.channel = 2, .number = 0};
+constexpr Tag kGradient{.channel = 3, .number = 0};
+
+class EveryWorld : public ::testing::TestWithParam<WorldCase> {
+ protected:
+  World world(const C10dOptions& options = {}) const { return {GetParam().carrier, GetParam().ranks, options}; }
+};
+INSTANTIATE_TEST_SUITE_P(Transport, EveryWorld, ::testing::ValuesIn(worlds(/*fewest_ranks=*/2)), case_name);
+
+int next_of(const Transport& transport) {
+  return (transport.rank() + 1) % transport.ranks();
+}
+int last_of(const Transport& transport) {
+  return (transport.rank() + transport.ranks() - 1) % transport.ranks();
+}
+
+// Sends to the next rank in a ring, and gives what came from the one before.
+Message around(Transport& transport, Tag tag, const Message& message) {
+  transport.post_receive(last_of(transport), tag);
+  transport.send(next_of(transport), tag, message, far());
+  return transport.receive(last_of(transport), tag, far());
+}
+
+// All but the strides.
+::testing::AssertionResult same_message(const Message& expected, const Message& found) {
+  if (expected.size() != found.size()) {
+    return ::testing::AssertionFailure() << found.size() << " tensors, expected " << expected.size();
+  }
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    const at::Tensor& one = expected[i];
+    const at::Tensor& other = found[i];
+    const bool same = one.defined() == other.defined() &&
+                      (!one.defined() || (one.scalar_type() == other.scalar_type() && one.sizes() == other.sizes() &&
+                                          one.requires_grad() == other.requires_grad() &&
+                                          same_bits(one.resolve_conj(), other.resolve_conj())));
+    if (same) continue;
+    return ::testing::AssertionFailure() << "tensor " << i << "\nexpected: " << text(one)
+                                         << "\nfound:    " << text(other);
+  }
+  return ::testing::AssertionSuccess();
+}
+
+struct Payload {
+  const char* name;
+  Message message;
+};
+// `size` makes other shapes of them.
+std::vector<Payload> payloads(std::int64_t size) {
+  std::vector<Payload> all{
+      {"one", {counting({size, 3})}},
+      {"nothing at all", {}},
+      {"None", {at::Tensor()}},
+      {"None among others", {at::Tensor(), counting({size}), at::Tensor(), counting({2, size}), at::Tensor()}},
+      {"a scalar", {at::full({}, static_cast<double>(size))}},
+      {"no elements", {at::zeros({0, size}), at::zeros({size, 0}, at::kLong)}},
+      {"no elements among others", {at::zeros({0, 4}), counting({size}), at::zeros({0})}},
+      {"transposed", {counting({size, 3}).t()}},
+      {"channels last", {counting({2, 3, size, 5}).contiguous(at::MemoryFormat::ChannelsLast)}},
+      {"with gaps", {counting({size, 6}).narrow(1, 1, 3)}},
+      {"every second", {counting({2 * size}).slice(0, 0, 2 * size, 2)}},
+      {"expanded", {counting({size, 1}).expand({size, 7}), at::ones({}).expand({3, size})}},
+      {"conjugate", {at::view_as_complex(counting({size, 2})).conj()}},
+      {"requires grad", {counting({size}).requires_grad_(), counting({size})}},
+      {"not a leaf", {counting({size}).requires_grad_() * 2}},
+      {"four MiB", {counting({1024, 1024})}},
+      {"twice the same", {}},
+  };
+  const at::Tensor same = counting({size, 2});
+  all.back().message = {same, same};
+  std::vector<at::Tensor> many;
+  for (int i = 0; i < 40; ++i) many.push_back(counting({i % 3 + 1, size, 2}));
+  all.push_back({"forty", many});
+  for (const at::ScalarType dtype : kDtypes) all.push_back({c10::toString(dtype), {counting({size, 2}).to(dtype)}});
+  return all;
+}
+
+void expect_all_around(Transport& transport, std::int64_t size) {
+  std::uint32_t number = 0;
+  for (const Payload& payload : payloads(size)) {
+    SCOPED_TRACE(payload.name);
+    for (const std::uint32_t channel : {2, 3}) {
+      const Message found = around(transport, {.channel = channel, .number = number}, payload.message);
+      EXPECT_TRUE(same_message(payload.message, found));
+    }
+    ++number;
+  }
+}
+
+TEST_P(EveryWorld, BringsEveryMessageAsItWasSent) {
+  world().run([](Transport& transport) { expect_all_around(transport, 4); });
+}
+
+TEST_P(EveryWorld, BringsEveryMessageInEveryStepAsItWasSent) {
+  world().run([](Transport& transport) {
+    for (int step = 0; step < 3; ++step) {
+      transport.begin_step(/*signature=*/1);
+      expect_all_around(transport, 4);
+      transport.end_step(far());
+    }
+  });
+}
+
+TEST_P(EveryWorld, BringsMessagesOfOtherSizesInTheNextStep) {
+  world().run([](Transport& transport) {
+    for (const std::int64_t size : {4, 6, 6, 2, 5, 5, 4}) {
+      transport.begin_step(static_cast<std::uint64_t>(size));
+      expect_all_around(transport, size);
+      transport.end_step(far());
+    }
+  });
+}
+
+TEST_P(EveryWorld, BringsMessagesOfAnySizeWithDynamicShapes) {
+  world({.dynamic_shapes = true}).run([](Transport& transport) {
+    for (const std::int64_t size : {4, 6, 2, 5}) {
+      transport.begin_step(/*signature=*/1);
+      expect_all_around(transport, size);
+      transport.end_step(far());
+    }
+  });
+}
+
+// As in a pipeline: the first rank alone knows of the batch, and the others hear of it with the messages.
+TEST_P(EveryWorld, TellsAllRanksOfSizesThatOneOfThemKnows) {
+  world().run([](Transport& transport) {
+    const int rank = transport.rank();
+    const int last = transport.ranks() - 1;
+    for (const std::int64_t size : {4, 4, 7, 7, 7, 3}) {
+      transport.begin_step(rank == 0 ? static_cast<std::uint64_t>(size) : 0);
+      for (std::uint32_t number = 0; number < 3; ++number) {
+        if (rank > 0) transport.post_receive(rank - 1, {.channel = 2, .number = number});
+        if (rank < last) transport.post_receive(rank + 1, {.channel = 3, .number = number});
+      }
+      for (std::uint32_t number = 0; number < 3; ++number) {
+        Message message{counting({size, static_cast<std::int64_t>(number) + 1})};
+        if (rank > 0) message = transport.receive(rank - 1, {.channel = 2, .number = number}, far());
+        EXPECT_TRUE(same_message({counting({size, static_cast<std::int64_t>(number) + 1})}, message));
+        if (rank < last) transport.send(rank + 1, {.channel = 2, .number = number}, message, far());
+        if (rank < last) message = transport.receive(rank + 1, {.channel = 3, .number = number}, far());
+        if (rank > 0) transport.send(rank - 1, {.channel = 3, .number = number}, message, far());
+      }
+      transport.end_step(far());
+    }
+  });
+}
+
+TEST_P(EveryWorld, HasNewChannelsAndFewerMessagesInALaterStep) {
+  world().run([](Transport& transport) {
+    for (std::uint32_t step = 0; step < 4; ++step) {
+      // The first two steps are alike, then come others.
+      transport.begin_step(step / 2);
+      for (std::uint32_t channel = step / 2; channel < 4; ++channel) {
+        for (std::uint32_t number = 0; number < 5 - step / 2; ++number) {
+          const Message message{counting({number + 1, channel + 1})};
+          EXPECT_TRUE(same_message(message, around(transport, {.channel = channel, .number = number}, message)));
+        }
+      }
+      EXPECT_TRUE(
+          same_message({counting({3})}, around(transport, {.channel = 6 + step, .number = 1}, {counting({3})})));
+      transport.end_step(far());
+    }
+  });
+}
+
+TEST_P(EveryWorld, KeepsTheOrderOfTheMessagesOfATag) {
+  world().run([](Transport& transport) {
+    for (int step = 0; step < 3; ++step) {
+      transport.begin_step(1);
+      constexpr std::int64_t kMessages = 20;
+      for (std::int64_t i = 0; i < kMessages; ++i) transport.post_receive(last_of(transport), kActivation);
+      for (std::int64_t i = 0; i < kMessages; ++i) {
+        transport.send(next_of(transport), kActivation, {at::full({i % 4 + 1}, i)}, far());
+      }
+      for (std::int64_t i = 0; i < kMessages; ++i) {
+        const Message found = transport.receive(last_of(transport), kActivation, far());
+        EXPECT_TRUE(same_message({at::full({i % 4 + 1}, i)}, found)) << "message " << i;
+      }
+      transport.end_step(far());
+    }
+  });
+}
+
+TEST_P(EveryWorld, BringsMessagesInTheOrderInWhichTheyAreAskedFor) {
+  world().run([](Transport& transport) {
+    for (int step = 0; step < 3; ++step) {
+      transport.begin_step(1);
+      constexpr std::uint32_t kMessages = 8;
+      for (std::uint32_t i = 0; i < kMessages; ++i)
+        transport.post_receive(last_of(transport), {.channel = 0, .number = i});
+      for (const std::uint32_t i : {3, 1, 0, 7, 6, 2, 5, 4}) {
+        transport.send(next_of(transport), {.channel = 0, .number = i}, {at::full({i + 1}, static_cast<double>(i))},
+                       far());
+      }
+      for (const std::uint32_t i : {5, 0, 7, 2, 1, 6, 4, 3}) {
+        const Message found = transport.receive(last_of(transport), {.channel = 0, .number = i}, far());
+        EXPECT_TRUE(same_message({at::full({i + 1}, static_cast<double>(i))}, found)) << "message " << i;
+      }
+      transport.end_step(far());
+    }
+  });
+}
+
+// Both ways at once, and each sends all before it takes anything.
+TEST_P(EveryWorld, LetsNeitherActivationsNorGradientsWaitForTheOthers) {
+  world().run([](Transport& transport) {
+    for (int step = 0; step < 3; ++step) {
+      transport.begin_step(1);
+      for (std::uint32_t number = 0; number < 3; ++number) {
+        transport.post_receive(last_of(transport), {.channel = 0, .number = number});
+        transport.post_receive(next_of(transport), {.channel = 1, .number = number});
+      }
+      const at::Tensor large = counting({512, 1024});
+      for (std::uint32_t number = 0; number < 3; ++number) {
+        transport.send(next_of(transport), {.channel = 0, .number = number}, {large + static_cast<double>(number)},
+                       far());
+        transport.send(last_of(transport), {.channel = 1, .number = number}, {large - static_cast<double>(number)},
+                       far());
+      }
+      for (std::uint32_t number = 0; number < 3; ++number) {
+        const Message gradient = transport.receive(next_of(transport), {.channel = 1, .number = number}, far());
+        EXPECT_TRUE(same_message({large - static_cast<double>(number)}, gradient));
+        const Message activation = transport.receive(last_of(transport), {.channel = 0, .number = number}, far());
+        EXPECT_TRUE(same_message({large + static_cast<double>(number)}, activation));
+      }
+      transport.end_step(far());
+    }
+  });
+}
+
+TEST_P(EveryWorld, SendsManyMessagesAheadOfTheirReceiver) {
+  world().run([](Transport& transport) {
+    for (int step = 0; step < 2; ++step) {
+      transport.begin_step(1);
+      constexpr std::uint32_t kMessages = 300;
+      for (std::uint32_t i = 0; i < kMessages; ++i)
+        transport.post_receive(last_of(transport), {.channel = 0, .number = i});
+      for (std::uint32_t i = 0; i < kMessages; ++i) {
+        transport.send(next_of(transport), {.channel = 0, .number = i}, {at::full({5}, static_cast<double>(i))}, far());
+      }
+      for (std::uint32_t i = 0; i < kMessages; ++i) {
+        const Message found = transport.receive(last_of(transport), {.channel = 0, .number = i}, far());
+        ASSERT_TRUE(same_message({at::full({5}, static_cast<double>(i))}, found)) << "message " << i;
+      }
+      transport.end_step(far());
+    }
+  });
+}
+
+TEST_P(EveryWorld, CountsItsRanks) {
+  World all = world();
+  for (int rank = 0; rank < all.ranks(); ++rank) {
+    EXPECT_EQ(all[rank].rank(), rank);
+    EXPECT_EQ(all[rank].ranks(), GetParam().ranks);
+  }
+}
+
+TEST_P(EveryWorld, IsLateWhenNoMessageComesAndBringsItWhenItDoes) {
+  World all = world();
+  all[1].post_receive(0, kActivation);
+  const Thrown found = thrown_by([&] { all[1].receive(0, kActivation, soon()); });
+  EXPECT_EQ(found, late(0, "no message came from rank 0 within the deadline"));
+  all.run([](Transport& transport) {
+    if (transport.rank() == 0) transport.send(1, kActivation, {counting({5})}, far());
+    if (transport.rank() == 0) transport.end_step(far());
+    if (transport.rank() == 1) EXPECT_TRUE(same_message({counting({5})}, transport.receive(0, kActivation, far())));
+  });
+}
+
+TEST_P(EveryWorld, IsLateWhenNobodyTakesAMessage) {
+  World all = world();
+  const Thrown found = thrown_by([&] {
+    all[0].send(1, kActivation, {counting({5})}, soon());
+    all[0].end_step(soon());
+  });
+  EXPECT_EQ(found, late(1, "no receive was posted on rank 1 within the deadline"));
+}
+
+// Waits of all kinds, by rank.
+void wait_for_nothing(Transport& transport, Group& group) {
+  switch (transport.rank() % 3) {
+    case 0: transport.receive(next_of(transport), kGradient, far()); break;
+    case 1: group.barrier()->wait(far()); break;
+    default: transport.send(next_of(transport), kActivation, {counting({5})}, far()); transport.end_step(far());
+  }
+}
+
+TEST_P(EveryWorld, EndsAllWaitingOnAllRanksWhenOneAborts) {
+  World all = world();
+  std::atomic<int> ready = 0;
+  std::vector<Thrown> found(static_cast<std::size_t>(all.ranks()));
+  all.run([&](Transport& transport) {
+    std::vector<int> everybody(static_cast<std::size_t>(transport.ranks()));
+    for (int i = 0; i < transport.ranks(); ++i) everybody[static_cast<std::size_t>(i)] = i;
+    const auto group = transport.group(everybody);
+    ++ready;
+    if (transport.rank() == transport.ranks() - 1) {
+      while (ready < transport.ranks()) std::this_thread::yield();
+      transport.abort("stage 3 is out of memory");
+      transport.abort("this comes too late");
+    } else {
+      found[static_cast<std::size_t>(transport.rank())] = thrown_by([&] { wait_for_nothing(transport, *group); });
+    }
+    // And later ones.
+    EXPECT_EQ(thrown_by([&] { transport.receive(next_of(transport), kActivation, far()); }),
+              aborted("stage 3 is out of memory"));
+    EXPECT_EQ(thrown_by([&] { group->barrier()->wait(far()); }), aborted("stage 3 is out of memory"));
+  });
+  found.pop_back();
+  for (const Thrown& one : found) EXPECT_EQ(one, aborted("stage 3 is out of memory"));
+}
+
+TEST_P(EveryWorld, IsLateWhenAMemberOfAGroupDoesNotCome) {
+  World all = world();
+  all.run([](Transport& transport) {
+    if (transport.rank() > 1) return;
+    const auto group = transport.group({0, 1});
+    if (transport.rank() == 1) return;
+    EXPECT_EQ(thrown_by([&] { group->barrier()->wait(soon()); }),
+              late(TransportError::kNobody, "not all ranks of a group have come within the deadline"));
+  });
+}
+
+TEST_P(EveryWorld, RefusesAGroupWithoutTheRankThatAsks) {
+  World all = world();
+  expect_error<std::invalid_argument>([&] { all[0].group({1}); }, "rank 0 is not in the group that it asks for");
+}
+
+TEST_P(EveryWorld, EndsWithReceivesPostedAndMessagesUnderWay) {
+  World all = world();
+  all.run([](Transport& transport) {
+    for (std::uint32_t i = 0; i < 5; ++i) transport.post_receive(last_of(transport), {.channel = 0, .number = i});
+    transport.send(next_of(transport), {.channel = 0, .number = 3}, {counting({2000})}, far());
+  });
+}
+
+}  // namespace
+}  // namespace penstock::testing
