@@ -18,7 +18,7 @@ namespace penstock {
 namespace {
 
 // What was sent and not waited for gets this long when a transport ends.
-constexpr Clock::duration kLastSends = std::chrono::seconds(1);
+constexpr Clock::duration kLastSends = std::chrono::milliseconds(200);
 
 using Store = c10::intrusive_ptr<c10d::Store>;
 

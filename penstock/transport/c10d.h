@@ -17,11 +17,11 @@ namespace penstock {
 
 struct C10dOptions {
   // Gloo on loopback when there is none.
-  BackendFactory backends;
+  BackendFactory backends = {};
   // Every message tells its shapes. Without, they are learnt: see Transport::begin_step.
   bool dynamic_shapes = false;
   // For what is received; one of its own when there is none.
-  std::shared_ptr<BlockPool> pool;
+  std::shared_ptr<BlockPool> pool = {};
 };
 
 // One rank's end. Returns when all ranks have come; throws TransportError when they have not within the time that the

@@ -32,11 +32,12 @@ at::Tensor encode(char kind, const std::string& text) {
   return message;
 }
 
-// Without the place in libtorch and the backtrace.
-std::string first_line(const std::exception& error) {
+// The first sentence, without the place in gloo or libtorch and without the backtrace.
+std::string brief(const std::exception& error) {
   const auto* from_torch = dynamic_cast<const c10::Error*>(&error);
-  const std::string text = from_torch == nullptr ? error.what() : from_torch->what_without_backtrace();
-  return text.substr(0, text.find('\n'));
+  std::string text = from_torch == nullptr ? error.what() : from_torch->what_without_backtrace();
+  if (text.starts_with("[") && text.find("] ") != std::string::npos) text.erase(0, text.find("] ") + 2);
+  return text.substr(0, std::min(text.find(". "), text.find('\n')));
 }
 
 }  // namespace
@@ -163,7 +164,7 @@ void Control::connection_broke(int peer, const std::exception& how) {
     throw TransportError(TransportError::Why::Gone, found->rank, "rank " + std::to_string(found->rank) + " has ended");
   }
   const std::string whom = peer == TransportError::kNobody ? "a rank of a group" : "rank " + std::to_string(peer);
-  throw TransportError(TransportError::Why::Gone, peer, "the connection to " + whom + " broke: " + first_line(how));
+  throw TransportError(TransportError::Why::Gone, peer, "the connection to " + whom + " broke: " + brief(how));
 }
 
 }  // namespace penstock

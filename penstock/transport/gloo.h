@@ -23,8 +23,8 @@ using BackendFactory =
 struct GlooOptions {
   // Where this rank listens for the others: an interface such as "eth0", or else a name or number of this machine.
   // Nothing but loopback unless one is named.
-  std::string interface;
-  std::string address;
+  std::string interface = {};
+  std::string address = {};
   // How long the ranks of a group may take to find one another.
   Clock::duration timeout = std::chrono::seconds(60);
 };

@@ -22,6 +22,7 @@ Inbox::Channel& Inbox::channel_of(int from, Tag tag) {
 }
 
 void Inbox::begin_step() {
+  ended_.clear();
   for (auto& [key, channel] : channels_) {
     if (!channel.incoming.empty()) {
       throw std::logic_error(
@@ -35,13 +36,20 @@ void Inbox::begin_step() {
 
 void Inbox::post(int from, Tag tag) {
   control_.require_well();
+  ended_.clear();
   Channel& channel = channel_of(from, tag);
   if (channel.headers == Headers::Unsaid && !channel.opening.work) {
     channel.opening = post(from, tag, Kind::Opening, pool_->empty_bytes(1));
   }
   Incoming incoming;
-  prepare(channel, incoming, from, tag);
+  if (const Metas* metas = channel.learnt.next(tag.number))
+    incoming.expected = post_data(*metas, from, tag, Kind::Data);
+  if (channel.headers == Headers::On) post_header(incoming, from, tag);
   channel.incoming[tag.number].push_back(std::move(incoming));
+}
+
+void Inbox::post_header(Incoming& incoming, int from, Tag tag) {
+  incoming.header = post(from, tag, Kind::Header, pool_->empty_bytes(kHeaderBytes));
 }
 
 Inbox::Posted Inbox::post(int from, Tag tag, Kind kind, const at::Tensor& bytes) {
@@ -55,49 +63,40 @@ Inbox::Posted Inbox::post(int from, Tag tag, Kind kind, const at::Tensor& bytes)
   }
 }
 
-void Inbox::prepare(Channel& channel, Incoming& incoming, int from, Tag tag) {
-  switch (channel.headers) {
-    case Headers::Unsaid: return;
-    case Headers::On: incoming.header = post(from, tag, Kind::Header, pool_->empty_bytes(kHeaderBytes)); return;
-    case Headers::Off: break;
-  }
-  const Metas* metas = channel.learnt.next(tag.number);
-  if (metas == nullptr) {
-    throw PipeliningShapeError(name_of(tag, "from", from) +
-                               " was not there in the step that the shapes were learnt in.\n  Hint: with "
-                               "dynamic_shapes every message tells its shapes.");
-  }
-  post_data(incoming, *metas, from, tag);
-}
-
-void Inbox::post_data(Incoming& incoming, const Metas& metas, int from, Tag tag) {
+Inbox::Arrival Inbox::post_data(const Metas& metas, int from, Tag tag, Kind kind) {
+  Arrival arrival;
   for (const std::optional<TensorMeta>& meta : metas) {
-    at::Tensor& tensor = incoming.tensors.emplace_back();
+    at::Tensor& tensor = arrival.tensors.emplace_back();
     if (!meta) continue;
     tensor = pool_->empty(meta->shape, meta->strides, meta->dtype);
-    if (tensor.numel() > 0) incoming.data.push_back(post(from, tag, Kind::Data, bytes_of(tensor)));
+    if (tensor.numel() > 0) arrival.data.push_back(post(from, tag, kind, bytes_of(tensor)));
     if (meta->requires_grad) tensor.set_requires_grad(true);
   }
-  if (incoming.data.empty()) incoming.data.push_back(post(from, tag, Kind::Data, pool_->empty_bytes(1)));
-  incoming.known = true;
+  if (arrival.data.empty()) arrival.data.push_back(post(from, tag, kind, pool_->empty_bytes(1)));
+  return arrival;
 }
 
 void Inbox::wait(Posted& posted, int from, Deadline deadline) {
   control_.wait(*posted.work, deadline, from, "no message came from rank " + std::to_string(from));
-  posted.work.reset();
+  ended_.push_back({.bytes = {}, .work = std::move(posted.work)});
+}
+
+void Inbox::wait(Arrival& arrival, int from, Deadline deadline) {
+  while (!arrival.data.empty()) {
+    wait(arrival.data.front(), from, deadline);
+    arrival.data.pop_front();
+  }
 }
 
 void Inbox::read_opening(Channel& channel, int from, Tag tag, Deadline deadline) {
   wait(channel.opening, from, deadline);
   channel.headers = static_cast<Headers>(text_of(channel.opening.bytes).front());
   channel.opening = {};
-  if (channel.headers == Headers::On) {
-    step_.changed = true;
-    channel.learnt.clear();
-  }
-  // These were posted before it was known how.
+  if (channel.headers != Headers::On) return;
+  step_.changed = true;
+  // These were posted before it was known.
   for (auto& [number, all] : channel.incoming) {
-    for (Incoming& incoming : all) prepare(channel, incoming, from, {.channel = tag.channel, .number = number});
+    for (Incoming& incoming : all) post_header(incoming, from, {.channel = tag.channel, .number = number});
   }
 }
 
@@ -106,29 +105,35 @@ void Inbox::read_header(Channel& channel, Incoming& incoming, int from, Tag tag,
   const std::size_t rest = rest_of_header(text_of(incoming.header.bytes));
   if (rest > 0) {
     if (!incoming.long_header.bytes.defined()) {
-      incoming.long_header = post(from, tag, Kind::LongHeader, pool_->empty_bytes(rest));
+      incoming.long_header = post(from, tag, Kind::FreshData, pool_->empty_bytes(rest));
     }
-    wait(incoming.long_header, from, deadline);
+    if (incoming.long_header.work) wait(incoming.long_header, from, deadline);
   }
   Metas metas = decode_header(text_of(incoming.header.bytes),
                               rest > 0 ? text_of(incoming.long_header.bytes) : std::string_view());
-  post_data(incoming, metas, from, tag);
+  incoming.fresh = post_data(metas, from, tag, Kind::FreshData);
   if (step_.learns()) channel.learnt.add(tag.number, std::move(metas));
 }
 
 Message Inbox::receive(int from, Tag tag, Deadline deadline) {
   control_.require_well();
+  ended_.clear();
   Channel& channel = channel_of(from, tag);
   if (!channel.incoming.contains(tag.number)) post(from, tag);
   if (channel.headers == Headers::Unsaid) read_opening(channel, from, tag, deadline);
   const auto lane = channel.incoming.find(tag.number);
   Incoming& incoming = lane->second.front();
-  if (!incoming.known) read_header(channel, incoming, from, tag, deadline);
-  while (!incoming.data.empty()) {
-    wait(incoming.data.front(), from, deadline);
-    incoming.data.pop_front();
+  if (channel.headers == Headers::Off && !incoming.expected) {
+    throw PipeliningShapeError(name_of(tag, "from", from) +
+                               " was not there in the step that the shapes were learnt in.\n  Hint: with "
+                               "dynamic_shapes every message tells its shapes.");
   }
-  Message message = std::move(incoming.tensors);
+  if (incoming.expected) wait(*incoming.expected, from, deadline);
+  if (channel.headers == Headers::On) {
+    if (!incoming.fresh) read_header(channel, incoming, from, tag, deadline);
+    wait(*incoming.fresh, from, deadline);
+  }
+  Message message = std::move((incoming.fresh ? incoming.fresh : incoming.expected)->tensors);
   lane->second.pop_front();
   if (lane->second.empty()) channel.incoming.erase(lane);
   return message;

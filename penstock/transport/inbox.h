@@ -4,6 +4,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
 #include <vector>
@@ -31,15 +32,18 @@ class Inbox {
     at::Tensor bytes;
     c10::intrusive_ptr<c10d::Work> work;
   };
-  struct Incoming {
-    // With its tensor while a header is awaited.
-    Posted header;
-    Posted long_header;
-    // What is known of it; its data is posted then.
-    bool known = false;
-    Metas metas;
+  // Tensors, and the data that still has to come for them.
+  struct Arrival {
     Message tensors;
     std::deque<Posted> data;
+  };
+  struct Incoming {
+    // Of the sizes of an earlier step, when it was there in that.
+    std::optional<Arrival> expected;
+    // While headers are on.
+    Posted header;
+    Posted long_header;
+    std::optional<Arrival> fresh;
   };
   struct Channel {
     Headers headers = Headers::On;
@@ -52,17 +56,20 @@ class Inbox {
 
   Channel& channel_of(int from, Tag tag);
   Posted post(int from, Tag tag, Kind kind, const at::Tensor& bytes);
-  // Posts what can be posted of a message.
-  void prepare(Channel& channel, Incoming& incoming, int from, Tag tag);
-  void post_data(Incoming& incoming, const Metas& metas, int from, Tag tag);
+  void post_header(Incoming& incoming, int from, Tag tag);
+  Arrival post_data(const Metas& metas, int from, Tag tag, Kind kind);
   void read_opening(Channel& channel, int from, Tag tag, Deadline deadline);
   void read_header(Channel& channel, Incoming& incoming, int from, Tag tag, Deadline deadline);
   void wait(Posted& posted, int from, Deadline deadline);
+  void wait(Arrival& arrival, int from, Deadline deadline);
 
   Control& control_;
   DataBackends backends_;
   Step& step_;
   std::shared_ptr<BlockPool> pool_;
+  // What was waited for, until the next call. Gloo's thread lets go of a receive a moment after it has ended it; whoever
+  // drops it in that moment yields the core, and gets it back late on a busy machine.
+  std::vector<Posted> ended_;
   // What is received goes before the memory that it is received into.
   std::map<std::pair<int, std::uint32_t>, Channel> channels_;
 };

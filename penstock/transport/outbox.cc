@@ -18,6 +18,27 @@ std::string text_of(const std::optional<TensorMeta>& meta) {
   return meta ? to_string(*meta) : "None";
 }
 
+// A receiver that expects something else must not get this: what is shorter would be taken for whole, and what is longer
+// ends its process.
+void require_expected(const std::vector<Packed>& parts, const Metas* expected, int to, Tag tag) {
+  const std::string hint =
+      "\n  Hint: with dynamic_shapes every message tells its shapes; without, they may change with the batch only.";
+  if (expected == nullptr) {
+    throw PipeliningShapeError(name_of(tag, "to", to) + " was not there in the step that the shapes were learnt in." +
+                               hint);
+  }
+  if (parts.size() != expected->size()) {
+    throw PipeliningShapeError(name_of(tag, "to", to) + " has " + std::to_string(parts.size()) + " tensors, and had " +
+                               std::to_string(expected->size()) + " when the shapes were learnt." + hint);
+  }
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    if (parts[i].looks_like((*expected)[i])) continue;
+    throw PipeliningShapeError("tensor " + std::to_string(i) + " of " + name_of(tag, "to", to) + " is " +
+                               text_of(parts[i].meta()) + ", and was " + text_of((*expected)[i]) +
+                               " when the shapes were learnt." + hint);
+  }
+}
+
 }  // namespace
 
 Outbox::Outbox(Control& control, DataBackends backends, Step& step)
@@ -38,6 +59,7 @@ void Outbox::begin_step() {
     channel.headers = step_.at_begin();
     channel.learnt.begin_step();
   }
+  headers_sent_ = false;
 }
 
 Outbox::Channel& Outbox::channel_of(int to, Tag tag) {
@@ -48,28 +70,7 @@ Outbox::Channel& Outbox::channel_of(int to, Tag tag) {
 
 void Outbox::open(Channel& channel, int to, Tag tag) {
   channel.headers = step_.changed || channel.learnt.empty() ? Headers::On : Headers::Off;
-  if (channel.headers == Headers::On) channel.learnt.clear();
   start(to, tag, Kind::Opening, std::string(1, static_cast<char>(channel.headers)));
-}
-
-void Outbox::require_expected(Channel& channel, const std::vector<Packed>& parts, int to, Tag tag) {
-  const std::string hint =
-      "\n  Hint: with dynamic_shapes every message tells its shapes; without, they may change with the batch only.";
-  const Metas* expected = channel.learnt.next(tag.number);
-  if (expected == nullptr) {
-    throw PipeliningShapeError(name_of(tag, "to", to) + " was not there in the step that the shapes were learnt in." +
-                               hint);
-  }
-  if (parts.size() != expected->size()) {
-    throw PipeliningShapeError(name_of(tag, "to", to) + " has " + std::to_string(parts.size()) + " tensors, and had " +
-                               std::to_string(expected->size()) + " when the shapes were learnt." + hint);
-  }
-  for (std::size_t i = 0; i < parts.size(); ++i) {
-    if (parts[i].looks_like((*expected)[i])) continue;
-    throw PipeliningShapeError("tensor " + std::to_string(i) + " of " + name_of(tag, "to", to) + " is " +
-                               text_of(parts[i].meta()) + ", and was " + text_of((*expected)[i]) +
-                               " when the shapes were learnt." + hint);
-  }
 }
 
 void Outbox::send(int to, Tag tag, const Message& message, Deadline deadline) {
@@ -77,30 +78,50 @@ void Outbox::send(int to, Tag tag, const Message& message, Deadline deadline) {
   const std::vector<Packed> parts(message.begin(), message.end());
   Channel& channel = channel_of(to, tag);
   if (channel.headers == Headers::Unsaid) open(channel, to, tag);
+  const Metas* expected = channel.learnt.next(tag.number);
   if (channel.headers == Headers::On) {
-    Metas metas;
-    for (const Packed& part : parts) metas.push_back(part.meta());
-    const HeaderBytes header = encode_header(metas);
-    start(to, tag, Kind::Header, header.first);
-    if (!header.rest.empty()) start(to, tag, Kind::LongHeader, header.rest);
-    if (step_.learns()) channel.learnt.add(tag.number, std::move(metas));
+    send_with_header(channel, parts, expected, to, tag);
   } else {
-    require_expected(channel, parts, to, tag);
+    require_expected(parts, expected, to, tag);
+    send_parts(parts, to, tag, Kind::Data);
   }
-  bool empty = true;
-  for (const Packed& part : parts) {
-    if (!part.tensor.defined() || part.tensor.numel() == 0) continue;
-    start(to, tag, Kind::Data, bytes_of(part.tensor));
-    empty = false;
-  }
-  // Something has to come.
-  if (empty) start(to, tag, Kind::Data, std::string(1, '\0'));
 
   Gate::Lock lock = gate_.lock();
   if (is_much()) gate_.changed();
   // With headers, data is taken when the message is and not when its receive is posted: two ranks could wait for one
   // another here, where the schedule says that they cannot.
-  while (channel.headers == Headers::Off && under_way_.size() > kManySends) wait_for_oldest(lock, deadline);
+  while (!headers_sent_ && under_way_.size() > kManySends) wait_for_oldest(lock, deadline);
+}
+
+void Outbox::send_with_header(Channel& channel, const std::vector<Packed>& parts, const Metas* expected, int to,
+                              Tag tag) {
+  headers_sent_ = true;
+  if (expected != nullptr) {
+    // For the receives that are posted already.
+    std::vector<Packed> anything;
+    for (const std::optional<TensorMeta>& meta : *expected) {
+      anything.emplace_back(meta ? at::empty(meta->shape, meta->dtype) : at::Tensor());
+    }
+    send_parts(anything, to, tag, Kind::Data);
+  }
+  Metas metas;
+  for (const Packed& part : parts) metas.push_back(part.meta());
+  const HeaderBytes header = encode_header(metas);
+  start(to, tag, Kind::Header, header.first);
+  if (!header.rest.empty()) start(to, tag, Kind::FreshData, header.rest);
+  send_parts(parts, to, tag, Kind::FreshData);
+  if (step_.learns()) channel.learnt.add(tag.number, std::move(metas));
+}
+
+void Outbox::send_parts(const std::vector<Packed>& parts, int to, Tag tag, Kind kind) {
+  bool empty = true;
+  for (const Packed& part : parts) {
+    if (!part.tensor.defined() || part.tensor.numel() == 0) continue;
+    start(to, tag, kind, bytes_of(part.tensor));
+    empty = false;
+  }
+  // Something has to come.
+  if (empty) start(to, tag, kind, std::string(1, '\0'));
 }
 
 void Outbox::start(int to, Tag tag, Kind kind, const std::string& bytes) {

@@ -50,7 +50,8 @@ class Outbox {
 
   Channel& channel_of(int to, Tag tag);
   void open(Channel& channel, int to, Tag tag);
-  static void require_expected(Channel& channel, const std::vector<Packed>& parts, int to, Tag tag);
+  void send_with_header(Channel& channel, const std::vector<Packed>& parts, const Metas* expected, int to, Tag tag);
+  void send_parts(const std::vector<Packed>& parts, int to, Tag tag, Kind kind);
   void start(int to, Tag tag, Kind kind, const at::Tensor& bytes);
   void start(int to, Tag tag, Kind kind, const std::string& bytes);
 
@@ -63,6 +64,8 @@ class Outbox {
   DataBackends backends_;
   Step& step_;
   std::map<std::pair<int, std::uint32_t>, Channel> channels_;
+  // Some message of this step had a header.
+  bool headers_sent_ = false;
 
   // What follows is used by the reaper too, under the gate's lock.
   Gate gate_{Clock::duration::zero()};

@@ -4,7 +4,7 @@
 #include <poll.h>
 #include <signal.h>  // NOLINT(modernize-deprecated-headers): sigset_t and its functions are POSIX's
 #include <spawn.h>
-#include <sys/pidfd.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -132,7 +132,7 @@ void ProcessRanks::start(const ProcessOptions& options, int rank, const Descript
   Process& process = processes_.emplace_back();
   process.pid = pid;
   // It cannot be another process by now, as this one is not reaped.
-  process.handle.reset(pidfd_open(pid, 0));
+  process.handle.reset(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
   if (!process.handle.is_open()) {
     throw std::runtime_error("rank " + std::to_string(rank) + " cannot be watched: " + reason(errno) + ".");
   }

@@ -6,6 +6,7 @@
 
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 #include "penstock/tensor/nested.h"
 
@@ -26,6 +27,11 @@ int wire_tag(Tag tag, Kind kind) {
   }
   const std::uint32_t number = kind == Kind::Opening ? 0 : tag.number;
   return static_cast<int>(((tag.channel / 2) << 17U) | (number << 2U) | static_cast<std::uint32_t>(kind));
+}
+
+void Learnt::begin_step() {
+  if (!fresh_.empty()) metas_ = std::exchange(fresh_, {});
+  next_.clear();
 }
 
 const Metas* Learnt::next(std::uint32_t number) {

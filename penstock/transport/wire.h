@@ -1,6 +1,10 @@
 // What goes over a connection between two ranks. A message is its tensors, one after the other, those without bytes left
 // out. How they look is told in a header ahead of them, or known from an earlier step: see begin_step in transport.h.
 // Then each channel opens a step with one small message that says which of the two it is.
+//
+// A receiver does not wait for that: it posts receives for what it knows at once, so that a message is on its way in one
+// go when nothing has changed. When something has, the sender fills these receives with anything, as they cannot be taken
+// back, and the message follows with a header.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,7 +23,14 @@ namespace penstock {
 
 using Metas = std::vector<std::optional<TensorMeta>>;
 
-enum class Kind : std::uint8_t { Opening, Header, LongHeader, Data };
+enum class Kind : std::uint8_t {
+  Opening,
+  Header,
+  // Of known sizes.
+  Data,
+  // Of sizes that a header has told, and what of a header did not fit into it.
+  FreshData,
+};
 
 // The number that c10d matches a send and its receive by. Throws std::invalid_argument when the tag does not fit in it.
 int wire_tag(Tag tag, Kind kind);
@@ -47,19 +58,19 @@ struct Step {
 };
 
 // How the messages of one channel looked in its last step with headers: by their number, and as there may be several of
-// one number, in their order. Sender and receiver learn the same.
+// one number, in their order. Sender and receiver learn the same, and use it in the next step.
 class Learnt {
  public:
   bool empty() const { return metas_.empty(); }
-  void clear() { metas_.clear(); }
-  void add(std::uint32_t number, Metas metas) { metas_[number].push_back(std::move(metas)); }
-  // Begins again with the first of each number.
-  void begin_step() { next_.clear(); }
-  // The next one of this number, or nullptr.
+  void add(std::uint32_t number, Metas metas) { fresh_[number].push_back(std::move(metas)); }
+  void begin_step();
+  // The next one of this number in this step, or nullptr.
   const Metas* next(std::uint32_t number);
 
  private:
-  std::map<std::uint32_t, std::vector<Metas>> metas_;
+  using ByNumber = std::map<std::uint32_t, std::vector<Metas>>;
+  ByNumber metas_;
+  ByNumber fresh_;
   std::map<std::uint32_t, std::size_t> next_;
 };
 

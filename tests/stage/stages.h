@@ -41,26 +41,30 @@ class OperatorCount {
   OperatorCount()
       : handle_(at::addThreadLocalCallback(
             at::RecordFunctionCallback(begin, end).needsOutputs(true).scopes({at::RecordScope::FUNCTION}))) {
-    state.counts = {};
+    state().counts = {};
   }
   ~OperatorCount() { at::removeCallback(handle_); }
 
   OperatorCount(const OperatorCount&) = delete;
   OperatorCount& operator=(const OperatorCount&) = delete;
 
-  static Operators counts() { return state.counts; }
+  static Operators counts() { return state().counts; }
 
  private:
   static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
-    if (node_of(function).empty()) ++state.depth;
-    if (!node_of(function).empty()) state.node = node_of(function);
+    const std::string node = node_of(function);
+    if (node.empty()) {
+      ++state().depth;
+    } else {
+      state().node = node;
+    }
     return nullptr;
   }
 
   static void end(const at::RecordFunction& function, at::ObserverContext* /*context*/) {
     if (!node_of(function).empty()) {
-      state.node.clear();
-    } else if (--state.depth == 0) {
+      state().node.clear();
+    } else if (--state().depth == 0) {
       count(function);
     }
   }
@@ -74,16 +78,16 @@ class OperatorCount {
 
   static void count(const at::RecordFunction& function) {
     const std::string name = function.name();
-    if (state.node == "torch::autograd::AccumulateGrad" && name != "aten::add_") return;
-    if (state.node.empty() && name == "aten::clone") return;
+    if (state().node == "torch::autograd::AccumulateGrad" && name != "aten::add_") return;
+    if (state().node.empty() && name == "aten::clone") return;
     // These give the gradients that they are asked for: each counts as one.
     if (name == "aten::convolution_backward" || name == "aten::linear_backward") {
       for (std::size_t i = 0; i < function.outputs().size(); ++i) {
-        if (function.outputs()[i].toTensor().defined()) ++state.counts[name + "[" + std::to_string(i) + "]"];
+        if (function.outputs()[i].toTensor().defined()) ++state().counts[name + "[" + std::to_string(i) + "]"];
       }
     } else {
       // A sum is formed in place if nobody else holds its first part.
-      ++state.counts[name == "aten::add_" ? "aten::add" : name];
+      ++state().counts[name == "aten::add_" ? "aten::add" : name];
     }
   }
 
@@ -94,7 +98,11 @@ class OperatorCount {
     // That the engine runs.
     std::string node;
   };
-  inline static thread_local State state;
+  static State& state() {
+    thread_local State of_this_thread;
+    return of_this_thread;
+  }
+
   at::CallbackHandle handle_;
 };
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -278,9 +279,12 @@ TEST_P(EveryWorld, IsLateWhenNoMessageComesAndBringsItWhenItDoes) {
   const Thrown found = thrown_by([&] { all[1].receive(0, kActivation, soon()); });
   EXPECT_EQ(found, late(0, "no message came from rank 0 within the deadline"));
   all.run([](Transport& transport) {
-    if (transport.rank() == 0) transport.send(1, kActivation, {counting({5})}, far());
-    if (transport.rank() == 0) transport.end_step(far());
-    if (transport.rank() == 1) EXPECT_TRUE(same_message({counting({5})}, transport.receive(0, kActivation, far())));
+    if (transport.rank() == 0) {
+      transport.send(1, kActivation, {counting({5})}, far());
+      transport.end_step(far());
+    } else if (transport.rank() == 1) {
+      EXPECT_TRUE(same_message({counting({5})}, transport.receive(0, kActivation, far())));
+    }
   });
 }
 
@@ -321,7 +325,6 @@ TEST_P(EveryWorld, EndsAllWaitingOnAllRanksWhenOneAborts) {
     // And later ones.
     EXPECT_EQ(thrown_by([&] { transport.receive(next_of(transport), kActivation, far()); }),
               aborted("stage 3 is out of memory"));
-    EXPECT_EQ(thrown_by([&] { group->barrier()->wait(far()); }), aborted("stage 3 is out of memory"));
   });
   found.pop_back();
   for (const Thrown& one : found) EXPECT_EQ(one, aborted("stage 3 is out of memory"));
@@ -329,9 +332,10 @@ TEST_P(EveryWorld, EndsAllWaitingOnAllRanksWhenOneAborts) {
 
 TEST_P(EveryWorld, IsLateWhenAMemberOfAGroupDoesNotCome) {
   World all = world();
-  all.run([](Transport& transport) {
+  std::vector<std::shared_ptr<Group>> groups(2);
+  all.run([&](Transport& transport) {
     if (transport.rank() > 1) return;
-    const auto group = transport.group({0, 1});
+    const auto group = groups[static_cast<std::size_t>(transport.rank())] = transport.group({0, 1});
     if (transport.rank() == 1) return;
     EXPECT_EQ(thrown_by([&] { group->barrier()->wait(soon()); }),
               late(TransportError::kNobody, "not all ranks of a group have come within the deadline"));
