@@ -40,7 +40,9 @@ void Executor::begin(const StepWork& work) {
   for (const auto& [index, stage] : stages_) {
     stage->begin(*work.wiring, work.schedule->microbatches(), work.autograd);
   }
-  if (!work.backward) return;
+}
+
+void Executor::begin_sums() {
   for (auto& [group, sums] : shared_) {
     for (SharedSum& sum : sums) sum.begin_step();
   }

@@ -101,8 +101,10 @@ class Executor {
         shared_(std::move(shared)),
         functions_(&functions) {}
 
-  // Before a step, and after one that failed; by one thread for all ranks.
+  // Before a step, all stages of all ranks and then, with backwards, all sums; and after a step that failed. By one
+  // thread, as several ranks may have one and the same parameter.
   void begin(const StepWork& work);
+  void begin_sums();
   void take_back();
 
   // Runs this rank's part of a step, and writes down what ran. Throws whatever an action throws; `progress` then says

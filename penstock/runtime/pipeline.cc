@@ -125,6 +125,8 @@ struct Pipeline::State {
   void connect();
   std::map<int, std::vector<SharedSum>> shared_sums(int rank);
   void share_parameters(int rank);
+  // A new group of the ranks that have the same stages in all replicas.
+  std::shared_ptr<Group> replicas_of(int rank);
   void on_all_ranks(const std::function<void(int)>& act);
   std::vector<StepWork> prepare(const Args& args, const Kwargs& kwargs, const c10::IValue& target,
                                 const StepOptions& step_options, bool backward);
@@ -155,6 +157,7 @@ void Pipeline::State::connect() {
     std::map<int, PipelineStage*> own;
     for (const int stage : training.placement().stages_of(rank % ranks())) {
       own[stage] = &replicas[static_cast<std::size_t>(replica_of(rank))][static_cast<std::size_t>(stage)];
+      if (own[stage]->sync() != nullptr) own[stage]->sync()->join(replicas_of(rank));
     }
     executors.emplace_back(*transports[static_cast<std::size_t>(rank)], replica_of(rank) * ranks(), std::move(own),
                            shared_sums(rank), options.functions);
@@ -194,6 +197,14 @@ std::map<int, std::vector<SharedSum>> Pipeline::State::shared_sums(int rank) {
   return sums;
 }
 
+std::shared_ptr<Group> Pipeline::State::replicas_of(int rank) {
+  std::vector<int> group;
+  for (int replica = 0; replica < static_cast<int>(replicas.size()); ++replica) {
+    group.push_back(replica * ranks() + rank % ranks());
+  }
+  return transports[static_cast<std::size_t>(rank)]->group(group);
+}
+
 void Pipeline::State::share_parameters(int rank) {
   Stages& stages = replicas[static_cast<std::size_t>(replica_of(rank))];
   for (const int index : training.placement().stages_of(rank % ranks())) {
@@ -205,11 +216,7 @@ void Pipeline::State::share_parameters(int rank) {
                            [&](const SharedParameter& one) { return one.stage == index && one.name == own; });
       }));
     }
-    std::vector<int> group;
-    for (int replica = 0; replica < static_cast<int>(replicas.size()); ++replica) {
-      group.push_back(replica * ranks() + rank % ranks());
-    }
-    auto members = transports[static_cast<std::size_t>(rank)]->group(group);
+    auto members = replicas_of(rank);
     const Deadline deadline = Clock::now() + options.timeout;
     stage.set_sync(options.sharded ? shard_parameters(stage.module(), is_shared, index, std::move(members), deadline)
                                    : replicate_parameters(stage.module(), is_shared, std::move(members), deadline));
@@ -290,6 +297,9 @@ StepResult Pipeline::State::run(std::vector<StepWork> works, const Schedule& sch
   }
   for (std::size_t rank = 0; rank < executors.size(); ++rank) {
     executors[rank].begin(works[static_cast<std::size_t>(replica_of(static_cast<int>(rank)))]);
+  }
+  if (works.front().backward) {
+    for (Executor& executor : executors) executor.begin_sums();
   }
   threads.run([&](int rank) {
     const auto at = static_cast<std::size_t>(rank);

@@ -51,7 +51,7 @@ class InputNode final : public Node {
 // out, and some may be undefined.
 class RootNode final : public Node {
  public:
-  // It is run by giving it `signal`. The gradients are listed as its inputs too, so that the engine knows their devices.
+  // It is run by giving it `signal`. The gradients are listed as inputs too, so that the engine knows their devices.
   RootNode(const at::Tensor& signal, edge_list edges, variable_list gradients)
       : Node(std::move(edges)), gradients_(std::move(gradients)) {
     add_input_metadata(signal);
@@ -336,8 +336,8 @@ struct StageBackward::Graph {
   Graph& operator=(const Graph&) = delete;
 
   // Runs, and sees to it that what autograd made the .grad of a parameter belongs to it alone. Autograd looks whether
-  // somebody else holds the tensor, but not whether somebody holds its storage, such as a parameter that met this one in
-  // a sum of views, or an input of the stage: what is added to one gradient later would be added to the other.
+  // somebody else holds the tensor, but not whether somebody holds its storage, such as a parameter that met this one
+  // in a sum of views, or an input of the stage: what is added to one gradient later would be added to the other.
   void run_to_parameters(Roots roots) {
     std::erase_if(parameters, [](const at::Tensor& parameter) { return parameter.grad().defined(); });
     std::move(roots).run();

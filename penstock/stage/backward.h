@@ -11,14 +11,15 @@
 //   backward.weight_half();
 //
 // Both ways give the same gradients, bit for bit, and run the same operators. Gradients of parameters are accumulated
-// into .grad by autograd itself, in the second half only, so that hooks on parameters see what they would see in a whole
-// backward, once. Hooks on tensors inside the stage are called once too, in the half that meets them first.
+// into .grad by autograd itself, in the second half only, so that hooks on parameters see once what they would see in a
+// whole backward. Hooks on tensors inside the stage are called once too, in the half that meets them first. A gradient
+// that autograd made a .grad although somebody else holds its storage is copied: it belongs to its parameter alone.
 //
 // What the halves are: a node of the graph that leads to an input has its turn in the first half, any other in the
 // second. Where a node leads both to an input and to a parameter, the gradients of both are computed in the first half,
 // and those of the parameter's side are kept; but a product (linear, matmul, convolution) keeps the gradient that
-// arrived, and computes its parameter's side in the second half. Its factors stay alive until then, and a parameter must
-// not be written to between the halves: autograd would refuse it.
+// arrived, and computes its parameter's side in the second half. Its factors stay alive until then, and a parameter
+// must not be written to between the halves: autograd would refuse it.
 //
 // The halves follow libtorch's order of nodes, which is that of the operators in a forward on one thread. A backward
 // runs on the thread that calls it (on the CPU), and one StageBackward is used by one thread at a time.
@@ -69,12 +70,13 @@ class StageBackward {
   StageBackward(const StageBackward&) = delete;
   StageBackward& operator=(const StageBackward&) = delete;
 
-  // Each takes a gradient for each output, undefined where none flows (for an output that requires none, it is ignored),
+  // Each takes a gradient for each output, undefined where none flows (ignored for one that requires none),
   // and returns one for each input, undefined where none arrived. A returned tensor may be one that was given, or share
   // its storage with another: it is not to be written to.
   //
   // There is either one full(), or one input_half() and then one weight_half(): anything else is a std::logic_error.
-  // One that throws has run, and its graph is gone.
+  // Gradients that do not fit are a std::invalid_argument, and nothing has run. One that fails later has run: its graph
+  // is gone.
   std::vector<at::Tensor> full(std::vector<at::Tensor> output_gradients);
   std::vector<at::Tensor> input_half(std::vector<at::Tensor> output_gradients);
   void weight_half();

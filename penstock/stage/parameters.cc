@@ -87,6 +87,7 @@ class ReplicatedParameters : public ParameterSync {
     works_.clear();
     contribution_.abandon();
   }
+  void join(std::shared_ptr<Group> group) override { group_ = std::move(group); }
 
  private:
   StageModule::NamedTensors all_;
@@ -217,6 +218,7 @@ class ShardedParameters : public ParameterSync {
     gradient_part_.reset();
     reshard();
   }
+  void join(std::shared_ptr<Group> group) override { group_ = std::move(group); }
 
  private:
   // Calls visit(parameter, its first element, how many, where they are among all parts) for each member's piece.

@@ -35,8 +35,10 @@ class ParameterSync {
   virtual void finish_unshard(Deadline deadline) = 0;
   virtual void reshard() = 0;
 
-  // Forgets what is under way, after a step that failed.
+  // After a step that failed: forgets what is under way, and goes on with a group of the same members, as the ranks have
+  // been connected anew.
   virtual void abandon() = 0;
+  virtual void join(std::shared_ptr<Group> group) = 0;
 };
 
 // Both make parameters and buffers those of the group's first member, for which all members wait until the deadline.

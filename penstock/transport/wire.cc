@@ -70,7 +70,7 @@ Metas decode_header(std::string_view first, std::string_view rest) {
 Packed::Packed(const at::Tensor& given) {
   if (!given.defined()) return;
   if (!given.device().is_cpu() || given.layout() != at::kStrided || given.is_quantized()) {
-    throw std::invalid_argument("a message has a tensor that is " + describe(given) + " on " + given.device().str() +
+    throw std::invalid_argument("a message has a " + describe(given) +
                                 "; this transport carries dense tensors on the CPU.");
   }
   requires_grad = given.requires_grad();

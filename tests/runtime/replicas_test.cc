@@ -3,8 +3,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <map>
+#include <memory>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -148,6 +151,28 @@ TEST(SharedParameters, WithTensorsOfTheirOwnGetTheSumOfTheirGradients) {
       EXPECT_TRUE(at::equal(tied.grad(), copy.grad()));
     }
   }
+}
+
+TEST(SharedParameters, AreAfterAFailedStepWhatTheyWereBefore) {
+  const Schedule schedule = generate("1F1B", {.ranks = 2, .microbatches = 2});
+  std::vector<Model> models;
+  auto replicas = copies(kModels[5], schedule.stages(), 2, models);
+  const auto fails = std::make_shared<std::atomic<bool>>(false);
+  PipelineOptions options{.loss = [fails](const c10::IValue& output, const c10::IValue& target, const Kwargs& kwargs) {
+    if (*fails) throw std::runtime_error("no loss");
+    return squared_error(output, target, kwargs);
+  }};
+  Pipeline pipeline(std::move(replicas), models.front().wiring, schedule, options);
+  const at::Tensor x = weight("x", {8, kWide}).detach();
+  pipeline.step({x}, {}, x);
+  const at::Tensor& tied = models.front().stages.front().parameters.back().second;
+  const at::Tensor before = tied.grad().clone();
+  *fails = true;
+  for (int i = 0; i < 3; ++i) EXPECT_THROW(pipeline.step({x}, {}, x), PipelineError);
+  EXPECT_TRUE(at::equal(before, tied.grad()));
+  *fails = false;
+  pipeline.step({x}, {}, x);
+  expect_close(before * 2, tied.grad(), "tied");
 }
 
 }  // namespace

@@ -33,9 +33,9 @@ inline at::Tensor numbers(at::IntArrayRef shape, std::int64_t seed = 1, at::Scal
   return (steps * (1.7 + 0.013 * static_cast<double>(seed)) + static_cast<double>(seed)).sin().to(dtype).view(shape);
 }
 
-// Counts the operators that this thread calls while it lives; those that operators call themselves are not counted, nor
-// those by which a gradient becomes a parameter's first: that it is taken as it is, or copied, depends on who else holds
-// it, which is not the same in a whole backward and in its halves.
+// Counts the operators that this thread calls while it lives; those that operators call themselves are not counted,
+// nor those by which a gradient becomes a parameter's first: whether it is taken as it is or copied depends on who else
+// holds it, which is not the same in a whole backward and in its halves.
 class OperatorCount {
  public:
   OperatorCount()

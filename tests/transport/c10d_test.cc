@@ -208,9 +208,12 @@ TEST(C10dTransport, GivesTensorsThatCanBeChangedAndLearnt) {
 
 TEST(C10dTransport, SaysWhichTensorsItDoesNotCarry) {
   World world(Carrier::Gloo, 2);
-  expect_error<std::invalid_argument>(
-      [&] { world[0].send(1, kTag, {at::empty({2}, at::TensorOptions().device(at::kMeta))}, far()); },
-      "a message has a tensor that is tensor float32[2] on meta; this transport carries dense tensors on the CPU.");
+  const auto send = [&](const at::Tensor& tensor) { world[0].send(1, kTag, {tensor}, far()); };
+  const std::string right = "; this transport carries dense tensors on the CPU.";
+  expect_error<std::invalid_argument>([&] { send(at::empty({2}, at::TensorOptions().device(at::kMeta))); },
+                                      "a message has a float32 tensor of shape [2] on meta" + right);
+  expect_error<std::invalid_argument>([&] { send(at::zeros({2}).to_sparse()); },
+                                      "a message has a float32 tensor of shape [2]" + right);
 }
 
 TEST(C10dTransport, SaysWhichRanksItHasAConnectionTo) {

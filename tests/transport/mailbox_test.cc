@@ -1,4 +1,4 @@
-// The gate, the mailbox and the meeting, alone: nothing here needs libtorch, so that all of it can run under TSan.
+// The gate, the mailbox, the meeting and the alarms, alone: nothing here needs libtorch, so that all of it can run under TSan.
 #include "penstock/transport/mailbox.h"
 
 #include <gtest/gtest.h>
@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/transport/alarms.h"
 #include "penstock/transport/gate.h"
 #include "penstock/transport/meeting.h"
 
@@ -340,6 +341,85 @@ TEST(Meeting, EndsAllWaitingWhenItIsClosed) {
       EXPECT_EQ(meeting.wait(number, far()), Waited::Closed);
     }
   });
+}
+
+// A wait that knows nothing of deadlines, and ends when it is woken.
+class Sleeper {
+ public:
+  // Whether it was woken, as nothing else ends it.
+  bool sleep() {
+    Gate::Lock lock = gate_.lock();
+    return gate_.wait(lock, far(), [this] { return woken_; }) == Waited::Ready;
+  }
+  void wake() {
+    const Gate::Lock lock = gate_.lock();
+    woken_ = true;
+    gate_.changed();
+  }
+  bool woken() {
+    const Gate::Lock lock = gate_.lock();
+    return woken_;
+  }
+
+ private:
+  Gate gate_{0us};
+  bool woken_ = false;
+};
+
+TEST(Alarms, RingAtTheirDeadlines) {
+  Alarms alarms;
+  // The second one is earlier than what the thread waits for.
+  Sleeper later;
+  Sleeper sooner;
+  const Alarms::Alarm one(alarms, far(), [&] { later.wake(); });
+  const Alarms::Alarm other(alarms, Clock::now() + 10ms, [&] { sooner.wake(); });
+  EXPECT_TRUE(sooner.sleep());
+  EXPECT_FALSE(later.woken());
+}
+
+TEST(Alarms, RingAtOnceWhenAllIsOver) {
+  Alarms alarms;
+  Sleeper before;
+  Sleeper after;
+  const Alarms::Alarm one(alarms, Deadline::max(), [&] { before.wake(); });
+  EXPECT_FALSE(before.woken());
+  alarms.close();
+  EXPECT_TRUE(before.woken());
+  const Alarms::Alarm other(alarms, Deadline::max(), [&] { after.wake(); });
+  EXPECT_TRUE(after.woken());
+}
+
+TEST(Alarms, DoNotRingWhenTheyAreGone) {
+  Alarms alarms;
+  Sleeper gone;
+  Sleeper other;
+  {
+    const Alarms::Alarm alarm(alarms, Clock::now() + 5ms, [&] { gone.wake(); });
+  }
+  const Alarms::Alarm alarm(alarms, Clock::now() + 10ms, [&] { other.wake(); });
+  EXPECT_TRUE(other.sleep());
+  alarms.close();
+  EXPECT_FALSE(gone.woken());
+}
+
+TEST(Alarms, RingOnceEachForManyThreads) {
+  Alarms alarms;
+  std::atomic<int> rung = 0;
+  std::atomic<int> woken = 0;
+  constexpr int kThreads = 8;
+  constexpr int kWaits = 200;
+  on_threads(kThreads, [&](std::size_t i) {
+    for (int wait = 0; wait < kWaits; ++wait) {
+      Sleeper sleeper;
+      const Alarms::Alarm alarm(alarms, Clock::now() + std::chrono::microseconds((i * 7 + 13) % 50 * 10), [&] {
+        ++rung;
+        sleeper.wake();
+      });
+      if (sleeper.sleep()) ++woken;
+    }
+  });
+  EXPECT_EQ(rung, kThreads * kWaits);
+  EXPECT_EQ(woken, kThreads * kWaits);
 }
 
 }  // namespace

@@ -1,0 +1,125 @@
+// What the tests of processes start as a rank. Its first argument says what it does, and its exit code how it went.
+#include "tests/transport/rank_program.h"
+
+#include <ATen/ATen.h>
+
+#include <chrono>
+#include <csignal>
+#include <cstdlib>
+#include <iostream>
+#include <string>
+#include <thread>
+
+#include "penstock/transport/c10d.h"
+#include "penstock/transport/rendezvous.h"
+#include "penstock/transport/transport.h"
+
+namespace penstock::testing {
+namespace {
+
+constexpr Tag kTag{.channel = 0, .number = 0};
+
+Deadline within(double seconds) {
+  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+}
+
+std::unique_ptr<Transport> connect() {
+  const Rendezvous place = rendezvous(std::chrono::seconds(60));
+  return c10d_transport(place.store, place.rank, place.ranks,
+                        {.backends = gloo_backends({.interface = place.interface, .address = place.address})});
+}
+
+// Some steps around a ring, and a sum.
+int ring(Transport& transport) {
+  const int next = (transport.rank() + 1) % transport.ranks();
+  const int last = (transport.rank() + transport.ranks() - 1) % transport.ranks();
+  std::vector<int> everybody;
+  for (int rank = 0; rank < transport.ranks(); ++rank) everybody.push_back(rank);
+  const auto group = transport.group(everybody);
+  for (int step = 0; step < 20; ++step) {
+    transport.begin_step(1);
+    transport.post_receive(last, kTag);
+    transport.send(next, kTag, {at::full({10'000}, transport.rank() * 100 + step)}, within(60));
+    const at::Tensor found = transport.receive(last, kTag, within(60))[0];
+    if (!at::equal(found, at::full({10'000}, last * 100 + step))) return kWrong;
+    at::Tensor sum = at::full({30'000}, transport.rank());
+    group->all_reduce({sum})->wait(within(60));
+    if (!at::equal(sum, at::full({30'000}, transport.ranks() * (transport.ranks() - 1) / 2))) return kWrong;
+    transport.end_step(within(60));
+  }
+  group->barrier()->wait(within(60));
+  return 0;
+}
+
+// Each in a wait of another kind, so that all are seen to end.
+void wait_for(Transport& transport, Group& group, int victim, double seconds) {
+  switch (transport.rank() % 3) {
+    // For the one that does not come.
+    case 0: transport.receive(victim, kTag, within(seconds)); break;
+    // For one that is well.
+    case 1: transport.receive(0, {.channel = 1, .number = 5}, within(seconds)); break;
+    default: group.barrier()->wait(within(seconds));
+  }
+}
+
+// The last rank does something to itself, and the others wait.
+int lose(Transport& transport, const std::string& what, double seconds) {
+  const int victim = transport.ranks() - 1;
+  std::vector<int> everybody;
+  for (int rank = 0; rank < transport.ranks(); ++rank) everybody.push_back(rank);
+  const auto group = transport.group(everybody);
+  group->barrier()->wait(within(60));
+  if (transport.rank() == victim) {
+    if (what == "kill") std::raise(SIGKILL);
+    if (what == "stop") std::raise(SIGSTOP);
+    if (what == "exit") std::_Exit(3);
+    transport.abort("the last rank has had enough");
+    return kAborter;
+  }
+  try {
+    wait_for(transport, *group, victim, seconds);
+  } catch (const TransportError& error) {
+    std::cerr << "rank " << transport.rank() << ": " << error.what() << "\n";
+    transport.abort("rank " + std::to_string(transport.rank()) + " has failed");
+    switch (error.why()) {
+      case TransportError::Why::Late: return kLate + error.peer();
+      case TransportError::Why::Gone: return kGone + error.peer();
+      default: return error.what() == std::string("the last rank has had enough") ? kAborted : kAbortedByOther;
+    }
+  }
+  return kNothing;
+}
+
+int main(int argc, char** argv) {
+  const std::string what = argc > 1 ? argv[1] : "";
+  const double seconds = argc > 2 ? std::atof(argv[2]) : 120;
+  const int rank = std::atoi(std::getenv("RANK"));
+  if (what == "code") return rank == 1 ? argc > 2 ? std::atoi(argv[2]) : 1 : 0;
+  if (what == "sleep") {
+    std::this_thread::sleep_for(std::chrono::hours(1));
+    return 0;
+  }
+  if (what == "fail-alone") {
+    if (rank == 1) return 7;
+    std::this_thread::sleep_for(std::chrono::hours(1));
+    return 0;
+  }
+  if (what == "environment") {
+    const char* given = std::getenv("PENSTOCK_TEST_GIVEN");
+    return given != nullptr && given == std::string("given") && std::getenv("TORCHELASTIC_RUN_ID") == nullptr ? 0 : 1;
+  }
+  const auto transport = connect();
+  return what == "ring" ? ring(*transport) : lose(*transport, what, seconds);
+}
+
+}  // namespace
+}  // namespace penstock::testing
+
+int main(int argc, char** argv) {
+  try {
+    return penstock::testing::main(argc, argv);
+  } catch (const std::exception& error) {
+    std::cerr << "a rank has failed: " << error.what() << "\n";
+    return penstock::testing::kWrong;
+  }
+}

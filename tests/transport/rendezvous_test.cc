@@ -1,0 +1,235 @@
+#include "penstock/transport/rendezvous.h"
+
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <map>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <vector>
+
+#include "penstock/transport/sockets.h"
+#include "tests/tensor/values.h"
+#include "tests/transport/ranks.h"
+
+namespace penstock::testing {
+namespace {
+
+using Values = std::map<std::string, std::string>;
+
+// What every rank has.
+Values with(const Values& others) {
+  Values values{{"RANK", "1"}, {"WORLD_SIZE", "4"}, {"MASTER_PORT", "29500"}};
+  for (const auto& [name, value] : others) values[name] = value;
+  return values;
+}
+
+RankEnvironment read(const Values& values) {
+  return read_environment([&values](const char* name) -> const char* {
+    const auto found = values.find(name);
+    return found == values.end() ? nullptr : found->second.c_str();
+  });
+}
+
+TEST(RankEnvironment, IsWhatTorchrunSets) {
+  const RankEnvironment found = read({{"RANK", "5"},
+                                      {"WORLD_SIZE", "8"},
+                                      {"LOCAL_RANK", "1"},
+                                      {"LOCAL_WORLD_SIZE", "4"},
+                                      {"MASTER_ADDR", "node0.example"},
+                                      {"MASTER_PORT", "29400"},
+                                      {"TORCHELASTIC_USE_AGENT_STORE", "True"},
+                                      {"TORCHELASTIC_RESTART_COUNT", "2"},
+                                      {"GLOO_SOCKET_IFNAME", "eth1"}});
+  EXPECT_EQ(found.rank, 5);
+  EXPECT_EQ(found.ranks, 8);
+  EXPECT_EQ(found.local_rank, 1);
+  EXPECT_FALSE(found.one_machine);
+  EXPECT_EQ(found.master_address, "node0.example");
+  EXPECT_EQ(found.master_port, 29400);
+  EXPECT_TRUE(found.agent_serves);
+  EXPECT_EQ(found.attempt, 2);
+  EXPECT_EQ(found.interface, "eth1");
+}
+
+TEST(RankEnvironment, IsLoopbackUnlessAnAddressIsNamed) {
+  const RankEnvironment found = read(with({}));
+  EXPECT_EQ(found.master_address, "127.0.0.1");
+  EXPECT_TRUE(found.one_machine);
+  EXPECT_EQ(found.local_rank, 1);
+  EXPECT_FALSE(found.agent_serves);
+  EXPECT_EQ(found.listening_fd, -1);
+}
+
+TEST(RankEnvironment, IsOfOneMachineWhenAllRanksAreLocal) {
+  EXPECT_TRUE(read(with({{"MASTER_ADDR", "node0.example"}, {"LOCAL_WORLD_SIZE", "4"}})).one_machine);
+  EXPECT_FALSE(read(with({{"MASTER_ADDR", "node0.example"}, {"LOCAL_WORLD_SIZE", "2"}})).one_machine);
+  EXPECT_FALSE(read(with({{"MASTER_ADDR", "node0.example"}})).one_machine);
+}
+
+TEST(RankEnvironment, HasASocketForRankZeroOnly) {
+  EXPECT_EQ(read(with({{"RANK", "0"}, {"PENSTOCK_LISTENING_FD", "5"}})).listening_fd, 5);
+  EXPECT_EQ(read(with({{"PENSTOCK_LISTENING_FD", "5"}})).listening_fd, -1);
+}
+
+TEST(RankEnvironment, SaysWhatIsMissing) {
+  for (const char* name : {"RANK", "WORLD_SIZE", "MASTER_PORT"}) {
+    Values values = with({});
+    values.erase(name);
+    expect_error<RendezvousError>(
+        [&] { read(values); },
+        std::string(name) +
+            " is not set.\n  Hint: whatever starts the ranks, such as torchrun, sets RANK, WORLD_SIZE, MASTER_ADDR and "
+            "MASTER_PORT.");
+  }
+}
+
+TEST(RankEnvironment, SaysWhatIsNoNumberAndWhichWouldBeRight) {
+  const auto expect = [](const char* name, const char* value, const std::string& right) {
+    expect_error<RendezvousError>([&] { read(with({{name, value}})); },
+                                  std::string(name) + " is '" + value + "', expected a number " + right + ".");
+  };
+  expect("RANK", "4", "from 0 to 3");
+  expect("RANK", "-1", "from 0 to 3");
+  expect("RANK", "one", "from 0 to 3");
+  expect("RANK", "1 ", "from 0 to 3");
+  expect("RANK", "99999999999999999999", "from 0 to 3");
+  expect("WORLD_SIZE", "0", "of at least 1");
+  expect("LOCAL_RANK", "7", "from 0 to 3");
+  expect("LOCAL_WORLD_SIZE", "5", "from 1 to 4");
+  expect("MASTER_PORT", "0", "from 1 to 65535");
+  expect("MASTER_PORT", "65536", "from 1 to 65535");
+  expect("TORCHELASTIC_RESTART_COUNT", "x", "of at least 0");
+}
+
+// A world that meets at a socket of the test's, as ProcessRanks has it.
+RankEnvironment environment(int rank, int ranks, int port, int fd) {
+  RankEnvironment made;
+  made.rank = rank;
+  made.ranks = ranks;
+  made.one_machine = true;
+  made.master_address = "127.0.0.1";
+  made.master_port = port;
+  made.listening_fd = rank == 0 ? fd : -1;
+  return made;
+}
+
+TEST(Rendezvous, BringsAllRanksToOneStore) {
+  Descriptor socket = listen_on("127.0.0.1", 0);
+  const int port = port_of(socket);
+  const int fd = socket.release();
+  std::vector<std::string> found(3);
+  // Rank 0's goes last: it serves.
+  std::vector<Rendezvous> places(3);
+  on_threads(3, [&](int rank) {
+    Rendezvous& place = places[static_cast<std::size_t>(rank)] = rendezvous(environment(rank, 3, port, fd));
+    EXPECT_EQ(place.rank, rank);
+    EXPECT_EQ(place.ranks, 3);
+    EXPECT_EQ(place.address, "127.0.0.1");
+    place.store->set("from" + std::to_string(rank), std::string(static_cast<std::size_t>(rank) + 1, 'x'));
+    found[static_cast<std::size_t>(rank)] = place.store->get_to_str("from" + std::to_string((rank + 1) % 3));
+  });
+  EXPECT_EQ(found, (std::vector<std::string>{"xx", "xxx", "x"}));
+  places.pop_back();
+  places.pop_back();
+}
+
+// The addresses that somebody listens on at a port, as the system writes them.
+std::vector<std::string> listeners(int port) {
+  constexpr const char* kListening = "0A";
+  std::ostringstream number;
+  number << std::uppercase << std::hex;
+  number.width(4);
+  number.fill('0');
+  number << port;
+  std::vector<std::string> found;
+  for (const char* path : {"/proc/net/tcp", "/proc/net/tcp6"}) {
+    std::ifstream file(path);
+    std::string line;
+    while (std::getline(file, line)) {
+      std::istringstream words(line);
+      std::string index;
+      std::string local;
+      std::string remote;
+      std::string state;
+      words >> index >> local >> remote >> state;
+      const std::size_t colon = local.find(':');
+      if (state == kListening && local.substr(colon + 1) == number.str()) found.push_back(local.substr(0, colon));
+    }
+  }
+  return found;
+}
+
+TEST(Rendezvous, ListensOnLoopbackAlone) {
+  int port = 0;
+  {
+    const Descriptor socket = listen_on("127.0.0.1", 0);
+    port = port_of(socket);
+  }
+  const Rendezvous place = rendezvous(environment(0, 1, port, -1));
+  EXPECT_EQ(listeners(port), std::vector<std::string>{"0100007F"});
+}
+
+TEST(Rendezvous, LeavesTheStoreToTheAgentOfTorchrun) {
+  Descriptor socket = listen_on("127.0.0.1", 0);
+  c10d::TCPStoreOptions options;
+  options.isServer = true;
+  options.waitWorkers = false;
+  options.port = static_cast<std::uint16_t>(port_of(socket));
+  options.masterListenFd = socket.release();
+  const auto agent = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+  std::vector<std::string> found;
+  for (const int attempt : {0, 1}) {
+    RankEnvironment rank = environment(0, 1, options.port, -1);
+    rank.agent_serves = true;
+    rank.attempt = attempt;
+    const Rendezvous place = rendezvous(rank);
+    // Of the attempt before there is nothing.
+    EXPECT_FALSE(place.store->check({"key"}));
+    place.store->set("key", std::to_string(attempt));
+  }
+  EXPECT_EQ(agent->get_to_str("penstock/0/key"), "0");
+  EXPECT_EQ(agent->get_to_str("penstock/1/key"), "1");
+}
+
+TEST(Rendezvous, SaysWhereRankZeroCannotListen) {
+  const Descriptor taken = listen_on("127.0.0.1", 0);
+  const std::string port = std::to_string(port_of(taken));
+  const std::string hint = ".\n  Hint: the address should be one of rank 0's machine, and the port free.";
+  RankEnvironment rank = environment(0, 2, port_of(taken), -1);
+  expect_error<RendezvousError>([&] { rendezvous(rank); },
+                                "rank 0 cannot listen on MASTER_ADDR:MASTER_PORT, which is 127.0.0.1:" + port +
+                                    ": Address already in use" + hint);
+  rank.master_address = "192.0.2.1";
+  expect_error<RendezvousError>([&] { rendezvous(rank); },
+                                "rank 0 cannot listen on MASTER_ADDR:MASTER_PORT, which is 192.0.2.1:" + port +
+                                    ": Cannot assign requested address" + hint);
+}
+
+TEST(Rendezvous, SaysThatADescriptorIsNoSocketThatListens) {
+  expect_error<RendezvousError>([&] { rendezvous(environment(0, 2, 29500, 999)); },
+                                "PENSTOCK_LISTENING_FD is '999', expected a socket that listens.");
+}
+
+TEST(Rendezvous, SaysThatTheMasterCannotBeReached) {
+  int port = 0;
+  {
+    const Descriptor socket = listen_on("127.0.0.1", 0);
+    port = port_of(socket);
+  }
+  expect_error<RendezvousError>(
+      [&] { rendezvous(environment(1, 2, port, -1), std::chrono::milliseconds(100)); },
+      "rank 1 cannot reach MASTER_ADDR:MASTER_PORT, which is 127.0.0.1:" + std::to_string(port) +
+          ": Connection refused.\n  Hint: rank 0 has to be running there, on an address that the other ranks can "
+          "reach.");
+}
+
+TEST(Sockets, KnowTheWayToAnAddress) {
+  EXPECT_EQ(address_towards("127.0.0.1", 80), "127.0.0.1");
+  EXPECT_EQ(address_towards("no such name at all", 80), "");
+}
+
+}  // namespace
+}  // namespace penstock::testing
