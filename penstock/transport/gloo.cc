@@ -1,7 +1,7 @@
 // The only source that is compiled with USE_C10D_GLOO, and that sees the stand-ins for gloo's headers.
 #include "penstock/transport/gloo.h"
 
-#include <c10/util/Exception.h>
+#include <net/if.h>
 
 #include <memory>
 #include <stdexcept>
@@ -15,13 +15,16 @@ using Device = std::shared_ptr<::gloo::transport::Device>;
 Device device_of(const GlooOptions& options) {
   const std::string address = options.address.empty() ? "127.0.0.1" : options.address;
   try {
-    return options.interface.empty() ? c10d::ProcessGroupGloo::createDeviceForHostname(address)
-                                     : c10d::ProcessGroupGloo::createDeviceForInterface(options.interface);
-  } catch (const std::exception&) {
-    const std::string what = options.interface.empty() ? "address '" + address : "interface '" + options.interface;
-    throw std::runtime_error("Gloo cannot listen on the " + what +
-                             "'.\n  Hint: name one that this machine has; `ip address` lists them.");
+    if (options.interface.empty()) return c10d::ProcessGroupGloo::createDeviceForHostname(address);
+    // Gloo loses memory when there is no such interface.
+    if (if_nametoindex(options.interface.c_str()) != 0) {
+      return c10d::ProcessGroupGloo::createDeviceForInterface(options.interface);
+    }
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): said below, in our words
   }
+  const std::string what = options.interface.empty() ? "address '" + address : "interface '" + options.interface;
+  throw std::runtime_error("Gloo cannot listen on the " + what +
+                           "'.\n  Hint: name one that this machine has; `ip address` lists them.");
 }
 
 }  // namespace
