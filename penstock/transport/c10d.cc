@@ -24,7 +24,7 @@ using Store = c10::intrusive_ptr<c10d::Store>;
 
 std::string list_text(const std::vector<int>& ranks) {
   std::string text;
-  for (const int rank : ranks) text += (text.empty() ? "" : ",") + std::to_string(rank);
+  for (const int rank : ranks) text.append(text.empty() ? "" : ",").append(std::to_string(rank));
   return text;
 }
 
