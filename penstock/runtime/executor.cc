@@ -57,6 +57,8 @@ void Executor::take_back() {
 
 void Executor::run(StepWork& work, std::vector<ActionRecord>& record, Progress& progress) {
   work_ = &work;
+  progress_ = &progress;
+  transport_->begin_step(work.signature);
   const Schedule& schedule = *work.schedule;
   const auto cells = schedule.graph().edges().size() * static_cast<std::size_t>(schedule.microbatches());
   for (std::vector<Message>* places : {&activations_, &gradients_}) {
@@ -84,6 +86,7 @@ void Executor::run(StepWork& work, std::vector<ActionRecord>& record, Progress& 
     now_->end = now;
   }
   finish_reductions();
+  transport_->end_step(deadline());
   progress.position.store(static_cast<int>(actions.size()), std::memory_order_release);
 }
 
@@ -186,7 +189,9 @@ void Executor::compute_loss(int microbatch, const c10::IValue& output) {
     }
     work_->losses[at] = loss.detach();
   }
-  if (work_->keep_outputs) work_->outputs[at] = detached(output);
+  if (!work_->keep_outputs) return;
+  work_->outputs[at] = detached(output);
+  work_->has_outputs = true;
 }
 
 void Executor::backward(const Action& action) {
@@ -221,7 +226,9 @@ std::vector<Message> Executor::collect(int stage, int microbatch, Way way) {
       continue;
     }
     const auto start = Clock::now();
-    messages.push_back(transport_->receive(from, tag_of(way, edge, microbatch), deadline()));
+    progress_->waiting_for.store(from, std::memory_order_relaxed);
+    messages.push_back(transport_->receive(from, tag_of(way, edge, microbatch), start + work_->timeout));
+    progress_->waiting_for.store(-1, std::memory_order_relaxed);
     now_->waited += nanoseconds(Clock::now() - start);
     now_->peer = from - first_rank_;
   }
@@ -244,7 +251,10 @@ void Executor::send(const Action& action) {
   Message message = std::exchange(place_of(way, edge, action.microbatch), {});
   now_->bytes = bytes_of({message});
   now_->peer = work_->schedule->placement().rank_of(action.other_stage);
-  transport_->send(rank_of(action.other_stage), tag_of(way, edge, action.microbatch), std::move(message), deadline());
+  const int to = rank_of(action.other_stage);
+  progress_->waiting_for.store(to, std::memory_order_relaxed);
+  transport_->send(to, tag_of(way, edge, action.microbatch), std::move(message), deadline());
+  progress_->waiting_for.store(-1, std::memory_order_relaxed);
 }
 
 void Executor::post_receive(const Action& action) {

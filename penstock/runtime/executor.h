@@ -37,11 +37,15 @@ struct StepWork {
   LossFunction loss;
   Kwargs loss_kwargs;
   bool keep_outputs = false;
+  // Of the sizes that this rank brings into the step: see Transport::begin_step.
+  std::uint64_t signature = 0;
   std::uint64_t seed = 0;
   std::int64_t step = 0;
   Clock::duration timeout = {};
   Clock::time_point began = {};
 
+  // Whether outputs were kept here.
+  bool has_outputs = false;
   std::vector<c10::IValue> outputs;
   std::vector<at::Tensor> losses;
   // By microbatch and stage.
@@ -87,6 +91,8 @@ struct Progress {
   std::atomic<int> position = -1;
   // When it began, in nanoseconds of the step.
   std::atomic<std::int64_t> since = 0;
+  // The rank that it waits for, of the transport's, or -1.
+  std::atomic<int> waiting_for = -1;
 };
 
 class Executor {
@@ -147,6 +153,7 @@ class Executor {
 
   // Of the step that runs.
   StepWork* work_ = nullptr;
+  Progress* progress_ = nullptr;
   ActionRecord* now_ = nullptr;
   at::Tensor seed_;
   double seed_weight_ = 0;

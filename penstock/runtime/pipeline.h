@@ -1,9 +1,15 @@
-// A Pipeline is a model in stages with a schedule, ready to run: it owns the ranks of this process, which are threads.
+// A Pipeline is a model in stages with a schedule, ready to run: it owns the ranks of this process, which are threads,
+// or the one rank that this process is.
 //
 //   Pipeline pipeline(std::move(stages), lower(generate("1F1B", {.ranks = 4, .microbatches = 8})), {.loss = mse});
 //   StepResult result = pipeline.step({x}, {}, y);   // forwards and backwards: gradients are in the parameters
 //   optimizer.step();
 //   StepResult seen = pipeline.eval({x});            // forwards only, without gradients
+//
+// The same in each of several processes, which have a part of the stages each:
+//
+//   const Rendezvous place = rendezvous();           // from the environment, as torchrun sets it
+//   Pipeline pipeline(std::move(own_stages), schedule, {.loss = mse, .transport = c10d_transport(place)});
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -19,20 +25,18 @@
 #include "penstock/runtime/error.h"
 #include "penstock/runtime/executor.h"
 #include "penstock/runtime/record.h"
+#include "penstock/runtime/shared_parameters.h"
 #include "penstock/runtime/step.h"
 #include "penstock/schedule/schedule.h"
 #include "penstock/stage/stage.h"
 #include "penstock/stage/wiring.h"
+#include "penstock/transport/transport.h"
 
 namespace penstock {
 
-// A parameter of a stage, by its name there.
-struct SharedParameter {
-  int stage = 0;
-  std::string name;
-};
-
 struct PipelineOptions {
+  // This process's end, when its rank is one of several processes; left out: all ranks are threads of this process.
+  std::shared_ptr<Transport> transport = nullptr;
   LossFunction loss = nullptr;
   // How the batch is split into microbatches, and outputs are merged; left out: along dimension 0.
   BatchSpecs specs = {};
@@ -41,9 +45,9 @@ struct PipelineOptions {
   bool scale_grads = true;
   // Each replica keeps a part of each stage's parameters, instead of all.
   bool sharded = false;
-  // Parameters that several stages have, each with tensors of its own. One that is the same tensor in several stages need
-  // not be named.
-  std::vector<std::vector<SharedParameter>> shared = {};
+  // Parameters that several stages have, each with tensors of its own. One that is the same tensor in several stages of
+  // this process need not be named.
+  SharedParameters shared = {};
   // In place of what a kind of action does, and around each.
   ActionFunctions functions = {};
   // Whether step computes gradients by autograd; without it, functions for the backwards do it.
@@ -58,31 +62,40 @@ struct PipelineOptions {
 
 class Pipeline {
  public:
-  // All stages, in order, and a schedule for them, which is lowered unless it has messages already. A wiring other than
-  // a chain names the outputs that stages take. Throws ScheduleError, StageError and PipelineError when these do not fit.
+  // All stages, in order, and a schedule for them, which is lowered unless it has messages already; of several processes,
+  // each has the stages that the schedule puts on it, and all make their pipelines at the same time. A wiring other than
+  // a chain names the outputs that stages take. Throws ScheduleError, StageError and PipelineError when these do not fit,
+  // and TransportError when a process does not come.
   Pipeline(std::vector<PipelineStage> stages, const Schedule& schedule, PipelineOptions options = {});
   Pipeline(std::vector<PipelineStage> stages, const Wiring& wiring, const Schedule& schedule,
            PipelineOptions options = {});
   // Several pipelines of the same stages, each of which takes its part of the batch; gradients are averaged over them.
-  // Their parameters and buffers become those of the first.
+  // Their parameters and buffers become those of the first. Of processes there are as many replicas as the schedule's
+  // ranks go into their number, and each is given the batch of its own replica.
   Pipeline(std::vector<std::vector<PipelineStage>> replicas, const Wiring& wiring, const Schedule& schedule,
            PipelineOptions options = {});
   ~Pipeline();
   Pipeline(Pipeline&&) noexcept;
   Pipeline& operator=(Pipeline&&) noexcept;
 
-  // Forwards and backwards of a batch. `args` and `kwargs` are the first stage's. Throws ChunkError for what cannot be
-  // split, and PipelineError, after which nothing of the step is left but gradients that had been accumulated.
+  // Forwards and backwards of a batch. `args` and `kwargs` are the first stage's; a process needs only what its own stages
+  // take, and the target only with the last. Throws ChunkError for what cannot be split, and PipelineError, after which
+  // nothing of the step is left but gradients that had been accumulated.
   StepResult step(const Args& args, const Kwargs& kwargs = {}, const c10::IValue& target = {},
                   const StepOptions& options = {});
   // Forwards alone, without gradients; with a target also the losses.
   StepResult eval(const Args& args, const Kwargs& kwargs = {}, const c10::IValue& target = {},
                   const StepOptions& options = {});
 
+  // Ends a step or an evaluation that another thread is in: it throws PipelineError at once, although an action that does
+  // not return goes on. The next step waits for that, and so does the destructor.
+  void abandon();
+
   // The lowered schedule; in eval it is run without its backwards.
   const Schedule& schedule() const;
+  // Those of this process.
   const std::vector<PipelineStage>& stages(int replica = 0) const;
-  // What ran last, with the schedule that it followed.
+  // What ran last, with the schedule that it followed. Of other processes' ranks there is nothing.
   const Record& record(int replica = 0) const;
   const Schedule& recorded_schedule() const;
 

@@ -2,7 +2,7 @@
 
 #include <ATen/Parallel.h>
 
-#include <string>
+#include <utility>
 
 namespace penstock {
 namespace {
@@ -34,21 +34,33 @@ void RankThreads::serve(int rank, int intra_op_threads) {
   for (long done = 0;; ++done) {
     Gate::Lock lock = gate_.lock();
     gate_.wait(lock, Deadline::max(), [&] { return ending_ || round_ > done; });
-    if (ending_) return;
-    const std::function<void(int)>& work = *work_;
+    if (round_ == done) return;
     lock.unlock();
-    work(rank);
+    work_(rank);
     lock.lock();
     if (--working_ == 0) gate_.changed();
   }
 }
 
-void RankThreads::run(const std::function<void(int)>& work) {
+void RankThreads::run(std::function<void(int)> work) {
+  join();
   Gate::Lock lock = gate_.lock();
-  work_ = &work;
+  work_ = std::move(work);
   working_ = static_cast<int>(threads_.size());
+  released_ = false;
   ++round_;
   gate_.changed();
+  gate_.wait(lock, Deadline::max(), [&] { return working_ == 0 || released_; });
+}
+
+void RankThreads::release() {
+  const Gate::Lock lock = gate_.lock();
+  released_ = true;
+  gate_.changed();
+}
+
+void RankThreads::join() {
+  Gate::Lock lock = gate_.lock();
   gate_.wait(lock, Deadline::max(), [&] { return working_ == 0; });
 }
 

@@ -17,8 +17,13 @@ class RankThreads {
   RankThreads(const RankThreads&) = delete;
   RankThreads& operator=(const RankThreads&) = delete;
 
-  // Calls work(rank) on each thread and returns when all have returned. It must not throw.
-  void run(const std::function<void(int)>& work);
+  // Calls work(rank) on each thread and returns when all have returned, or the caller has been released. It must not
+  // throw.
+  void run(std::function<void(int)> work);
+  // Lets run return at once, and the threads go on.
+  void release();
+  // Waits for threads that go on.
+  void join();
 
  private:
   void serve(int rank, int intra_op_threads);
@@ -27,8 +32,9 @@ class RankThreads {
   // Counts the rounds of work; each thread does each of them once.
   long round_ = 0;
   int working_ = 0;
+  bool released_ = false;
   bool ending_ = false;
-  const std::function<void(int)>* work_ = nullptr;
+  std::function<void(int)> work_;
   std::vector<std::thread> threads_;
 };
 

@@ -118,6 +118,8 @@ class C10dTransport : public Transport {
   }
 
   void abort(const std::string& why) noexcept override { control_->abort(why); }
+  void on_abort(std::function<std::string()> report) override { control_->on_abort(std::move(report)); }
+  std::vector<std::optional<std::string>> reports(Deadline deadline) override { return control_->reports(deadline); }
 
  private:
   // None for a group of one.
@@ -161,7 +163,16 @@ class C10dTransport : public Transport {
 
 std::unique_ptr<Transport> c10d_transport(c10::intrusive_ptr<c10d::Store> store, int rank, int ranks,
                                           C10dOptions options) {
-  return std::make_unique<C10dTransport>(std::move(store), rank, ranks, std::move(options));
+  // Each rank counts its own.
+  const std::int64_t number = store->add("transports/" + std::to_string(rank), 1);
+  return std::make_unique<C10dTransport>(
+      c10::make_intrusive<c10d::PrefixStore>("transport/" + std::to_string(number), std::move(store)), rank, ranks,
+      std::move(options));
+}
+
+std::unique_ptr<Transport> c10d_transport(const Rendezvous& place, C10dOptions options) {
+  if (!options.backends) options.backends = gloo_backends({.interface = place.interface, .address = place.address});
+  return c10d_transport(place.store, place.rank, place.ranks, std::move(options));
 }
 
 }  // namespace penstock

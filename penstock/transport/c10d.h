@@ -2,8 +2,7 @@
 // given.
 //
 //   const Rendezvous place = rendezvous();
-//   auto transport = c10d_transport(place.store, place.rank, place.ranks,
-//                                   {.backends = gloo_backends({.address = place.address})});
+//   std::unique_ptr<Transport> transport = c10d_transport(place);
 #pragma once
 
 #include <memory>
@@ -11,6 +10,7 @@
 
 #include "penstock/transport/gloo.h"
 #include "penstock/transport/pool.h"
+#include "penstock/transport/rendezvous.h"
 #include "penstock/transport/transport.h"
 
 namespace penstock {
@@ -24,11 +24,13 @@ struct C10dOptions {
   std::shared_ptr<BlockPool> pool = {};
 };
 
-// One rank's end. Returns when all ranks have come; throws TransportError when they have not within the time that the
-// factory gives them. One thread uses it at a time, except for abort. Threads of its own: one that moves data, one for
+// One rank's end; a rank may make several, one after the other, when all do. Returns when all ranks have come; throws
+// TransportError when they have not within the time that the factory gives them. One thread uses it at a time, except for abort. Threads of its own: one that moves data, one for
 // each other rank that waits for its last word, one for deadlines, one that frees what was sent, and one for the
 // collectives of each group.
 std::unique_ptr<Transport> c10d_transport(c10::intrusive_ptr<c10d::Store> store, int rank, int ranks,
                                           C10dOptions options = {});
+// With Gloo on the address of the rendezvous, unless other backends are given.
+std::unique_ptr<Transport> c10d_transport(const Rendezvous& place, C10dOptions options = {});
 
 }  // namespace penstock

@@ -4,6 +4,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <utility>
 
@@ -14,8 +15,16 @@ namespace {
 constexpr std::size_t kMessageBytes = 4096;
 constexpr int kTag = 0;
 
-constexpr char kAbort = 'A';
-constexpr char kGoodBye = 'G';
+// What a rank says to another, once.
+struct Word {
+  enum class Kind : std::uint8_t { GoodBye, Verdict } kind = Kind::GoodBye;
+  TransportError::Why why = TransportError::Why::Aborted;
+  int peer = TransportError::kNobody;
+  // Both end with a zero.
+  std::array<char, 2000> what = {};
+  std::array<char, 2000> report = {};
+};
+static_assert(sizeof(Word) <= kMessageBytes);
 
 // A connection breaks a moment before the other side's last word is read, or the other way round.
 constexpr Clock::duration kGrace = std::chrono::seconds(1);
@@ -24,11 +33,13 @@ constexpr std::chrono::milliseconds kLastWord{200};
 // To find what is there already when the deadline has passed.
 constexpr Clock::duration kLook = std::chrono::milliseconds(2);
 
-at::Tensor encode(char kind, const std::string& text) {
+void put(std::array<char, 2000>& to, const std::string& text) {
+  std::copy_n(text.begin(), std::min(text.size(), to.size() - 1), to.begin());
+}
+
+at::Tensor message_of(const Word& word) {
   at::Tensor message = at::zeros({static_cast<std::int64_t>(kMessageBytes)}, at::kByte);
-  char* bytes = static_cast<char*>(message.data_ptr());
-  bytes[0] = kind;
-  std::memcpy(bytes + 1, text.data(), std::min(text.size(), kMessageBytes - 2));
+  std::memcpy(message.data_ptr(), &word, sizeof word);
   return message;
 }
 
@@ -65,8 +76,21 @@ Control::~Control() {
 }
 
 void Control::leave() {
-  say(kGoodBye, "");
+  bool failed = false;
+  {
+    const Gate::Lock lock = gate_.lock();
+    failed = verdict_.has_value();
+  }
+  if (failed) {
+    say_verdict();
+  } else {
+    const std::lock_guard lock(word_mutex_);
+    say(message_of({}));
+  }
   conclude(TransportError::Why::Aborted, TransportError::kNobody, "this rank has left");
+  for (Peer& peer : peers_) {
+    if (peer.receive) peer.receive->abort();
+  }
   for (Peer& peer : peers_) {
     if (peer.thread.joinable()) peer.thread.join();
   }
@@ -77,20 +101,27 @@ void Control::leave() {
 
 void Control::watch(Peer& peer) {
   try {
-    const Alarms::Alarm alarm(alarms_, Deadline::max(), [&peer] { peer.receive->abort(); });
-    if (!peer.receive->wait(kForever)) return;
+    if (peer.receive->wait(kForever)) hear(peer);
   } catch (const std::exception&) {
     conclude(TransportError::Why::Gone, peer.rank, "rank " + std::to_string(peer.rank) + " is not there any more");
-    return;
-  }
-  const char* bytes = static_cast<const char*>(peer.message.const_data_ptr());
-  if (bytes[0] == kAbort) {
-    conclude(TransportError::Why::Aborted, TransportError::kNobody, bytes + 1);
-    return;
+    say_verdict();
   }
   const Gate::Lock lock = gate_.lock();
-  peer.left = true;
+  peer.silent = true;
   gate_.changed();
+}
+
+void Control::hear(Peer& peer) {
+  Word word;
+  std::memcpy(&word, peer.message.const_data_ptr(), sizeof word);
+  {
+    const Gate::Lock lock = gate_.lock();
+    peer.left = word.kind == Word::Kind::GoodBye;
+    if (word.report.front() != '\0') peer.report = word.report.data();
+  }
+  if (word.kind == Word::Kind::GoodBye) return;
+  conclude(word.why, word.peer, word.what.data());
+  say_verdict();
 }
 
 void Control::conclude(TransportError::Why why, int peer, const std::string& what) {
@@ -106,20 +137,36 @@ void Control::conclude(TransportError::Why why, int peer, const std::string& wha
 
 void Control::abort(const std::string& why) noexcept {
   try {
-    {
-      const Gate::Lock lock = gate_.lock();
-      if (verdict_) return;
-    }
-    say(kAbort, why);
     conclude(TransportError::Why::Aborted, TransportError::kNobody, why);
+    say_verdict();
   } catch (...) {  // NOLINT(bugprone-empty-catch): out of memory, and the others will see that this rank is gone
   }
 }
 
-void Control::say(char kind, const std::string& text) {
+void Control::on_abort(std::function<std::string()> report) {
   const std::lock_guard lock(word_mutex_);
+  report_ = std::move(report);
+}
+
+void Control::say_verdict() {
+  const std::lock_guard word_lock(word_mutex_);
+  if (spoken_) return;
+  const std::string report = report_ ? report_() : "";
+  Word word{.kind = Word::Kind::Verdict};
+  put(word.report, report);
+  {
+    const Gate::Lock lock = gate_.lock();
+    word.why = verdict_->why();
+    word.peer = verdict_->peer();
+    put(word.what, verdict_->what());
+    if (!report.empty()) own_report_ = report;
+  }
+  say(message_of(word));
+}
+
+void Control::say(const at::Tensor& message) {
   if (std::exchange(spoken_, true) || !backend_) return;
-  std::vector<at::Tensor> messages{encode(kind, text)};
+  std::vector<at::Tensor> messages{message};
   std::vector<c10::intrusive_ptr<c10d::Work>> sends;
   const auto to_each = [](const auto& act) {
     try {
@@ -131,6 +178,19 @@ void Control::say(char kind, const std::string& text) {
     if (peer.receive) to_each([&] { sends.push_back(backend_->send(messages, peer.rank, kTag)); });
   }
   for (const auto& send : sends) to_each([&] { send->wait(kLastWord); });
+}
+
+std::vector<std::optional<std::string>> Control::reports(Deadline deadline) {
+  // Another thread may be just about to.
+  say_verdict();
+  Gate::Lock lock = gate_.lock();
+  gate_.wait(lock, deadline, [this] {
+    return std::all_of(peers_.begin(), peers_.end(), [](const Peer& one) { return !one.receive || one.silent; });
+  });
+  std::vector<std::optional<std::string>> all;
+  for (const Peer& peer : peers_) all.push_back(peer.receive ? peer.report : own_report_);
+  if (all.empty()) all.push_back(own_report_);
+  return all;
 }
 
 void Control::require_well() {

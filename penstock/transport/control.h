@@ -35,8 +35,11 @@ class Control {
   // Says good-bye to the others and ends all waiting of this rank, for good.
   void leave();
 
-  // Tells all other ranks, unless there is a verdict.
+  // The verdict, unless there is one; all other ranks are told.
   void abort(const std::string& why) noexcept;
+  void on_abort(std::function<std::string()> report);
+  // There is a verdict.
+  std::vector<std::optional<std::string>> reports(Deadline deadline);
 
   // Throws the verdict, if there is one.
   void require_well();
@@ -55,13 +58,20 @@ class Control {
     c10::intrusive_ptr<c10d::Work> receive;
     // Has said good-bye.
     bool left = false;
+    // Has said all that it will.
+    bool silent = false;
+    std::optional<std::string> report;
     std::thread thread;
   };
 
   void watch(Peer& peer);
+  // Reads the one message of a peer.
+  void hear(Peer& peer);
   void conclude(TransportError::Why why, int peer, const std::string& what);
-  // One word to each of the others; the first one counts.
-  void say(char kind, const std::string& text);
+  // Tells the others the verdict, and what this rank is doing.
+  void say_verdict();
+  // One word to each of the others; the first one counts. With word_mutex_ locked.
+  void say(const at::Tensor& message);
 
   c10::intrusive_ptr<c10d::Backend> backend_;
   std::function<void()> on_verdict_;
@@ -71,6 +81,8 @@ class Control {
   std::vector<Peer> peers_;
   std::mutex word_mutex_;
   bool spoken_ = false;
+  std::function<std::string()> report_;
+  std::optional<std::string> own_report_;
 };
 
 }  // namespace penstock

@@ -2,6 +2,7 @@
 #include "penstock/transport/gloo.h"
 
 #include <net/if.h>
+#include <signal.h>  // NOLINT(modernize-deprecated-headers): sigaction is POSIX's
 
 #include <memory>
 #include <stdexcept>
@@ -27,9 +28,18 @@ Device device_of(const GlooOptions& options) {
                            "'.\n  Hint: name one that this machine has; `ip address` lists them.");
 }
 
+// Gloo writes to connections that may be broken, and the signal for that would end the process.
+void ignore_broken_pipes() {
+  struct sigaction now {};
+  if (::sigaction(SIGPIPE, nullptr, &now) != 0 || (now.sa_flags & SA_SIGINFO) != 0 || now.sa_handler != SIG_DFL) return;
+  now.sa_handler = SIG_IGN;
+  ::sigaction(SIGPIPE, &now, nullptr);
+}
+
 }  // namespace
 
 BackendFactory gloo_backends(const GlooOptions& options) {
+  ignore_broken_pipes();
   const Device device = device_of(options);
   const auto timeout = std::chrono::duration_cast<std::chrono::milliseconds>(options.timeout);
   return [device, timeout](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {

@@ -29,8 +29,8 @@ struct GlooOptions {
   Clock::duration timeout = std::chrono::seconds(60);
 };
 
-// The groups that one factory makes have one thread in common that moves their data. Throws std::runtime_error when
-// there is no such interface or address.
+// The groups that one factory makes have one thread in common that moves their data. SIGPIPE is ignored from now on,
+// unless the process has a handler for it. Throws std::runtime_error when there is no such interface or address.
 BackendFactory gloo_backends(const GlooOptions& options = {});
 
 }  // namespace penstock

@@ -7,6 +7,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -35,13 +36,15 @@ Clock::duration awake_with(int ranks) {
 
 // All that the ranks have in common.
 struct Shared {
-  explicit Shared(int count) : awake(awake_with(count)) {
+  explicit Shared(int count) : awake(awake_with(count)), reporters_(static_cast<std::size_t>(count)) {
     for (int i = 0; i < count; ++i) boxes.emplace_back(awake);
   }
 
   std::shared_ptr<ThreadMeeting> meeting(const std::vector<int>& ranks, std::size_t number);
   void abort(const std::string& reason);
   std::string abort_reason();
+  void on_abort(int rank, std::function<std::string()> report);
+  std::vector<std::optional<std::string>> reports();
 
   const Clock::duration awake;
   // By receiver.
@@ -51,6 +54,9 @@ struct Shared {
   std::mutex mutex_;
   bool aborted_ = false;
   std::string reason_;
+  // By rank.
+  std::vector<std::function<std::string()>> reporters_;
+  std::vector<std::optional<std::string>> reports_;
   // By the ranks of a group, and which of the groups of just these ranks it is.
   std::map<std::pair<std::vector<int>, std::size_t>, std::shared_ptr<ThreadMeeting>> meetings_;
 };
@@ -71,6 +77,9 @@ void Shared::abort(const std::string& reason) {
   if (aborted_) return;
   aborted_ = true;
   reason_ = reason;
+  for (const auto& report : reporters_) {
+    reports_.push_back(report ? std::optional<std::string>(report()) : std::nullopt);
+  }
   for (Mailbox<Message>& box : boxes) box.close();
   for (const auto& [key, meeting] : meetings_) meeting->close();
 }
@@ -78,6 +87,16 @@ void Shared::abort(const std::string& reason) {
 std::string Shared::abort_reason() {
   const std::lock_guard lock(mutex_);
   return reason_;
+}
+
+void Shared::on_abort(int rank, std::function<std::string()> report) {
+  const std::lock_guard lock(mutex_);
+  reporters_[static_cast<std::size_t>(rank)] = std::move(report);
+}
+
+std::vector<std::optional<std::string>> Shared::reports() {
+  const std::lock_guard lock(mutex_);
+  return reports_;
 }
 
 // Throws unless what was waited for is there.
@@ -234,6 +253,8 @@ class ThreadTransport : public Transport {
   }
 
   void abort(const std::string& why) noexcept override { shared_->abort(why); }
+  void on_abort(std::function<std::string()> report) override { shared_->on_abort(rank_, std::move(report)); }
+  std::vector<std::optional<std::string>> reports(Deadline /*deadline*/) override { return shared_->reports(); }
 
  private:
   Mailbox<Message>& box_of(int rank) { return shared_->boxes.at(static_cast<std::size_t>(rank)); }

@@ -9,7 +9,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -107,6 +109,11 @@ class Transport {
 
   // Ends all waiting on all ranks, now and later. The first call counts.
   virtual void abort(const std::string& why) noexcept = 0;
+  // What this rank says of itself when waiting ends so, or because a rank is gone: asked by whichever thread learns of it,
+  // also while the rank is busy. To be set while no step runs; nullptr for nothing.
+  virtual void on_abort(std::function<std::string()> report) = 0;
+  // What each rank has said of itself, after all waiting has ended: by rank, as far as it has come by the deadline.
+  virtual std::vector<std::optional<std::string>> reports(Deadline deadline) = 0;
 };
 
 }  // namespace penstock

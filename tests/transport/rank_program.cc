@@ -24,9 +24,7 @@ Deadline within(double seconds) {
 }
 
 std::unique_ptr<Transport> connect() {
-  const Rendezvous place = rendezvous(std::chrono::seconds(60));
-  return c10d_transport(place.store, place.rank, place.ranks,
-                        {.backends = gloo_backends({.interface = place.interface, .address = place.address})});
+  return c10d_transport(rendezvous(std::chrono::seconds(60)));
 }
 
 // Some steps around a ring, and a sum.

@@ -1,0 +1,149 @@
+#include "penstock/runtime/failure.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <set>
+#include <sstream>
+#include <utility>
+
+#include "penstock/schedule/draw.h"
+
+namespace penstock {
+namespace {
+
+std::string seconds_text(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof text, seconds < 10 ? "%.1f s" : "%.0f s", seconds);
+  return text;
+}
+
+// What failed, and where.
+struct Place {
+  int rank = 0;
+  int position = -1;
+  std::string what;
+};
+
+class Explanation {
+ public:
+  explicit Explanation(const FailedStep& step) : step_(step), ranks_(step.schedule->ranks()) {}
+
+  std::string text() const {
+    const Place place = first_failure();
+    std::string message = name_of(place.rank);
+    const auto actions = step_.schedule->actions(place.rank % ranks_);
+    if (place.position >= 0 && place.position < static_cast<int>(actions.size())) {
+      const Action& action = actions[static_cast<std::size_t>(place.position)];
+      message += ", stage " + std::to_string(action.stage) + ", " + to_string(action);
+      if (action.microbatch != kNone) message += " (microbatch " + std::to_string(action.microbatch) + ")";
+    }
+    message += ": " + place.what;
+    for (int rank = 0; rank < static_cast<int>(step_.reports.size()); ++rank) {
+      if (rank != place.rank) message.append("\n  ").append(name_of(rank)).append(": ").append(seen(rank));
+    }
+    message.append("\n").append(table_of(
+        *step_.schedule,
+        {.mark_rank = place.rank % ranks_, .mark_position = place.position, .steps_around = 3, .most_ranks = 8}));
+    return message;
+  }
+
+ private:
+  const std::optional<RankReport>& report(int rank) const { return step_.reports[static_cast<std::size_t>(rank)]; }
+  bool has_report(int rank) const {
+    return rank >= 0 && rank < static_cast<int>(step_.reports.size()) && report(rank).has_value();
+  }
+
+  std::string name_of(int rank) const {
+    const std::string own = "rank " + std::to_string(rank % ranks_);
+    if (static_cast<int>(step_.reports.size()) <= ranks_) return own;
+    return "replica " + std::to_string(rank / ranks_) + ", " + own;
+  }
+
+  std::string seen(int rank) const {
+    if (!has_report(rank)) return "did not answer";
+    const RankReport& found = *report(rank);
+    const auto actions = step_.schedule->actions(rank % ranks_);
+    if (found.position < 0) return "had not begun";
+    if (found.position >= static_cast<int>(actions.size())) return "had ended";
+    std::string text = "was in " + to_string(actions[static_cast<std::size_t>(found.position)]) + " for " +
+                       seconds_text(found.seconds_there);
+    if (found.waiting_for >= 0) text += ", waiting for " + name_of(found.waiting_for);
+    return text;
+  }
+
+  // Something that went wrong in a rank counts more than that one was late, and that more than that one is gone.
+  Place first_failure() const {
+    using Kind = RankReport::Kind;
+    for (const Kind kind : {Kind::Failed, Kind::WasLate, Kind::IsGone}) {
+      for (int rank = 0; rank < static_cast<int>(step_.reports.size()); ++rank) {
+        if (!has_report(rank) || report(rank)->kind != kind) continue;
+        if (kind == Kind::WasLate) return last_waiter(rank);
+        return {rank, report(rank)->position, report(rank)->failure};
+      }
+    }
+    return anybody();
+  }
+
+  // A rank that was late may itself have waited for another all the time, and that one for a third.
+  Place last_waiter(int rank) const {
+    const std::string deadline = " of " + seconds_text(step_.timeout_seconds) + ".";
+    const Place own{rank, report(rank)->position, report(rank)->failure + deadline};
+    std::set<int> seen{rank};
+    int waiter = rank;
+    for (int next = report(rank)->waiting_for; waits_long(next); next = report(next)->waiting_for) {
+      if (!seen.insert(next).second) return own;
+      waiter = next;
+    }
+    if (waiter == rank) return own;
+    const std::string& failure = report(waiter)->failure;
+    const std::string what =
+        failure.empty() ? "no message came from rank " + std::to_string(report(waiter)->waiting_for % ranks_) +
+                              " within the deadline"
+                        : failure;
+    return {waiter, report(waiter)->position, what + deadline};
+  }
+  bool waits_long(int rank) const {
+    return has_report(rank) && report(rank)->waiting_for >= 0 &&
+           report(rank)->seconds_there >= step_.timeout_seconds / 2;
+  }
+
+  // No rank has failed by itself. Those that do not wait for another come first.
+  Place anybody() const {
+    std::optional<int> found;
+    for (int rank = 0; rank < static_cast<int>(step_.reports.size()); ++rank) {
+      if (has_report(rank) && (!found || (report(*found)->waiting_for >= 0 && report(rank)->waiting_for < 0))) {
+        found = rank;
+      }
+    }
+    return {found.value_or(0), found ? report(*found)->position : -1, step_.what};
+  }
+
+  const FailedStep& step_;
+  int ranks_;
+};
+
+}  // namespace
+
+std::string encode_report(const RankReport& report) {
+  std::ostringstream text;
+  text << report.position << ' ' << report.seconds_there << ' ' << report.waiting_for << ' '
+       << static_cast<int>(report.kind) << '\n'
+       << report.failure;
+  return text.str();
+}
+
+std::optional<RankReport> decode_report(const std::string& text) {
+  std::istringstream in(text);
+  RankReport report;
+  int kind = 0;
+  if (!(in >> report.position >> report.seconds_there >> report.waiting_for >> kind)) return std::nullopt;
+  report.kind = static_cast<RankReport::Kind>(kind);
+  report.failure = text.substr(std::min(text.size(), text.find('\n') + 1));
+  return report;
+}
+
+std::string explain(const FailedStep& step) {
+  return Explanation(step).text();
+}
+
+}  // namespace penstock

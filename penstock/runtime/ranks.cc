@@ -1,0 +1,333 @@
+#include "penstock/runtime/ranks.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <exception>
+#include <numeric>
+#include <set>
+#include <utility>
+
+#include "penstock/runtime/error.h"
+#include "penstock/transport/threads.h"
+
+namespace penstock {
+namespace {
+
+// How long the ranks of a failed step may take to say where they are.
+constexpr Clock::duration kReportTime = std::chrono::milliseconds(500);
+
+std::string list_text(const std::vector<int>& numbers) {
+  if (numbers.empty()) return "none";
+  std::string text;
+  for (const int number : numbers) text.append(text.empty() ? "" : ", ").append(std::to_string(number));
+  return text;
+}
+
+std::vector<int> count_from(int first, int count) {
+  std::vector<int> numbers(static_cast<std::size_t>(count));
+  std::iota(numbers.begin(), numbers.end(), first);
+  return numbers;
+}
+
+}  // namespace
+
+Ranks::Ranks(std::vector<std::vector<PipelineStage>> stages, const Schedule& schedule, RanksOptions options)
+    : schedule_(&schedule),
+      options_(std::move(options)),
+      stages_(std::move(stages)),
+      threads_(are_threads() ? schedule.ranks() * static_cast<int>(stages_.size()) : 1, options_.intra_op_threads) {
+  place_stages();
+  if (!are_threads()) require_agreement();
+  connect();
+  if (replicas() > 1) on_all([this](Local& local) { share_parameters(local); });
+}
+
+Ranks::~Ranks() {
+  for (Local& local : locals_) {
+    if (local.transport) local.transport->on_abort(nullptr);
+  }
+}
+
+int Ranks::replicas() const {
+  return are_threads() ? static_cast<int>(stages_.size()) : options_.transport->ranks() / ranks();
+}
+
+bool Ranks::has_stage(int index) const {
+  return std::any_of(locals_.begin(), locals_.end(), [&](const Local& local) { return local.stages.contains(index); });
+}
+
+void Ranks::place_stages() {
+  if (!are_threads() && options_.transport->ranks() % ranks() != 0) {
+    throw PipelineError("there are " + std::to_string(options_.transport->ranks()) +
+                        " processes, and the schedule is for " + std::to_string(ranks()) +
+                        " ranks: the first number should be a multiple of the second.");
+  }
+  const int first = are_threads() ? 0 : options_.transport->rank();
+  const int count = are_threads() ? ranks() * static_cast<int>(stages_.size()) : 1;
+  for (int rank = first; rank < first + count; ++rank) {
+    Local& local = locals_.emplace_back();
+    local.rank = rank;
+    for (PipelineStage& stage : stages_[static_cast<std::size_t>((rank - first) / ranks())]) {
+      const bool own = schedule_->placement().rank_of(stage.stage_index()) == rank % ranks();
+      if (own) local.stages[stage.stage_index()] = &stage;
+    }
+  }
+  if (are_threads()) return;
+  std::vector<int> given;
+  for (const PipelineStage& stage : stages_.front()) given.push_back(stage.stage_index());
+  const auto expected = schedule_->placement().stages_of(first % ranks());
+  if (given == std::vector<int>(expected.begin(), expected.end())) return;
+  throw PipelineError("process " + std::to_string(first) + " has stages " + list_text(given) +
+                      ", and the schedule puts stages " + list_text({expected.begin(), expected.end()}) + " on it.");
+}
+
+void Ranks::require_agreement() {
+  Transport& transport = *options_.transport;
+  at::Tensor own = at::full({1}, static_cast<std::int64_t>(options_.agreement), at::kLong);
+  at::Tensor all = at::empty({transport.ranks()}, at::kLong);
+  transport.group(count_from(0, transport.ranks()))->all_gather(all, own)->wait(Clock::now() + options_.timeout);
+  for (int rank = 1; rank < transport.ranks(); ++rank) {
+    if (all[rank].item<std::int64_t>() == all[0].item<std::int64_t>()) continue;
+    throw PipelineError("process " + std::to_string(rank) +
+                        " has another pipeline than process 0: the schedule, the wiring, the parameters that are "
+                        "shared and whether they are sharded should be the same in all processes.");
+  }
+}
+
+// New ends for ranks that are threads, with nothing under way.
+void Ranks::connect() {
+  executors_.clear();
+  std::vector<std::unique_ptr<Transport>> ends;
+  if (are_threads()) ends = thread_transports(static_cast<int>(locals_.size()));
+  for (std::size_t i = 0; i < locals_.size(); ++i) {
+    Local& local = locals_[i];
+    local.transport = are_threads() ? std::move(ends[i]) : options_.transport;
+    local.transport->on_abort([this, &local, i] { return encode_report(report_of(local, i)); });
+    if (replicas() > 1) {
+      std::vector<int> peers;
+      for (int replica = 0; replica < replicas(); ++replica) peers.push_back(replica * ranks() + local.rank % ranks());
+      local.peers = local.transport->group(peers);
+    }
+    for (const auto& [index, stage] : local.stages) {
+      if (stage->sync() != nullptr) stage->sync()->join(local.peers);
+    }
+    executors_.emplace_back(*local.transport, local.rank / ranks() * ranks(), local.stages, shared_sums(local),
+                            *options_.functions);
+  }
+}
+
+const at::Tensor& Ranks::parameter_of(const PipelineStage& stage, const std::string& name) {
+  for (const auto& [own, parameter] : stage.module().parameters) {
+    if (own == name) return parameter;
+  }
+  throw PipelineError("stage " + std::to_string(stage.stage_index()) + " has no parameter '" + name + "' to share.");
+}
+
+// What a rank has of the parameters that stages share.
+std::map<int, std::vector<SharedSum>> Ranks::shared_sums(Local& local) {
+  std::map<int, std::vector<SharedSum>> sums;
+  for (const std::vector<SharedParameter>& places : options_.shared) {
+    std::set<const void*> seen;
+    std::set<int> members;
+    std::vector<at::Tensor> own;
+    for (const SharedParameter& place : places) {
+      const int holder = schedule_->placement().rank_of(place.stage);
+      const Local* there = find_local(local.rank / ranks() * ranks() + holder);
+      if (there != nullptr) {
+        // One tensor in several stages gathers their gradients by itself; the first rank that has it speaks for it.
+        const at::Tensor& parameter = parameter_of(*there->stages.at(place.stage), place.name);
+        if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
+        if (there == &local) own.push_back(parameter);
+      }
+      members.insert(holder);
+    }
+    if (own.empty() || (members.size() == 1 && own.size() == 1 && replicas() == 1)) continue;
+    std::vector<int> group;
+    for (int replica = 0; replica < replicas(); ++replica) {
+      for (const int member : members) group.push_back(replica * ranks() + member);
+    }
+    sums[schedule_->graph().group_of(places.front().stage)].emplace_back(std::move(own), local.transport->group(group),
+                                                                         replicas());
+  }
+  return sums;
+}
+
+const Ranks::Local* Ranks::find_local(int rank) const {
+  const auto found =
+      std::find_if(locals_.begin(), locals_.end(), [rank](const Local& local) { return local.rank == rank; });
+  return found == locals_.end() ? nullptr : &*found;
+}
+
+void Ranks::share_parameters(Local& local) {
+  const Deadline deadline = Clock::now() + options_.timeout;
+  for (const auto& [index, stage] : local.stages) {
+    std::vector<bool> is_shared;
+    for (const auto& [name, parameter] : stage->module().parameters) {
+      const auto is_this = [&own = name, at = index](const SharedParameter& one) {
+        return one.stage == at && one.name == own;
+      };
+      is_shared.push_back(std::any_of(options_.shared.begin(), options_.shared.end(), [&](const auto& places) {
+        return std::any_of(places.begin(), places.end(), is_this);
+      }));
+    }
+    stage->set_sync(options_.sharded ? shard_parameters(stage->module(), is_shared, index, local.peers, deadline)
+                                     : replicate_parameters(stage->module(), is_shared, local.peers, deadline));
+  }
+}
+
+// Outside of a step. Throws what the first of them throws.
+void Ranks::on_all(const std::function<void(Local&)>& act) {
+  std::mutex mutex;
+  std::exception_ptr first;
+  threads_.run([&](int index) {
+    Local& local = locals_[static_cast<std::size_t>(index)];
+    try {
+      act(local);
+    } catch (...) {
+      local.transport->abort("rank " + std::to_string(local.rank) + " has failed");
+      const std::lock_guard lock(mutex);
+      if (!first) first = std::current_exception();
+    }
+  });
+  if (first) std::rethrow_exception(first);
+}
+
+Group& Ranks::replica_group() {
+  Local& local = locals_.front();
+  if (!replica_group_) replica_group_ = local.transport->group(count_from(local.rank / ranks() * ranks(), ranks()));
+  return *replica_group_;
+}
+
+void Ranks::run(std::shared_ptr<StepRun> step) {
+  settle();
+  if (!broken_.empty()) throw PipelineError(broken_);
+  const auto running = std::make_shared<Running>();
+  running->step = std::move(step);
+  running->failures.resize(locals_.size());
+  running->began = Clock::now();
+  for (StepWork& work : running->step->works) {
+    work.schedule = running->step->schedule;
+    work.began = running->began;
+  }
+  for (Local& local : locals_) {
+    local.progress.position = -1;
+    local.progress.since = 0;
+  }
+  const int first = first_replica();
+  for (std::size_t i = 0; i < executors_.size(); ++i) {
+    executors_[i].begin(running->step->works[static_cast<std::size_t>(locals_[i].rank / ranks() - first)]);
+  }
+  if (running->step->works.front().backward) {
+    for (Executor& executor : executors_) executor.begin_sums();
+  }
+  {
+    const std::lock_guard lock(running_mutex_);
+    running_ = running;
+  }
+  threads_.run([this, running](int index) { run_rank(*running, static_cast<std::size_t>(index)); });
+
+  std::string what;
+  bool abandoned = false;
+  {
+    const std::lock_guard lock(running->mutex);
+    what = running->what;
+    abandoned = running->abandoned;
+  }
+  if (!what.empty()) fail(*running, what, abandoned);
+  const std::lock_guard lock(running_mutex_);
+  running_.reset();
+}
+
+void Ranks::run_rank(Running& running, std::size_t index) {
+  Local& local = locals_[index];
+  const auto replica = static_cast<std::size_t>(local.rank / ranks() - first_replica());
+  RankReport failure{.kind = RankReport::Kind::Failed};
+  try {
+    executors_[index].run(running.step->works[replica],
+                          running.step->records[replica][static_cast<std::size_t>(local.rank % ranks())],
+                          local.progress);
+    return;
+  } catch (const TransportError& error) {
+    failure.failure = error.what();
+    switch (error.why()) {
+      case TransportError::Why::Late: failure.kind = RankReport::Kind::WasLate; break;
+      case TransportError::Why::Gone: failure.kind = RankReport::Kind::IsGone; break;
+      case TransportError::Why::Aborted: failure.kind = RankReport::Kind::None; break;
+    }
+  } catch (const c10::Error& error) {
+    failure.failure = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    failure.failure = error.what();
+  } catch (...) {
+    failure.failure = "an exception that is no std::exception";
+  }
+  {
+    const std::lock_guard lock(running.mutex);
+    if (running.what.empty()) running.what = failure.failure;
+    running.failures[index] = std::move(failure);
+  }
+  local.transport->abort("rank " + std::to_string(local.rank) + " has failed");
+}
+
+RankReport Ranks::report_of(const Local& local, std::size_t index) {
+  RankReport report;
+  const std::lock_guard lock(running_mutex_);
+  if (!running_) return report;
+  {
+    const std::lock_guard failures_lock(running_->mutex);
+    report = running_->failures[index];
+  }
+  if (report.kind == RankReport::Kind::None) report.failure.clear();
+  report.position = local.progress.position;
+  report.waiting_for = local.progress.waiting_for;
+  const auto there = Clock::now() - running_->began - std::chrono::nanoseconds(local.progress.since);
+  report.seconds_there = std::chrono::duration<double>(there).count();
+  return report;
+}
+
+void Ranks::abandon() {
+  {
+    const std::lock_guard lock(running_mutex_);
+    if (!running_) return;
+    const std::lock_guard failures_lock(running_->mutex);
+    running_->abandoned = true;
+    if (running_->what.empty()) running_->what = "the caller has abandoned the step";
+  }
+  for (Local& local : locals_) local.transport->abort("the caller has abandoned the step");
+  threads_.release();
+}
+
+void Ranks::fail(Running& running, const std::string& what, bool abandoned) {
+  FailedStep failed{.schedule = running.step->schedule,
+                    .what = what,
+                    .reports = {},
+                    .timeout_seconds = std::chrono::duration<double>(options_.timeout).count()};
+  for (const auto& text : locals_.front().transport->reports(Clock::now() + kReportTime)) {
+    failed.reports.push_back(text ? decode_report(*text) : std::nullopt);
+  }
+  if (!are_threads()) {
+    broken_ =
+        "this pipeline has failed in an earlier step.\n"
+        "  Hint: between processes, each makes a new transport and a new pipeline to go on.";
+  }
+  unsettled_ = true;
+  if (!abandoned) settle();
+  throw PipelineError(explain(failed));
+}
+
+void Ranks::settle() {
+  if (!std::exchange(unsettled_, false)) return;
+  threads_.join();
+  for (Executor& executor : executors_) executor.take_back();
+  {
+    const std::lock_guard lock(running_mutex_);
+    running_->step->works.clear();
+    running_.reset();
+  }
+  if (are_threads()) connect();
+}
+
+}  // namespace penstock

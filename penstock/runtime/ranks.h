@@ -1,0 +1,126 @@
+// The ranks of this process, with their stages and what connects them: all ranks of all replicas, which are threads, or
+// one, and then the others are processes of their own.
+//
+// Ranks count through the replicas: those of the first one come first.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "penstock/runtime/executor.h"
+#include "penstock/runtime/failure.h"
+#include "penstock/runtime/rank_threads.h"
+#include "penstock/runtime/record.h"
+#include "penstock/runtime/shared_parameters.h"
+#include "penstock/schedule/schedule.h"
+#include "penstock/stage/stage.h"
+#include "penstock/transport/transport.h"
+
+namespace penstock {
+
+// A step, and what was written down of it: by replica of this process.
+struct StepRun {
+  const Schedule* schedule = nullptr;
+  std::vector<StepWork> works;
+  std::vector<Record> records;
+};
+
+struct RanksOptions {
+  // This process's end, when it is one rank of several.
+  std::shared_ptr<Transport> transport = nullptr;
+  SharedParameters shared = {};
+  bool sharded = false;
+  // What all ranks have to agree on, in one number.
+  std::uint64_t agreement = 0;
+  const ActionFunctions* functions = nullptr;
+  Clock::duration timeout = {};
+  int intra_op_threads = 1;
+};
+
+class Ranks {
+ public:
+  // The stages of each replica of this process: all, or those of its one rank. Throws PipelineError when they are not
+  // those of the schedule, or the ranks do not agree.
+  Ranks(std::vector<std::vector<PipelineStage>> stages, const Schedule& schedule, RanksOptions options);
+  ~Ranks();
+  Ranks(const Ranks&) = delete;
+  Ranks& operator=(const Ranks&) = delete;
+
+  // Of a replica, and how many replicas there are, here and elsewhere.
+  int ranks() const { return schedule_->ranks(); }
+  int replicas() const;
+  // The first of this process.
+  int first_replica() const { return locals_.front().rank / ranks(); }
+  const std::vector<std::vector<PipelineStage>>& stages() const { return stages_; }
+  // Whether a stage of this index is here.
+  bool has_stage(int index) const;
+  bool are_threads() const { return options_.transport == nullptr; }
+
+  // Runs a step on all of them. Throws PipelineError, with what every rank knows of it; nothing of the step is left then
+  // but gradients that had been accumulated, once all actions have returned.
+  void run(std::shared_ptr<StepRun> step);
+  // Ends a run of another thread with an error at once, also when an action does not return.
+  void abandon();
+
+  // The ranks of this rank's replica; all of them ask. One replica's ranks only.
+  Group& replica_group();
+
+ private:
+  struct Local {
+    int rank = 0;
+    std::map<int, PipelineStage*> stages;
+    std::shared_ptr<Transport> transport;
+    // The ranks that have the same stages in all replicas.
+    std::shared_ptr<Group> peers;
+    Progress progress;
+  };
+  // A run and how its ranks fared.
+  struct Running {
+    std::shared_ptr<StepRun> step;
+    Clock::time_point began;
+    std::mutex mutex;
+    // What a rank of this process has thrown first, or that the caller has had enough; empty while all is well.
+    std::string what;
+    bool abandoned = false;
+    // By rank of this process; without its place.
+    std::vector<RankReport> failures;
+  };
+
+  void place_stages();
+  void require_agreement();
+  void connect();
+  std::map<int, std::vector<SharedSum>> shared_sums(Local& local);
+  static const at::Tensor& parameter_of(const PipelineStage& stage, const std::string& name);
+  // nullptr for a rank of another process.
+  const Local* find_local(int rank) const;
+  void share_parameters(Local& local);
+  void on_all(const std::function<void(Local&)>& act);
+
+  void run_rank(Running& running, std::size_t index);
+  RankReport report_of(const Local& local, std::size_t index);
+  [[noreturn]] void fail(Running& running, const std::string& what, bool abandoned);
+  // Takes back what a failed step has left, when all of its actions have returned.
+  void settle();
+
+  const Schedule* schedule_;
+  RanksOptions options_;
+  std::vector<std::vector<PipelineStage>> stages_;
+  std::deque<Local> locals_;
+  std::vector<Executor> executors_;
+  std::shared_ptr<Group> replica_group_;
+  std::mutex running_mutex_;
+  std::shared_ptr<Running> running_;
+  bool unsettled_ = false;
+  // Why there can be no further step.
+  std::string broken_;
+  RankThreads threads_;
+};
+
+}  // namespace penstock
