@@ -96,10 +96,10 @@ class Explanation {
     }
     if (waiter == rank) return own;
     const std::string& failure = report(waiter)->failure;
-    const std::string what =
-        failure.empty() ? "no message came from rank " + std::to_string(report(waiter)->waiting_for % ranks_) +
-                              " within the deadline"
-                        : failure;
+    const std::string what = failure.empty()
+                                 ? "no message came from rank " + std::to_string(report(waiter)->waiting_for % ranks_) +
+                                       " within the deadline"
+                                 : failure;
     return {waiter, report(waiter)->position, what + deadline};
   }
   bool waits_long(int rank) const {

@@ -1,6 +1,8 @@
 #include "penstock/runtime/shared_parameters.h"
 
+#include <algorithm>
 #include <cstddef>
+#include <map>
 #include <utility>
 
 namespace penstock {
@@ -16,9 +18,14 @@ SharedParameters find_shared(const std::vector<PipelineStage>& stages, const Sha
       by_tensor[found->second].push_back({stage.stage_index(), name});
     }
   }
+  const auto is_named = [&named](const SharedParameter& place) {
+    return std::any_of(named.begin(), named.end(), [&](const std::vector<SharedParameter>& places) {
+      return std::find(places.begin(), places.end(), place) != places.end();
+    });
+  };
   SharedParameters shared = named;
   for (std::vector<SharedParameter>& places : by_tensor) {
-    if (places.front().stage != places.back().stage) shared.push_back(std::move(places));
+    if (places.front().stage != places.back().stage && !is_named(places.front())) shared.push_back(std::move(places));
   }
   return shared;
 }

@@ -1,7 +1,6 @@
 // Parameters that several stages have.
 #pragma once
 
-#include <map>
 #include <string>
 #include <vector>
 
@@ -15,6 +14,7 @@ namespace penstock {
 struct SharedParameter {
   int stage = 0;
   std::string name;
+  friend bool operator==(const SharedParameter&, const SharedParameter&) = default;
 };
 // For each parameter, all the stages that have it.
 using SharedParameters = std::vector<std::vector<SharedParameter>>;

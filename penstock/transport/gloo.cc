@@ -30,7 +30,7 @@ Device device_of(const GlooOptions& options) {
 
 // Gloo writes to connections that may be broken, and the signal for that would end the process.
 void ignore_broken_pipes() {
-  struct sigaction now {};
+  struct sigaction now{};
   if (::sigaction(SIGPIPE, nullptr, &now) != 0 || (now.sa_flags & SA_SIGINFO) != 0 || now.sa_handler != SIG_DFL) return;
   now.sa_handler = SIG_IGN;
   ::sigaction(SIGPIPE, &now, nullptr);

@@ -4,16 +4,20 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
+#include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "penstock/runtime/pipeline.h"
 #include "penstock/runtime/step.h"
 #include "penstock/schedule/schedule.h"
 #include "penstock/stage/module.h"
@@ -32,11 +36,22 @@ struct Model {
   bool shares_across_stages = false;
 
   std::vector<PipelineStage> pipeline_stages() const {
+    std::vector<int> all(stages.size());
+    std::iota(all.begin(), all.end(), 0);
+    return pipeline_stages(all);
+  }
+  // Some of them.
+  std::vector<PipelineStage> pipeline_stages(const std::vector<int>& indices) const {
     std::vector<PipelineStage> made;
-    for (std::size_t i = 0; i < stages.size(); ++i) {
-      made.emplace_back(stages[i], static_cast<int>(i), static_cast<int>(stages.size()));
+    for (const int i : indices) {
+      made.emplace_back(stages[static_cast<std::size_t>(i)], i, static_cast<int>(stages.size()));
     }
     return made;
+  }
+  // The weight that the first and the last stage have in common, if they do.
+  SharedParameters shared() const {
+    if (!shares_across_stages || stages.size() == 1) return {};
+    return {{{0, "tied"}, {static_cast<int>(stages.size()) - 1, "tied"}}};
   }
 };
 
@@ -265,6 +280,107 @@ inline std::vector<std::vector<at::Tensor>> added_up(const Schedule& schedule,
     }
   }
   return sums;
+}
+
+inline bool same_tensor(const at::Tensor& one, const at::Tensor& other) {
+  return one.defined() == other.defined() && (!one.defined() || at::equal(one, other));
+}
+
+// Rows for all microbatches, not the same number for each.
+inline at::Tensor rows_for(int microbatches, const std::string& name) {
+  return weight(name, {2 * microbatches + (microbatches > 1 ? 1 : 0), 4 * kWide}).detach();
+}
+
+// Models of one row take 8 numbers, the transformer four tokens of them.
+inline at::Tensor input_for(const NamedModel& model, int microbatches, const std::string& name) {
+  const at::Tensor rows = rows_for(microbatches, name);
+  return std::string(model.name) == "transformer" ? rows : rows.narrow(1, 0, kWide).contiguous();
+}
+
+// What one process gives for a batch.
+inline std::vector<PlainMicrobatch> plain(const Model& model, const at::Tensor& x, const at::Tensor& y,
+                                          int microbatches, const PlainOptions& options) {
+  const SplitArgs split = split_args_kwargs_into_chunks({x, y}, {}, microbatches);
+  std::vector<PlainMicrobatch> results;
+  for (int i = 0; i < microbatches; ++i) {
+    const Args& own = split.args[static_cast<std::size_t>(i)];
+    results.push_back(plain_microbatch(model, {own[0]}, own[1].toTensor(), i, 1.0 / microbatches, options));
+  }
+  return results;
+}
+
+inline at::Tensor outputs_of(const std::vector<PlainMicrobatch>& microbatches) {
+  std::vector<at::Tensor> outputs;
+  for (const PlainMicrobatch& one : microbatches) outputs.push_back(one.output);
+  return at::cat(outputs);
+}
+
+inline at::Tensor rows(std::int64_t count, const char* name) {
+  return weight(name, {count, kWide}).detach();
+}
+
+inline std::vector<at::Tensor> gradients_of(const Model& model) {
+  std::vector<at::Tensor> gradients;
+  for (const StageModule& stage : model.stages) {
+    for (const auto& [name, parameter] : stage.parameters) gradients.push_back(parameter.grad());
+  }
+  return gradients;
+}
+inline void zero_grad(const Model& model) {
+  for (const StageModule& stage : model.stages) {
+    for (const auto& [name, parameter] : stage.parameters) parameter.mutable_grad().reset();
+  }
+}
+inline std::vector<at::Tensor> clones(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> copies;
+  for (const at::Tensor& tensor : tensors) copies.push_back(tensor.clone());
+  return copies;
+}
+inline void expect_equal(const std::vector<at::Tensor>& expected, const std::vector<at::Tensor>& found) {
+  ASSERT_EQ(expected.size(), found.size());
+  for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(same_tensor(expected[i], found[i])) << i;
+}
+
+// A step of the schedule has the losses, outputs and gradients of one process, bit for bit, on threads or, with a
+// transport, in this process's stages. Only the order in which stages add to a weight that they have in common is
+// nobody's.
+inline void expect_what_one_process_gives(const NamedModel& named, const Schedule& schedule,
+                                          const std::shared_ptr<Transport>& transport = nullptr) {
+  SCOPED_TRACE(named.name);
+  const at::Tensor x = input_for(named, schedule.microbatches(), "x");
+  const at::Tensor y = input_for(named, schedule.microbatches(), "y");
+  const Model model = named.make(schedule.stages());
+  PipelineOptions options{.transport = transport, .loss = squared_error};
+  std::vector<PipelineStage> stages = model.pipeline_stages();
+  if (transport != nullptr) {
+    const auto own = schedule.placement().stages_of(transport->rank());
+    stages = model.pipeline_stages({own.begin(), own.end()});
+    options.shared = model.shared();
+  }
+  Pipeline pipeline(std::move(stages), model.wiring, schedule, options);
+  StepOptions everywhere;
+  everywhere.results_everywhere = true;
+  const StepResult result = pipeline.step({x}, {}, y, everywhere);
+
+  const Model again = named.make(schedule.stages());
+  const std::vector<PlainMicrobatch> expected = plain(again, x, y, schedule.microbatches(), {});
+  EXPECT_TRUE(at::equal(outputs_of(expected), result.output.toTensor()));
+  ASSERT_EQ(expected.size(), result.losses.size());
+  for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(at::equal(expected[i].loss, result.losses[i])) << i;
+  const auto sums = added_up(pipeline.schedule(), expected);
+  for (const PipelineStage& stage : pipeline.stages()) {
+    const auto at = static_cast<std::size_t>(stage.stage_index());
+    for (std::size_t i = 0; i < stage.module().parameters.size(); ++i) {
+      const auto& [name, parameter] = stage.module().parameters[i];
+      if (name == "tied") {
+        EXPECT_LE((sums[at][i] - parameter.grad()).abs().max().item<double>(),
+                  1e-6 * sums[at][i].abs().max().item<double>());
+        continue;
+      }
+      EXPECT_TRUE(same_tensor(sums[at][i], parameter.grad()))
+          << "stage " << at << ", " << name << "\nexpected " << sums[at][i] << "\nfound " << parameter.grad();
+    }
+  }
 }
 
 }  // namespace penstock::testing

@@ -1,0 +1,247 @@
+// Ranks that are processes. Each of them runs these tests, all at the same time: penstock_launch 4 penstock_gloo_test.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <iostream>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "penstock/runtime/pipeline.h"
+#include "penstock/schedule/generators.h"
+#include "penstock/transport/c10d.h"
+#include "tests/runtime/models.h"
+
+namespace penstock::testing {
+namespace {
+
+const Rendezvous& meeting_place() {
+  static const Rendezvous place = rendezvous();
+  return place;
+}
+
+// One for all tests: a pipeline may follow another on it.
+const std::shared_ptr<Transport>& world() {
+  static const std::shared_ptr<Transport> transport = c10d_transport(meeting_place());
+  return transport;
+}
+
+class Gloo : public ::testing::Test {
+ protected:
+  ~Gloo() override {
+    // The others would wait for a rank that left a test early.
+    if (HasFailure()) world()->abort("a test has failed in rank " + std::to_string(world()->rank()));
+  }
+  int ranks() const { return world()->ranks(); }
+};
+
+std::vector<int> microbatch_counts() {
+  const char* grid = std::getenv("PENSTOCK_GRID");
+  if (grid != nullptr && grid == std::string("whole")) return {1, 2, 3, 4, 8};
+  return {3, 4};
+}
+
+TEST_F(Gloo, EveryScheduleGivesTheLossesOutputsAndGradientsOfOneProcess) {
+  int cases = 0;
+  for (const Generator& generator : generators()) {
+    for (const int microbatches : microbatch_counts()) {
+      SCOPED_TRACE(std::string(generator.name) + ", " + std::to_string(microbatches) + " microbatches");
+      const Schedule schedule = generate(generator.name, {.ranks = ranks(), .microbatches = microbatches});
+      if (!features_of(schedule).backward) continue;
+      for (const NamedModel& named : kModels) {
+        expect_what_one_process_gives(named, schedule, world());
+        if (HasFailure()) return;
+        ++cases;
+      }
+    }
+  }
+  if (world()->rank() == 0) std::cout << "cases: " << cases << "\n";
+}
+
+// The stages of this process in a world of one replica.
+std::vector<PipelineStage> own_stages(const Model& model, const Schedule& schedule) {
+  const auto own = schedule.placement().stages_of(world()->rank() % schedule.ranks());
+  return model.pipeline_stages({own.begin(), own.end()});
+}
+
+TEST_F(Gloo, ShapesAreLearntAnewWhenTheBatchIsAnother) {
+  for (const NamedModel& named : {kModels[0], kModels[2], kModels[3]}) {
+    for (const char* name : {"GPipe", "Interleaved1F1B", "ZBVZeroBubble"}) {
+      SCOPED_TRACE(std::string(named.name) + ", " + name);
+      const Schedule schedule = generate(name, {.ranks = ranks(), .microbatches = 4});
+      const Model model = named.make(schedule.stages());
+      PipelineOptions options{.transport = world(), .loss = squared_error};
+      Pipeline pipeline(own_stages(model, schedule), model.wiring, schedule, options);
+      StepOptions everywhere;
+      everywhere.results_everywhere = true;
+      std::int64_t step = 0;
+      // The same ones twice, larger, smaller, and such that the last microbatch has fewer rows.
+      for (const std::int64_t count : {8, 8, 32, 4, 4, 9, 9, 8}) {
+        SCOPED_TRACE(count);
+        const at::Tensor x = rows(count, "x");
+        const at::Tensor y = rows(count, "y");
+        const PlainOptions plain_options{.step = step};
+        const auto expected = plain(model, x, y, 4, plain_options);
+        zero_grad(model);
+        const StepResult result = pipeline.step({x}, {}, y, everywhere);
+        ++step;
+        ASSERT_EQ(result.losses.size(), 4U);
+        for (std::size_t i = 0; i < 4; ++i) EXPECT_TRUE(at::equal(expected[i].loss, result.losses[i]));
+        EXPECT_TRUE(at::equal(outputs_of(expected), result.output.toTensor()));
+        const auto sums = added_up(pipeline.schedule(), expected);
+        for (const PipelineStage& stage : pipeline.stages()) {
+          const auto at = static_cast<std::size_t>(stage.stage_index());
+          for (std::size_t i = 0; i < stage.module().parameters.size(); ++i) {
+            EXPECT_TRUE(same_tensor(sums[at][i], stage.module().parameters[i].second.grad()));
+          }
+        }
+        // Forwards alone in between, with and without a target.
+        const StepResult seen = pipeline.eval({x}, {}, count > 8 ? c10::IValue(y) : c10::IValue(), everywhere);
+        ++step;
+        EXPECT_EQ(seen.losses.size(), count > 8 ? 4U : 0U);
+        EXPECT_EQ(seen.output.toTensor().size(0), count);
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_F(Gloo, ResultsAreThoseOfTheLastStageUnlessAskedForEverywhere) {
+  const Schedule schedule = generate("1F1B", {.ranks = ranks(), .microbatches = 2});
+  Model model = perceptron(schedule.stages());
+  // A dict of what comes, and a term of the loss of every stage.
+  const auto last = model.stages.back().forward;
+  model.stages.back().forward = [last](const Args& args, const Kwargs& kwargs) -> c10::IValue {
+    c10::Dict<std::string, at::Tensor> output;
+    output.insert("out", last(args, kwargs).toTensor());
+    return output;
+  };
+  for (StageModule& stage : model.stages) {
+    stage.forward = [before = stage.forward](const Args& args, const Kwargs& kwargs) -> c10::IValue {
+      add_loss(at::ones({}));
+      return before(args, kwargs);
+    };
+  }
+  PipelineOptions options{.transport = world(),
+                          .loss = [](const c10::IValue& output, const c10::IValue&, const Kwargs&) {
+                            return output.toGenericDict().at("out").toTensor().mean();
+                          }};
+  Pipeline pipeline(own_stages(model, schedule), schedule, options);
+  const bool has_last = world()->rank() == ranks() - 1;
+  for (const bool everywhere : {false, true, false}) {
+    for (const bool outputs : {true, false}) {
+      StepOptions step;
+      step.results_everywhere = everywhere;
+      step.return_outputs = outputs;
+      const StepResult result = pipeline.step({rows(4, "x")}, {}, rows(4, "y"), step);
+      const bool has = has_last || everywhere;
+      EXPECT_EQ(result.losses.size(), has ? 2U : 0U);
+      EXPECT_EQ(result.output.isGenericDict(), has && outputs);
+      if (has && outputs) {
+        EXPECT_EQ(result.output.toGenericDict().at("out").toTensor().size(0), 4);
+      }
+      ASSERT_EQ(result.loss_terms.size(), 2U);
+      for (const auto& terms : result.loss_terms) {
+        EXPECT_EQ(terms.size(), everywhere ? static_cast<std::size_t>(ranks()) : 1U);
+      }
+    }
+  }
+}
+
+// Several replicas of a pipeline of two ranks.
+TEST_F(Gloo, ReplicasGiveTheGradientsOfOneProcessOnTheWholeBatch) {
+  constexpr int kMicrobatches = 4;
+  if (ranks() % 2 != 0) return;
+  const int replicas = ranks() / 2;
+  const std::int64_t count = 2 * kMicrobatches * replicas;
+  for (const Generator& generator : generators()) {
+    const Schedule schedule = generate(generator.name, {.ranks = 2, .microbatches = kMicrobatches});
+    if (!features_of(schedule).backward) continue;
+    for (const bool sharded : {false, true}) {
+      for (const NamedModel& named : {kModels[0], kModels[3], kModels[5]}) {
+        SCOPED_TRACE(std::string(generator.name) + (sharded ? ", sharded, " : ", replicated, ") + named.name);
+        const Model model = named.make(schedule.stages());
+        const Model again = named.make(schedule.stages());
+        PipelineOptions options{.transport = world(), .loss = squared_error, .sharded = sharded};
+        options.shared = model.shared();
+        Pipeline pipeline(own_stages(model, schedule), model.wiring, schedule, options);
+        const at::Tensor x = rows(count, "x");
+        const at::Tensor y = rows(count, "y");
+        const auto whole = plain_microbatch(again, {x}, y, 0, 1.0, {}).gradients;
+        const int replica = world()->rank() / 2;
+        const auto part = [&](const at::Tensor& all) { return all.chunk(replicas)[static_cast<std::size_t>(replica)]; };
+        // Two steps of which only the second reduces give the sum; the first alone gave its own.
+        StepOptions first;
+        first.reduce = false;
+        pipeline.step({part(x)}, {}, part(y), first);
+        pipeline.step({part(x)}, {}, part(y));
+        for (const PipelineStage& stage : pipeline.stages()) {
+          const auto at = static_cast<std::size_t>(stage.stage_index());
+          for (const auto& [name, parameter] : stage.parameters()) {
+            for (std::size_t i = 0; i < again.stages[at].parameters.size(); ++i) {
+              if (again.stages[at].parameters[i].first != name || !whole[at][i].defined()) continue;
+              at::Tensor expected = whole[at][i].reshape(-1) * 2;
+              at::Tensor found = parameter.grad().reshape(-1);
+              if (found.numel() != expected.numel()) {
+                const std::int64_t begin = replica * found.numel();
+                const std::int64_t length = std::clamp<std::int64_t>(expected.numel() - begin, 0, found.numel());
+                expected = expected.narrow(0, std::min(begin, expected.numel()), length);
+                found = found.narrow(0, 0, length);
+              }
+              if (expected.numel() == 0) continue;
+              EXPECT_LE((expected - found).abs().max().item<double>(),
+                        1e-6 * std::max(whole[at][i].abs().max().item<double>() * 2, 1e-2))
+                  << "stage " << at << ", " << name;
+            }
+          }
+        }
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
+// Its length depends on what is in it.
+TEST_F(Gloo, DynamicShapesMayChangeWithEveryMicrobatch) {
+  const Schedule schedule = generate("1F1B", {.ranks = ranks(), .microbatches = 4});
+  Model model = perceptron(schedule.stages());
+  model.stages.front().forward = [before = model.stages.front().forward](const Args& args,
+                                                                         const Kwargs& kwargs) -> c10::IValue {
+    const at::Tensor y = before(args, kwargs).toTensor();
+    return y.narrow(0, 0, 1 + static_cast<std::int64_t>(tensor(args, 0)[0][0].item<float>()));
+  };
+  at::Tensor x = rows(20, "x");
+  for (const bool dynamic : {true, false}) {
+    PipelineOptions options{.transport = c10d_transport(meeting_place(), {.dynamic_shapes = dynamic}),
+                            .loss = [](const c10::IValue& output, const c10::IValue&, const Kwargs&) {
+                              return output.toTensor().square().sum();
+                            }};
+    Pipeline pipeline(own_stages(model, schedule), schedule, options);
+    StepOptions everywhere;
+    everywhere.results_everywhere = true;
+    const auto lengths = [&](std::vector<int> all) {
+      for (std::size_t i = 0; i < all.size(); ++i) x[static_cast<std::int64_t>(5 * i)][0] = all[i] - 1;
+    };
+    lengths({1, 5, 2, 3});
+    EXPECT_EQ(pipeline.step({x}, {}, x, everywhere).output.toTensor().size(0), 11);
+    lengths({4, 1, 1, 2});
+    if (dynamic || ranks() == 1) {
+      EXPECT_EQ(pipeline.step({x}, {}, x, everywhere).output.toTensor().size(0), 8);
+      continue;
+    }
+    try {
+      pipeline.step({x}, {}, x, everywhere);
+      FAIL() << "no error";
+    } catch (const PipelineError& error) {
+      const std::string what = error.what();
+      EXPECT_EQ(what.find("rank 0, stage 0, 0SEND_F0 (microbatch 0): tensor 0 of message 0 of channel 0 to rank 1 is"),
+                0U)
+          << what;
+      EXPECT_NE(what.find("dynamic_shapes"), std::string::npos) << what;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace penstock::testing
