@@ -4,6 +4,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
+#include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <cstddef>
@@ -14,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/runtime/pipeline.h"
 #include "penstock/runtime/step.h"
 #include "penstock/schedule/schedule.h"
 #include "penstock/stage/module.h"
@@ -265,6 +267,69 @@ inline std::vector<std::vector<at::Tensor>> added_up(const Schedule& schedule,
     }
   }
   return sums;
+}
+
+inline bool same_tensor(const at::Tensor& one, const at::Tensor& other) {
+  return one.defined() == other.defined() && (!one.defined() || at::equal(one, other));
+}
+
+// Rows for all microbatches, not the same number for each.
+inline at::Tensor rows_for(int microbatches, const std::string& name) {
+  return weight(name, {2 * microbatches + (microbatches > 1 ? 1 : 0), 4 * kWide}).detach();
+}
+
+// Models of one row take 8 numbers, the transformer four tokens of them.
+inline at::Tensor input_for(const NamedModel& model, int microbatches, const std::string& name) {
+  const at::Tensor rows = rows_for(microbatches, name);
+  return std::string(model.name) == "transformer" ? rows : rows.narrow(1, 0, kWide).contiguous();
+}
+
+// What one process gives for a batch.
+inline std::vector<PlainMicrobatch> plain(const Model& model, const at::Tensor& x, const at::Tensor& y,
+                                          int microbatches, const PlainOptions& options) {
+  const SplitArgs split = split_args_kwargs_into_chunks({x, y}, {}, microbatches);
+  std::vector<PlainMicrobatch> results;
+  for (int i = 0; i < microbatches; ++i) {
+    const Args& own = split.args[static_cast<std::size_t>(i)];
+    results.push_back(plain_microbatch(model, {own[0]}, own[1].toTensor(), i, 1.0 / microbatches, options));
+  }
+  return results;
+}
+
+inline at::Tensor outputs_of(const std::vector<PlainMicrobatch>& microbatches) {
+  std::vector<at::Tensor> outputs;
+  for (const PlainMicrobatch& one : microbatches) outputs.push_back(one.output);
+  return at::cat(outputs);
+}
+
+// A step of the schedule has the losses, outputs and gradients of one process, bit for bit. Only the order in which
+// stages add to a weight that they have in common is nobody's.
+inline void expect_what_one_process_gives(const NamedModel& named, const Schedule& schedule) {
+  SCOPED_TRACE(named.name);
+  const at::Tensor x = input_for(named, schedule.microbatches(), "x");
+  const at::Tensor y = input_for(named, schedule.microbatches(), "y");
+  const Model model = named.make(schedule.stages());
+  Pipeline pipeline(model.pipeline_stages(), model.wiring, schedule, {.loss = squared_error});
+  const StepResult result = pipeline.step({x}, {}, y);
+
+  const Model again = named.make(schedule.stages());
+  const std::vector<PlainMicrobatch> expected = plain(again, x, y, schedule.microbatches(), {});
+  EXPECT_TRUE(at::equal(outputs_of(expected), result.output.toTensor()));
+  for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(at::equal(expected[i].loss, result.losses[i])) << i;
+  const auto sums = added_up(pipeline.schedule(), expected);
+  for (std::size_t stage = 0; stage < model.stages.size(); ++stage) {
+    for (std::size_t i = 0; i < model.stages[stage].parameters.size(); ++i) {
+      const auto& [name, parameter] = model.stages[stage].parameters[i];
+      if (name == "tied") continue;
+      EXPECT_TRUE(same_tensor(sums[stage][i], parameter.grad()))
+          << "stage " << stage << ", " << name << "\nexpected " << sums[stage][i] << "\nfound " << parameter.grad();
+    }
+  }
+  if (model.shares_across_stages) {
+    const at::Tensor expected_sum = sums.front().back();
+    const at::Tensor found = model.stages.front().parameters.back().second.grad();
+    EXPECT_LE((expected_sum - found).abs().max().item<double>(), 1e-6 * expected_sum.abs().max().item<double>());
+  }
 }
 
 }  // namespace penstock::testing

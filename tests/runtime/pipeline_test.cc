@@ -41,68 +41,11 @@ std::string name_of(const ::testing::TestParamInfo<GridCase>& info) {
 }
 INSTANTIATE_TEST_SUITE_P(Threads, EverySchedule, ::testing::ValuesIn(grid()), name_of);
 
-bool same_bits(const at::Tensor& one, const at::Tensor& other) {
-  return one.defined() == other.defined() && (!one.defined() || at::equal(one, other));
-}
-
-// Rows for all microbatches, not the same number for each.
-at::Tensor rows_for(int microbatches, const std::string& name) {
-  return weight(name, {2 * microbatches + (microbatches > 1 ? 1 : 0), 4 * kWide}).detach();
-}
-
-// Models of one row take 8 numbers, the transformer four tokens of them.
-at::Tensor input_for(const NamedModel& model, int microbatches, const std::string& name) {
-  const at::Tensor rows = rows_for(microbatches, name);
-  return std::string(model.name) == "transformer" ? rows : rows.narrow(1, 0, kWide).contiguous();
-}
-
-// What one process gives for a batch.
-std::vector<PlainMicrobatch> plain(const Model& model, const at::Tensor& x, const at::Tensor& y, int microbatches,
-                                   const PlainOptions& options) {
-  const SplitArgs split = split_args_kwargs_into_chunks({x, y}, {}, microbatches);
-  std::vector<PlainMicrobatch> results;
-  for (int i = 0; i < microbatches; ++i) {
-    const Args& own = split.args[static_cast<std::size_t>(i)];
-    results.push_back(plain_microbatch(model, {own[0]}, own[1].toTensor(), i, 1.0 / microbatches, options));
-  }
-  return results;
-}
-
-at::Tensor outputs_of(const std::vector<PlainMicrobatch>& microbatches) {
-  std::vector<at::Tensor> outputs;
-  for (const PlainMicrobatch& one : microbatches) outputs.push_back(one.output);
-  return at::cat(outputs);
-}
-
 TEST_P(EverySchedule, GivesTheLossesOutputsAndGradientsOfOneProcess) {
   const Schedule made = schedule();
   if (!features_of(made).backward) return;
   for (const NamedModel& named : kModels) {
-    SCOPED_TRACE(named.name);
-    const at::Tensor x = input_for(named, made.microbatches(), "x");
-    const at::Tensor y = input_for(named, made.microbatches(), "y");
-    const Model model = named.make(made.stages());
-    Pipeline pipeline(model.pipeline_stages(), model.wiring, made, {.loss = squared_error});
-    const StepResult result = pipeline.step({x}, {}, y);
-
-    const Model again = named.make(made.stages());
-    const std::vector<PlainMicrobatch> expected = plain(again, x, y, made.microbatches(), {});
-    EXPECT_TRUE(at::equal(outputs_of(expected), result.output.toTensor()));
-    for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(at::equal(expected[i].loss, result.losses[i])) << i;
-    const auto sums = added_up(pipeline.schedule(), expected);
-    for (std::size_t stage = 0; stage < model.stages.size(); ++stage) {
-      for (std::size_t i = 0; i < model.stages[stage].parameters.size(); ++i) {
-        const auto& [name, parameter] = model.stages[stage].parameters[i];
-        if (name == "tied") continue;
-        EXPECT_TRUE(same_bits(sums[stage][i], parameter.grad()))
-            << "stage " << stage << ", " << name << "\nexpected " << sums[stage][i] << "\nfound " << parameter.grad();
-      }
-    }
-    if (model.shares_across_stages) {
-      const at::Tensor expected_sum = sums.front().back();
-      const at::Tensor found = model.stages.front().parameters.back().second.grad();
-      EXPECT_LE((expected_sum - found).abs().max().item<double>(), 1e-6 * expected_sum.abs().max().item<double>());
-    }
+    expect_what_one_process_gives(named, made);
     if (HasFailure()) return;
   }
 }
