@@ -19,10 +19,6 @@
 namespace penstock::testing {
 namespace {
 
-at::Tensor rows(std::int64_t count, const char* name) {
-  return weight(name, {count, kWide}).detach();
-}
-
 template <class Error = PipelineError, class Act>
 std::string error_of(const Act& act) {
   try {

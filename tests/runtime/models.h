@@ -302,6 +302,32 @@ inline at::Tensor outputs_of(const std::vector<PlainMicrobatch>& microbatches) {
   return at::cat(outputs);
 }
 
+inline at::Tensor rows(std::int64_t count, const char* name) {
+  return weight(name, {count, kWide}).detach();
+}
+
+inline std::vector<at::Tensor> gradients_of(const Model& model) {
+  std::vector<at::Tensor> gradients;
+  for (const StageModule& stage : model.stages) {
+    for (const auto& [name, parameter] : stage.parameters) gradients.push_back(parameter.grad());
+  }
+  return gradients;
+}
+inline void zero_grad(const Model& model) {
+  for (const StageModule& stage : model.stages) {
+    for (const auto& [name, parameter] : stage.parameters) parameter.mutable_grad().reset();
+  }
+}
+inline std::vector<at::Tensor> clones(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> copies;
+  for (const at::Tensor& tensor : tensors) copies.push_back(tensor.clone());
+  return copies;
+}
+inline void expect_equal(const std::vector<at::Tensor>& expected, const std::vector<at::Tensor>& found) {
+  ASSERT_EQ(expected.size(), found.size());
+  for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(same_tensor(expected[i], found[i])) << i;
+}
+
 // A step of the schedule has the losses, outputs and gradients of one process, bit for bit. Only the order in which
 // stages add to a weight that they have in common is nobody's.
 inline void expect_what_one_process_gives(const NamedModel& named, const Schedule& schedule) {

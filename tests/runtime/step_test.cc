@@ -1,10 +1,9 @@
-// What a step takes and gives, and the faults of the peer that it does not have.
+// What a step takes and gives.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
 #include <cstddef>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -17,168 +16,10 @@
 #include "penstock/schedule/csv.h"
 #include "penstock/schedule/error.h"
 #include "penstock/schedule/generators.h"
-#include "penstock/schedule/passes.h"
 #include "tests/runtime/models.h"
-#include "tests/tensor/values.h"
 
 namespace penstock::testing {
 namespace {
-
-at::Tensor rows(std::int64_t count, const char* name) {
-  return weight(name, {count, kWide}).detach();
-}
-
-std::vector<at::Tensor> gradients_of(const Model& model) {
-  std::vector<at::Tensor> gradients;
-  for (const StageModule& stage : model.stages) {
-    for (const auto& [name, parameter] : stage.parameters) gradients.push_back(parameter.grad());
-  }
-  return gradients;
-}
-void zero_grad(const Model& model) {
-  for (const StageModule& stage : model.stages) {
-    for (const auto& [name, parameter] : stage.parameters) parameter.mutable_grad().reset();
-  }
-}
-std::vector<at::Tensor> clones(const std::vector<at::Tensor>& tensors) {
-  std::vector<at::Tensor> copies;
-  for (const at::Tensor& tensor : tensors) copies.push_back(tensor.clone());
-  return copies;
-}
-void expect_equal(const std::vector<at::Tensor>& expected, const std::vector<at::Tensor>& found) {
-  ASSERT_EQ(expected.size(), found.size());
-  for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(same(expected[i], found[i])) << i;
-}
-
-// Faults of the peer
-
-TEST(PeerFaults, TwoAccumulatedStepsAreNotTheSum) {
-  const Model model = perceptron(2);
-  Schedule1F1B pipeline(model.pipeline_stages(), 4, {.loss = squared_error});
-  pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
-  const std::vector<at::Tensor> once = clones(gradients_of(model));
-  pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
-  const std::vector<at::Tensor> twice = gradients_of(model);
-  for (std::size_t i = 0; i < once.size(); ++i) EXPECT_TRUE(at::allclose(once[i] * 2, twice[i], 1e-5, 1e-8));
-}
-
-TEST(PeerFaults, EvaluationRescalesGradients) {
-  const Model model = perceptron(2);
-  ScheduleGPipe pipeline(model.pipeline_stages(), 4, {.loss = squared_error});
-  pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
-  const std::vector<at::Tensor> before = clones(gradients_of(model));
-  pipeline.eval({rows(8, "x")}, {}, rows(8, "y"));
-  expect_equal(before, gradients_of(model));
-}
-
-TEST(PeerFaults, EvaluationOfAVFails) {
-  for (const char* name : {"ZBVZeroBubble", "DualPipeV"}) {
-    const Model model = perceptron(4);
-    Pipeline pipeline = get_schedule_class(name)(model.pipeline_stages(), 4, {.loss = squared_error});
-    EXPECT_EQ(pipeline.eval({rows(8, "x")}).output.toTensor().size(0), 8) << name;
-  }
-}
-
-TEST(PeerFaults, LargerBatchesLaterEndTheProcess) {
-  const Model model = perceptron(2);
-  Schedule1F1B pipeline(model.pipeline_stages(), 4, {.loss = squared_error});
-  for (const std::int64_t count : {8, 16, 5, 31, 4}) {
-    const StepResult result = pipeline.step({rows(count, "x")}, {}, rows(count, "y"));
-    EXPECT_EQ(result.output.toTensor().size(0), count);
-  }
-}
-
-TEST(PeerFaults, DictOutputsFail) {
-  Model model = perceptron(2);
-  const auto before = model.stages[1].forward;
-  model.stages[1].forward = [before](const Args& args, const Kwargs& kwargs) -> c10::IValue {
-    const at::Tensor logits = before(args, kwargs).toTensor();
-    return dict({{"logits", logits}, {"more", list({logits.argmax(-1), logits.sum(-1)})}});
-  };
-  Schedule1F1B pipeline(model.pipeline_stages(), 2,
-                        {.loss = [](const c10::IValue& output, const c10::IValue& target, const Kwargs&) {
-                          return at::mse_loss(output.toGenericDict().at("logits").toTensor(), target.toTensor());
-                        }});
-  const c10::IValue output = pipeline.step({rows(6, "x")}, {}, rows(6, "y")).output;
-  EXPECT_EQ(output.toGenericDict().at("logits").toTensor().size(0), 6);
-  EXPECT_EQ(output.toGenericDict().at("more").toListRef()[0].toTensor().size(0), 6);
-  EXPECT_TRUE(model.stages[0].parameters[0].second.grad().defined());
-}
-
-TEST(PeerFaults, NestedTargetsFail) {
-  const Model model = perceptron(2);
-  PipelineOptions options;
-  options.loss = [](const c10::IValue& output, const c10::IValue& target, const Kwargs&) {
-    const auto parts = target.toGenericDict();
-    return at::mse_loss(output.toTensor(), parts.at("y").toTensor()) * parts.at("factor").toDouble();
-  };
-  Schedule1F1B pipeline(model.pipeline_stages(), 2, options);
-  const StepResult result = pipeline.step({rows(6, "x")}, {}, dict({{"y", rows(6, "y")}, {"factor", 2.0}}));
-  const StepResult plain =
-      Schedule1F1B(model.pipeline_stages(), 2, {.loss = squared_error}).step({rows(6, "x")}, {}, rows(6, "y"));
-  EXPECT_TRUE(at::equal(plain.losses[1] * 2, result.losses[1]));
-}
-
-TEST(PeerFaults, MicrobatchesOutOfOrderAreTakenForOneAnother) {
-  const Schedule schedule = lower(parse_csv("0F0,0F1,0F2,0B2,0B0,0B1\n1F2,1F0,1F1,1B2,1B0,1B1\n"));
-  const Model model = perceptron(2);
-  Pipeline pipeline(model.pipeline_stages(), schedule, {.loss = squared_error});
-  const StepResult result = pipeline.step({rows(6, "x")}, {}, rows(6, "y"));
-  const std::vector<at::Tensor> found = clones(gradients_of(model));
-  const Model again = perceptron(2);
-  Schedule1F1B in_order(again.pipeline_stages(), 3, {.loss = squared_error});
-  const StepResult expected = in_order.step({rows(6, "x")}, {}, rows(6, "y"));
-  EXPECT_TRUE(same(expected.output, result.output));
-  expect_equal(expected.losses, result.losses);
-  const std::vector<at::Tensor> gradients = gradients_of(again);
-  for (std::size_t i = 0; i < found.size(); ++i) EXPECT_TRUE(at::allclose(gradients[i], found[i], 1e-5, 1e-8));
-}
-
-TEST(PeerFaults, ZeroBubbleLosesTheWeightGradientsOfAStageAfterAFrozenOne) {
-  const Model model = perceptron(4);
-  for (const auto& [name, parameter] : model.stages[0].parameters) parameter.requires_grad_(false);
-  for (const char* name : {"ZBVZeroBubble", "InterleavedZeroBubble"}) {
-    zero_grad(model);
-    Pipeline pipeline = get_schedule_class(name)(model.pipeline_stages(), 4, {.loss = squared_error}, 2);
-    pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
-    EXPECT_FALSE(model.stages[0].parameters[0].second.grad().defined());
-    for (std::size_t stage = 1; stage < 4; ++stage) {
-      for (const auto& [parameter_name, parameter] : model.stages[stage].parameters) {
-        EXPECT_TRUE(parameter.grad().defined()) << name << ", stage " << stage << ", " << parameter_name;
-      }
-    }
-  }
-}
-
-TEST(PeerFaults, ModulesRunOnceMoreThanThereAreMicrobatches) {
-  Model model = perceptron(2);
-  const auto calls = std::make_shared<std::atomic<int>>(0);
-  const auto before = model.stages[1].forward;
-  model.stages[1].forward = [=](const Args& args, const Kwargs& kwargs) {
-    ++*calls;
-    return before(args, kwargs);
-  };
-  Schedule1F1B pipeline(model.pipeline_stages(), 4, {.loss = squared_error});
-  pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
-  EXPECT_EQ(*calls, 4);
-}
-
-TEST(PeerFaults, ActivationsThatAreFlagsOrIndicesAreInvented) {
-  Model model = perceptron(2);
-  const at::Tensor table = weight("table", {5, kWide});
-  model.stages[0].forward = [](const Args& args, const Kwargs&) -> c10::IValue {
-    return (args[0].toTensor().sum(-1) * 1000).to(at::kLong).remainder(5);
-  };
-  model.stages[1] = {.forward = [table](const Args& args, const Kwargs&) -> c10::IValue {
-                       return at::embedding(table, args[0].toTensor());
-                     },
-                     .parameters = {{"table", table}}};
-  ScheduleGPipe pipeline(model.pipeline_stages(), 4, {.loss = squared_error});
-  pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
-  EXPECT_TRUE(table.grad().defined());
-}
-
-// Options
 
 TEST(Step, WeighsMicrobatchesAndScalesGradients) {
   const Model model = perceptron(2);
