@@ -1,7 +1,10 @@
 #include "penstock/runtime/rank_threads.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/record_function.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 
+#include <memory>
 #include <string>
 
 namespace penstock {
@@ -11,6 +14,17 @@ namespace {
 constexpr Clock::duration kAwake = std::chrono::microseconds(50);
 
 }  // namespace
+
+// What libtorch's profilers keep for each thread that they watch.
+struct RankThreads::Profiling {
+  at::RecordFunctionTLS callbacks = at::get_record_function_tls_();
+  std::shared_ptr<c10::ThreadLocalDebugInfo> state = c10::ThreadLocalDebugInfo::current();
+
+  void apply() const {
+    at::set_record_function_tls_(callbacks);
+    c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(state);
+  }
+};
 
 RankThreads::RankThreads(int ranks, int intra_op_threads)
     : gate_(static_cast<unsigned>(ranks) < std::thread::hardware_concurrency() ? kAwake : Clock::duration::zero()) {
@@ -31,21 +45,26 @@ RankThreads::~RankThreads() {
 
 void RankThreads::serve(int rank, int intra_op_threads) {
   at::set_num_threads(intra_op_threads);
+  const Profiling own;
   for (long done = 0;; ++done) {
     Gate::Lock lock = gate_.lock();
     gate_.wait(lock, Deadline::max(), [&] { return ending_ || round_ > done; });
     if (ending_) return;
     const std::function<void(int)>& work = *work_;
+    profiling_->apply();
     lock.unlock();
     work(rank);
+    own.apply();
     lock.lock();
     if (--working_ == 0) gate_.changed();
   }
 }
 
 void RankThreads::run(const std::function<void(int)>& work) {
+  const Profiling profiling;
   Gate::Lock lock = gate_.lock();
   work_ = &work;
+  profiling_ = &profiling;
   working_ = static_cast<int>(threads_.size());
   ++round_;
   gate_.changed();

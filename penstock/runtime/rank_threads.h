@@ -17,10 +17,13 @@ class RankThreads {
   RankThreads(const RankThreads&) = delete;
   RankThreads& operator=(const RankThreads&) = delete;
 
-  // Calls work(rank) on each thread and returns when all have returned. It must not throw.
+  // Calls work(rank) on each thread and returns when all have returned. It must not throw. A profiler that watches the
+  // caller's thread watches them too.
   void run(const std::function<void(int)>& work);
 
  private:
+  struct Profiling;
+
   void serve(int rank, int intra_op_threads);
 
   Gate gate_;
@@ -29,6 +32,7 @@ class RankThreads {
   int working_ = 0;
   bool ending_ = false;
   const std::function<void(int)>* work_ = nullptr;
+  const Profiling* profiling_ = nullptr;
   std::vector<std::thread> threads_;
 };
 
