@@ -1,7 +1,10 @@
 #include "penstock/runtime/rank_threads.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/record_function.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 
+#include <memory>
 #include <utility>
 
 namespace penstock {
@@ -11,6 +14,17 @@ namespace {
 constexpr Clock::duration kAwake = std::chrono::microseconds(50);
 
 }  // namespace
+
+// What libtorch's profilers keep for each thread that they watch.
+struct RankThreads::Profiling {
+  at::RecordFunctionTLS callbacks = at::get_record_function_tls_();
+  std::shared_ptr<c10::ThreadLocalDebugInfo> state = c10::ThreadLocalDebugInfo::current();
+
+  void apply() const {
+    at::set_record_function_tls_(callbacks);
+    c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(state);
+  }
+};
 
 RankThreads::RankThreads(int ranks, int intra_op_threads)
     : gate_(static_cast<unsigned>(ranks) < std::thread::hardware_concurrency() ? kAwake : Clock::duration::zero()) {
@@ -31,12 +45,16 @@ RankThreads::~RankThreads() {
 
 void RankThreads::serve(int rank, int intra_op_threads) {
   at::set_num_threads(intra_op_threads);
+  const Profiling own;
   for (long done = 0;; ++done) {
     Gate::Lock lock = gate_.lock();
     gate_.wait(lock, Deadline::max(), [&] { return ending_ || round_ > done; });
     if (round_ == done) return;
+    const std::shared_ptr<const Profiling> profiling = profiling_;
     lock.unlock();
+    profiling->apply();
     work_(rank);
+    own.apply();
     lock.lock();
     if (--working_ == 0) gate_.changed();
   }
@@ -46,6 +64,7 @@ void RankThreads::run(std::function<void(int)> work) {
   join();
   Gate::Lock lock = gate_.lock();
   work_ = std::move(work);
+  profiling_ = std::make_shared<const Profiling>();
   working_ = static_cast<int>(threads_.size());
   released_ = false;
   ++round_;

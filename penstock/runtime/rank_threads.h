@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -18,7 +19,7 @@ class RankThreads {
   RankThreads& operator=(const RankThreads&) = delete;
 
   // Calls work(rank) on each thread and returns when all have returned, or the caller has been released. It must not
-  // throw.
+  // throw. A profiler that watches the caller's thread watches them too.
   void run(std::function<void(int)> work);
   // Lets run return at once, and the threads go on.
   void release();
@@ -26,6 +27,8 @@ class RankThreads {
   void join();
 
  private:
+  struct Profiling;
+
   void serve(int rank, int intra_op_threads);
 
   Gate gate_;
@@ -35,6 +38,7 @@ class RankThreads {
   bool released_ = false;
   bool ending_ = false;
   std::function<void(int)> work_;
+  std::shared_ptr<const Profiling> profiling_;
   std::vector<std::thread> threads_;
 };
 

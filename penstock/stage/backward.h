@@ -28,6 +28,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace penstock {
@@ -47,6 +48,8 @@ class StageInputs {
   StageInputs& operator=(const StageInputs&) = delete;
 
   const std::vector<at::Tensor>& tensors() const { return tensors_; }
+  // The same, which are then the caller's alone: the memory of what no operator saves goes with them.
+  std::vector<at::Tensor> take() { return std::exchange(tensors_, {}); }
 
  private:
   friend class StageBackward;

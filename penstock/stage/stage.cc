@@ -180,7 +180,7 @@ PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Mess
     needs_grad.push_back(with_backward_ && tensor.defined() && tensor.requires_grad());
   }
   run->inputs.emplace(tensors, needs_grad);
-  tensors = run->inputs->tensors();
+  tensors = run->inputs->take();
 
   // Where each value that came is among the tensors.
   const auto find = [&](const StageOutput& value) -> std::optional<std::size_t> {
