@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
 #include <utility>
 
 #include "penstock/runtime/digest.h"
@@ -83,6 +84,12 @@ void add_sizes(Digest& digest, const Batch& batch) {
     for (const auto& [name, value] : kwargs) add_sizes(digest.add(name), value);
   }
   add_sizes(digest, batch.target);
+}
+
+std::vector<Stages> only(Stages stages) {
+  std::vector<Stages> replicas;
+  replicas.push_back(std::move(stages));
+  return replicas;
 }
 
 // A number for each pipeline of this process: one that follows another on the same transport learns its own shapes.
@@ -208,16 +215,20 @@ StepResult Pipeline::State::run(std::shared_ptr<StepRun> step, const Schedule& s
 Pipeline::Pipeline(std::vector<PipelineStage> stages, const Schedule& schedule, PipelineOptions options)
     : Pipeline(std::move(stages), Wiring(schedule.stages()), schedule, std::move(options)) {}
 
-Pipeline::Pipeline(std::vector<std::vector<PipelineStage>> replicas, const Wiring& wiring, const Schedule& schedule,
-                   PipelineOptions options)
-    : state_(std::make_unique<State>(std::move(replicas), wiring, schedule, std::move(options))) {}
-
 Pipeline::Pipeline(std::vector<PipelineStage> stages, const Wiring& wiring, const Schedule& schedule,
                    PipelineOptions options)
-    : state_(nullptr) {
-  std::vector<Stages> replicas;
-  replicas.push_back(std::move(stages));
-  state_ = std::make_unique<State>(std::move(replicas), wiring, schedule, std::move(options));
+    : Pipeline(only(std::move(stages)), wiring, schedule, std::move(options)) {}
+
+Pipeline::Pipeline(std::vector<std::vector<PipelineStage>> replicas, const Wiring& wiring, const Schedule& schedule,
+                   PipelineOptions options) {
+  const std::shared_ptr<Transport> transport = options.transport;
+  try {
+    state_ = std::make_unique<State>(std::move(replicas), wiring, schedule, std::move(options));
+  } catch (const std::exception& error) {
+    // The others wait for it.
+    if (transport) transport->abort("process " + std::to_string(transport->rank()) + ": " + error.what());
+    throw;
+  }
 }
 
 Pipeline::~Pipeline() = default;

@@ -1,6 +1,5 @@
 #include "penstock/runtime/ranks.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 
@@ -80,15 +79,28 @@ void Ranks::place_stages() {
   for (const PipelineStage& stage : stages_.front()) given.push_back(stage.stage_index());
   const auto expected = schedule_->placement().stages_of(first % ranks());
   if (given == std::vector<int>(expected.begin(), expected.end())) return;
-  throw PipelineError("process " + std::to_string(first) + " has stages " + list_text(given) +
-                      ", and the schedule puts stages " + list_text({expected.begin(), expected.end()}) + " on it.");
+  throw PipelineError("this process was given stages " + list_text(given) + ", and the schedule puts stages " +
+                      list_text({expected.begin(), expected.end()}) + " on it.");
 }
 
 void Ranks::require_agreement() {
   Transport& transport = *options_.transport;
-  at::Tensor own = at::full({1}, static_cast<std::int64_t>(options_.agreement), at::kLong);
-  at::Tensor all = at::empty({transport.ranks()}, at::kLong);
-  transport.group(count_from(0, transport.ranks()))->all_gather(all, own)->wait(Clock::now() + options_.timeout);
+  const Deadline deadline = Clock::now() + options_.timeout;
+  constexpr Tag kTag{.channel = 0, .number = 0};
+  transport.begin_step(options_.agreement);
+  const auto from = [&](int rank) {
+    transport.post_receive(rank, kTag);
+    return transport.receive(rank, kTag, deadline).at(0);
+  };
+  at::Tensor all = at::full({transport.ranks()}, static_cast<std::int64_t>(options_.agreement), at::kLong);
+  if (transport.rank() == 0) {
+    for (int rank = 1; rank < transport.ranks(); ++rank) all[rank] = from(rank)[rank];
+    for (int rank = 1; rank < transport.ranks(); ++rank) transport.send(rank, kTag, {all}, deadline);
+  } else {
+    transport.send(0, kTag, {all}, deadline);
+    all = from(0);
+  }
+  transport.end_step(deadline);
   for (int rank = 1; rank < transport.ranks(); ++rank) {
     if (all[rank].item<std::int64_t>() == all[0].item<std::int64_t>()) continue;
     throw PipelineError("process " + std::to_string(rank) +

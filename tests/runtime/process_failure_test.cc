@@ -1,0 +1,277 @@
+// What goes wrong between processes, here ranks of one process that talk through Gloo: every rank ends with the same
+// words, in time, and can begin anew.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <future>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <vector>
+
+#include "penstock/runtime/pipeline.h"
+#include "penstock/schedule/generators.h"
+#include "penstock/transport/c10d.h"
+#include "tests/runtime/models.h"
+#include "tests/transport/ranks.h"
+
+namespace penstock::testing {
+namespace {
+
+constexpr int kRanks = 4;
+
+// One rank, with a model of its own whose third stage can be told to do something.
+struct Member {
+  Member(const c10::intrusive_ptr<c10d::Store>& given_store, int given_rank)
+      : store(given_store), rank(given_rank), model(perceptron(kRanks)) {
+    model.stages[2].forward = [this, before = model.stages[2].forward](const Args& args,
+                                                                       const Kwargs& kwargs) -> c10::IValue {
+      const c10::IValue output = before(args, kwargs);
+      return instead ? instead(output) : output;
+    };
+  }
+
+  void connect(std::chrono::milliseconds timeout) {
+    // What was there says good-bye first.
+    pipeline.reset();
+    PipelineOptions options{.transport = c10d_transport(store, rank, kRanks), .loss = squared_error};
+    options.timeout = timeout;
+    const auto own = schedule.placement().stages_of(rank);
+    pipeline = std::make_unique<Pipeline>(model.pipeline_stages({own.begin(), own.end()}), schedule, options);
+  }
+  void step() { pipeline->step({rows(8, "x")}, {}, rows(8, "y")); }
+
+  c10::intrusive_ptr<c10d::Store> store;
+  int rank;
+  Model model;
+  Schedule schedule = generate("1F1B", {.ranks = kRanks, .microbatches = 4});
+  std::function<c10::IValue(const c10::IValue&)> instead;
+  std::unique_ptr<Pipeline> pipeline;
+};
+
+class ProcessFailure : public ::testing::Test {
+ protected:
+  ProcessFailure() {
+    const auto store = c10::make_intrusive<c10d::HashStore>();
+    for (int rank = 0; rank < kRanks; ++rank) members_.push_back(std::make_unique<Member>(store, rank));
+  }
+  void connect(std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
+    on_threads(kRanks, [&](int rank) { members_[static_cast<std::size_t>(rank)]->connect(timeout); });
+  }
+  // What each rank's step has thrown, and how long the slowest of those in `timed` took.
+  std::vector<std::string> step(const std::vector<int>& timed = {0, 1, 2, 3}) {
+    std::vector<std::string> errors(kRanks);
+    std::vector<double> seconds(kRanks);
+    on_threads(kRanks, [&](int rank) {
+      const auto at = static_cast<std::size_t>(rank);
+      const auto began = Clock::now();
+      try {
+        members_[at]->step();
+      } catch (const PipelineError& error) {
+        errors[at] = error.what();
+      }
+      seconds[at] = std::chrono::duration<double>(Clock::now() - began).count();
+    });
+    slowest_ = 0;
+    for (const int rank : timed) slowest_ = std::max(slowest_, seconds[static_cast<std::size_t>(rank)]);
+    return errors;
+  }
+  void expect_on_all(const std::vector<std::string>& errors, const std::string& beginning) {
+    for (const std::string& error : errors) {
+      EXPECT_EQ(error.substr(0, beginning.size()), beginning) << error;
+      EXPECT_NE(error.find("<-- here"), std::string::npos) << error;
+    }
+  }
+  Member& failing() { return *members_[2]; }
+
+  std::vector<std::unique_ptr<Member>> members_;
+  double slowest_ = 0;
+};
+
+TEST_F(ProcessFailure, InAForwardIsSaidInTheSameWordsByAllRanks) {
+  connect();
+  failing().instead = [](const c10::IValue&) -> c10::IValue { throw std::runtime_error("hot bearings"); };
+  const std::vector<std::string> errors = step();
+  expect_on_all(errors, "rank 2, stage 2, 2F0 (microbatch 0): hot bearings\n  rank 0: was in ");
+  const auto without_times = [](std::string text) { return text.substr(0, text.find(" for ")); };
+  for (const std::string& error : errors) EXPECT_EQ(without_times(error), without_times(errors.front()));
+}
+
+TEST_F(ProcessFailure, LeavesNothingToTheNextPipeline) {
+  connect();
+  EXPECT_EQ(step(), std::vector<std::string>(kRanks));
+  std::vector<at::Tensor> gradients;
+  for (const auto& member : members_) {
+    const auto at = static_cast<std::size_t>(member->rank);
+    gradients.push_back(member->model.stages[at].parameters[0].second.grad().clone());
+  }
+  failing().instead = [](const c10::IValue&) -> c10::IValue { throw std::runtime_error("hot bearings"); };
+  step();
+  // Once is enough.
+  for (const std::string& error : step()) {
+    EXPECT_EQ(error,
+              "this pipeline has failed in an earlier step.\n"
+              "  Hint: between processes, each makes a new transport and a new pipeline to go on.");
+  }
+  failing().instead = nullptr;
+  connect();
+  for (const auto& member : members_) {
+    const auto at = static_cast<std::size_t>(member->rank);
+    const at::Tensor& parameter = member->model.stages[at].parameters[0].second;
+    EXPECT_TRUE(at::equal(gradients[at], parameter.grad())) << at;
+    parameter.mutable_grad().reset();
+  }
+  EXPECT_EQ(step(), std::vector<std::string>(kRanks));
+  for (const auto& member : members_) {
+    const auto at = static_cast<std::size_t>(member->rank);
+    EXPECT_TRUE(at::equal(gradients[at], member->model.stages[at].parameters[0].second.grad())) << at;
+  }
+}
+
+TEST_F(ProcessFailure, OfAWrongShapeNamesTheStageThatMadeIt) {
+  connect();
+  failing().instead = [](const c10::IValue& output) -> c10::IValue { return output.toTensor().narrow(1, 0, 3); };
+  const std::vector<std::string> errors = step();
+  // The next stage cannot multiply it.
+  expect_on_all(errors, "rank 3, stage 3, 3F0 (microbatch 0): mat1 and mat2 shapes cannot be multiplied (2x3 and 8x8)");
+}
+
+TEST_F(ProcessFailure, OfAShapeThatIsNotWhatWasLearntIsTheSenders) {
+  connect();
+  EXPECT_EQ(step(), std::vector<std::string>(kRanks));
+  failing().instead = [](const c10::IValue& output) -> c10::IValue { return output.toTensor().narrow(1, 0, 3); };
+  expect_on_all(step(), "rank 2, stage 2, 2SEND_F0 (microbatch 0): tensor 0 of message 0 of channel 4 to rank 3 is ");
+}
+
+TEST_F(ProcessFailure, OfARankThatSleepsPastTheDeadlineEndsTheOthersInTime) {
+  connect(std::chrono::seconds(1));
+  EXPECT_EQ(step(), std::vector<std::string>(kRanks));
+  std::atomic<bool> slept = false;
+  failing().instead = [&](const c10::IValue& output) -> c10::IValue {
+    if (!slept.exchange(true)) std::this_thread::sleep_for(std::chrono::seconds(4));
+    return output;
+  };
+  const std::vector<std::string> errors = step({0, 1, 3});
+  EXPECT_LT(slowest_, 2.5);
+  for (const std::string& error : errors) {
+    EXPECT_NE(error.find(" from rank 2 within the deadline of 1.0 s."), std::string::npos) << error;
+    EXPECT_NE(error.find("\n  rank 2: was in 2F0 for 1."), std::string::npos) << error;
+  }
+}
+
+TEST_F(ProcessFailure, OfAPipelineThatEndsEarlyIsNoticed) {
+  connect();
+  members_[3]->pipeline.reset();
+  std::vector<std::string> errors(kRanks);
+  on_threads(3, [&](int rank) {
+    const auto at = static_cast<std::size_t>(rank);
+    try {
+      members_[at]->step();
+    } catch (const PipelineError& error) {
+      errors[at] = error.what();
+    }
+  });
+  for (std::size_t rank = 0; rank < 3; ++rank) {
+    EXPECT_NE(errors[rank].find(": rank 3 has ended\n"), std::string::npos) << errors[rank];
+    EXPECT_NE(errors[rank].find("\n  rank 3: did not answer"), std::string::npos) << errors[rank];
+  }
+}
+
+// What the pipeline of each rank throws as it is made.
+std::vector<std::string> errors_of_making(const std::function<Pipeline(Transport&, std::shared_ptr<Transport>)>& make) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<std::string> errors(2);
+  on_threads(2, [&](int rank) {
+    std::shared_ptr<Transport> transport = c10d_transport(store, rank, 2);
+    try {
+      make(*transport, transport);
+    } catch (const std::exception& error) {
+      errors[static_cast<std::size_t>(rank)] = error.what();
+    }
+  });
+  return errors;
+}
+
+TEST(ProcessPipelines, RefuseStagesThatAreAnothers) {
+  const Schedule schedule = generate("1F1B", {.ranks = 2, .microbatches = 2});
+  const Model model = perceptron(2);
+  const auto errors = errors_of_making([&](Transport&, std::shared_ptr<Transport> transport) {
+    return Pipeline(model.pipeline_stages({0}), schedule, {.transport = std::move(transport)});
+  });
+  EXPECT_EQ(errors[0], "process 1: this process was given stages 0, and the schedule puts stages 1 on it.");
+  EXPECT_EQ(errors[1], "this process was given stages 0, and the schedule puts stages 1 on it.");
+}
+
+TEST(ProcessPipelines, RefuseToDiffer) {
+  const Model model = perceptron(2);
+  const auto errors = errors_of_making([&](Transport& own, std::shared_ptr<Transport> transport) {
+    const Schedule schedule = generate(own.rank() == 0 ? "1F1B" : "GPipe", {.ranks = 2, .microbatches = 4});
+    return Pipeline(model.pipeline_stages({own.rank()}), schedule, {.transport = std::move(transport)});
+  });
+  for (const std::string& error : errors) {
+    EXPECT_EQ(error,
+              "process 1 has another pipeline than process 0: the schedule, the wiring, the parameters that are shared "
+              "and whether they are sharded should be the same in all processes.");
+  }
+}
+
+TEST(ProcessPipelines, RefuseANumberOfProcessesThatIsNoMultipleOfTheRanks) {
+  const Schedule schedule = generate("1F1B", {.ranks = 4, .microbatches = 4});
+  const Model model = perceptron(4);
+  const auto errors = errors_of_making([&](Transport& own, std::shared_ptr<Transport> transport) {
+    return Pipeline(model.pipeline_stages({own.rank()}), schedule, {.transport = std::move(transport)});
+  });
+  for (const std::string& error : errors) {
+    EXPECT_EQ(error,
+              "there are 2 processes, and the schedule is for 4 ranks: the first number should be a multiple of the "
+              "second.");
+  }
+}
+
+TEST(Abandon, EndsAStepWhoseActionDoesNotReturn) {
+  Model model = perceptron(2);
+  std::promise<void> release;
+  std::shared_future<void> released = release.get_future().share();
+  std::atomic<bool> blocks = true;
+  model.stages[1].forward = [&, before = model.stages[1].forward](const Args& args,
+                                                                  const Kwargs& kwargs) -> c10::IValue {
+    if (blocks.exchange(false)) released.wait();
+    return before(args, kwargs);
+  };
+  Pipeline pipeline(model.pipeline_stages(), generate("1F1B", {.ranks = 2, .microbatches = 4}),
+                    {.loss = squared_error});
+  std::thread impatient([&] {
+    while (blocks) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    pipeline.abandon();
+  });
+  std::string what = "nothing was thrown";
+  try {
+    pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
+  } catch (const PipelineError& error) {
+    what = error.what();
+  }
+  impatient.join();
+  const std::string beginning =
+      "rank 1, stage 1, 1F0 (microbatch 0): the caller has abandoned the step\n  rank 0: was in ";
+  EXPECT_EQ(what.substr(0, beginning.size()), beginning) << what;
+  release.set_value();
+  // The next one waits for it, and finds nothing of it.
+  pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
+  const Model again = perceptron(2);
+  Pipeline other(again.pipeline_stages(), generate("1F1B", {.ranks = 2, .microbatches = 4}), {.loss = squared_error});
+  other.step({rows(8, "x")}, {}, rows(8, "y"));
+  expect_equal(gradients_of(again), gradients_of(model));
+  // Nobody is in a step.
+  pipeline.abandon();
+  pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
+}
+
+}  // namespace
+}  // namespace penstock::testing
