@@ -57,7 +57,6 @@ void Executor::take_back() {
 
 void Executor::run(StepWork& work, std::vector<ActionRecord>& record, Progress& progress) {
   work_ = &work;
-  progress_ = &progress;
   transport_->begin_step(work.signature);
   const Schedule& schedule = *work.schedule;
   const auto cells = schedule.graph().edges().size() * static_cast<std::size_t>(schedule.microbatches());
@@ -85,9 +84,12 @@ void Executor::run(StepWork& work, std::vector<ActionRecord>& record, Progress& 
     now = nanoseconds(Clock::now() - work.began);
     now_->end = now;
   }
+  const auto end = static_cast<int>(actions.size());
+  progress.since.store(now, std::memory_order_relaxed);
+  progress.position.store(end, std::memory_order_release);
   finish_reductions();
   transport_->end_step(deadline());
-  progress.position.store(static_cast<int>(actions.size()), std::memory_order_release);
+  progress.position.store(end + 1, std::memory_order_release);
 }
 
 void Executor::run_action(const Action& action) {
@@ -226,9 +228,7 @@ std::vector<Message> Executor::collect(int stage, int microbatch, Way way) {
       continue;
     }
     const auto start = Clock::now();
-    progress_->waiting_for.store(from, std::memory_order_relaxed);
     messages.push_back(transport_->receive(from, tag_of(way, edge, microbatch), start + work_->timeout));
-    progress_->waiting_for.store(-1, std::memory_order_relaxed);
     now_->waited += nanoseconds(Clock::now() - start);
     now_->peer = from - first_rank_;
   }
@@ -251,10 +251,7 @@ void Executor::send(const Action& action) {
   Message message = std::exchange(place_of(way, edge, action.microbatch), {});
   now_->bytes = bytes_of({message});
   now_->peer = work_->schedule->placement().rank_of(action.other_stage);
-  const int to = rank_of(action.other_stage);
-  progress_->waiting_for.store(to, std::memory_order_relaxed);
-  transport_->send(to, tag_of(way, edge, action.microbatch), std::move(message), deadline());
-  progress_->waiting_for.store(-1, std::memory_order_relaxed);
+  transport_->send(rank_of(action.other_stage), tag_of(way, edge, action.microbatch), std::move(message), deadline());
 }
 
 void Executor::post_receive(const Action& action) {

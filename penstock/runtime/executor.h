@@ -87,12 +87,11 @@ struct ActionFunctions {
 
 // Where a rank is, for others to see.
 struct Progress {
-  // The index of the action that it has begun last; -1 before the first.
+  // The index of the action that it has begun last; -1 before the first, their number while it waits at the end for
+  // others, and one more after that.
   std::atomic<int> position = -1;
   // When it began, in nanoseconds of the step.
   std::atomic<std::int64_t> since = 0;
-  // The rank that it waits for, of the transport's, or -1.
-  std::atomic<int> waiting_for = -1;
 };
 
 class Executor {
@@ -153,7 +152,6 @@ class Executor {
 
   // Of the step that runs.
   StepWork* work_ = nullptr;
-  Progress* progress_ = nullptr;
   ActionRecord* now_ = nullptr;
   at::Tensor seed_;
   double seed_weight_ = 0;

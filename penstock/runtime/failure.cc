@@ -37,6 +37,7 @@ class Explanation {
       message += ", stage " + std::to_string(action.stage) + ", " + to_string(action);
       if (action.microbatch != kNone) message += " (microbatch " + std::to_string(action.microbatch) + ")";
     }
+    if (place.position == static_cast<int>(actions.size())) message += ", at the end of the step";
     message += ": " + place.what;
     for (int rank = 0; rank < static_cast<int>(step_.reports.size()); ++rank) {
       if (rank != place.rank) message.append("\n  ").append(name_of(rank)).append(": ").append(seen(rank));
@@ -64,9 +65,11 @@ class Explanation {
     const RankReport& found = *report(rank);
     const auto actions = step_.schedule->actions(rank % ranks_);
     if (found.position < 0) return "had not begun";
-    if (found.position >= static_cast<int>(actions.size())) return "had ended";
-    std::string text = "was in " + to_string(actions[static_cast<std::size_t>(found.position)]) + " for " +
-                       seconds_text(found.seconds_there);
+    if (found.position > static_cast<int>(actions.size())) return "had ended";
+    const bool at_end = found.position == static_cast<int>(actions.size());
+    std::string text = at_end ? "was at the end of the step"
+                              : "was in " + to_string(actions[static_cast<std::size_t>(found.position)]);
+    text.append(" for ").append(seconds_text(found.seconds_there));
     if (found.waiting_for >= 0) text += ", waiting for " + name_of(found.waiting_for);
     return text;
   }

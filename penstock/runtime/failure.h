@@ -13,7 +13,7 @@ namespace penstock {
 
 // Where a rank was when it learnt that the step has failed.
 struct RankReport {
-  // The index of the action that it has begun last; -1 before the first.
+  // As in Progress.
   int position = -1;
   double seconds_there = 0;
   // The rank that it waited for, or -1.

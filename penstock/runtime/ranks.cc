@@ -294,7 +294,7 @@ RankReport Ranks::report_of(const Local& local, std::size_t index) {
   }
   if (report.kind == RankReport::Kind::None) report.failure.clear();
   report.position = local.progress.position;
-  report.waiting_for = local.progress.waiting_for;
+  report.waiting_for = local.transport->waiting_for();
   const auto there = Clock::now() - running_->began - std::chrono::nanoseconds(local.progress.since);
   report.seconds_there = std::chrono::duration<double>(there).count();
   return report;

@@ -104,6 +104,8 @@ class C10dTransport : public Transport {
     return inbox_.receive(from, tag, deadline);
   }
 
+  int waiting_for() const override { return step_.waiting_for.load(std::memory_order_relaxed); }
+
   std::shared_ptr<Group> group(const std::vector<int>& ranks) override {
     const auto own = std::find(ranks.begin(), ranks.end(), rank_);
     if (own == ranks.end()) {

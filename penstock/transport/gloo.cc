@@ -1,4 +1,4 @@
-// The only source that is compiled with USE_C10D_GLOO, and that sees the stand-ins for gloo's headers.
+// The only source that sees ProcessGroupGloo, and the stand-ins for gloo's headers.
 #include "penstock/transport/gloo.h"
 
 #include <net/if.h>

@@ -77,7 +77,9 @@ Inbox::Arrival Inbox::post_data(const Metas& metas, int from, Tag tag, Kind kind
 }
 
 void Inbox::wait(Posted& posted, int from, Deadline deadline) {
+  step_.waiting_for.store(from, std::memory_order_relaxed);
   control_.wait(*posted.work, deadline, from, "no message came from rank " + std::to_string(from));
+  step_.waiting_for.store(TransportError::kNobody, std::memory_order_relaxed);
   ended_.push_back({.bytes = {}, .work = std::move(posted.work)});
 }
 

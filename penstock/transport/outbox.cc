@@ -90,7 +90,7 @@ void Outbox::send(int to, Tag tag, const Message& message, Deadline deadline) {
   if (is_much()) gate_.changed();
   // With headers, data is taken when the message is and not when its receive is posted: two ranks could wait for one
   // another here, where the schedule says that they cannot.
-  while (!headers_sent_ && under_way_.size() > kManySends) wait_for_oldest(lock, deadline);
+  while (!headers_sent_ && under_way_.size() > kManySends) wait_here_for_oldest(lock, deadline);
 }
 
 void Outbox::send_with_header(Channel& channel, const std::vector<Packed>& parts, const Metas* expected, int to,
@@ -173,14 +173,20 @@ void Outbox::wait_for_oldest(Gate::Lock& lock, Deadline deadline) {
   end(true);
 }
 
+void Outbox::wait_here_for_oldest(Gate::Lock& lock, Deadline deadline) {
+  step_.waiting_for.store(under_way_.front().to, std::memory_order_relaxed);
+  wait_for_oldest(lock, deadline);
+  step_.waiting_for.store(TransportError::kNobody, std::memory_order_relaxed);
+}
+
 void Outbox::drain(Deadline deadline) {
   control_.require_well();
   Gate::Lock lock = gate_.lock();
-  while (!under_way_.empty()) wait_for_oldest(lock, deadline);
+  while (!under_way_.empty()) wait_here_for_oldest(lock, deadline);
   // The one that the reaper has.
   const Waited waited = gate_.wait(lock, deadline, [this] { return waited_for_ == 0; });
   // It gives it back when it fails.
-  while (!under_way_.empty()) wait_for_oldest(lock, deadline);
+  while (!under_way_.empty()) wait_here_for_oldest(lock, deadline);
   if (waited == Waited::Late) {
     throw TransportError(TransportError::Why::Late, TransportError::kNobody,
                          "not all that was sent was taken within the deadline");

@@ -57,6 +57,8 @@ class Outbox {
 
   // Waits for the oldest send; the lock is held before and after.
   void wait_for_oldest(Gate::Lock& lock, Deadline deadline);
+  // On the rank's own thread, for others to see.
+  void wait_here_for_oldest(Gate::Lock& lock, Deadline deadline);
   void reap();
   bool is_much() const;
 

@@ -3,6 +3,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <map>
@@ -232,16 +233,22 @@ class ThreadTransport : public Transport {
   void post_receive(int from, Tag tag) override { box_of(rank_).open(key_of(from, tag)); }
 
   void send(int to, Tag tag, Message message, Deadline deadline) override {
+    waiting_for_.store(to, std::memory_order_relaxed);
     require_ready(box_of(to).put(key_of(rank_, tag), std::move(message), deadline), *shared_, to,
                   "no receive was posted on rank " + std::to_string(to));
+    waiting_for_.store(kNobody, std::memory_order_relaxed);
   }
 
   Message receive(int from, Tag tag, Deadline deadline) override {
     Message message;
+    waiting_for_.store(from, std::memory_order_relaxed);
     require_ready(box_of(rank_).take(key_of(from, tag), message, deadline), *shared_, from,
                   "no message came from rank " + std::to_string(from));
+    waiting_for_.store(kNobody, std::memory_order_relaxed);
     return message;
   }
+
+  int waiting_for() const override { return waiting_for_.load(std::memory_order_relaxed); }
 
   std::shared_ptr<Group> group(const std::vector<int>& ranks) override {
     const auto own = std::find(ranks.begin(), ranks.end(), rank_);
@@ -265,6 +272,7 @@ class ThreadTransport : public Transport {
 
   std::shared_ptr<Shared> shared_;
   int rank_;
+  std::atomic<int> waiting_for_ = kNobody;
   std::map<std::vector<int>, std::size_t> groups_;
 };
 

@@ -83,6 +83,8 @@ class Group {
 
 class Transport {
  public:
+  static constexpr int kNobody = TransportError::kNobody;
+
   virtual ~Transport() = default;
   virtual int rank() const = 0;
   virtual int ranks() const = 0;
@@ -102,6 +104,9 @@ class Transport {
   virtual void send(int to, Tag tag, Message message, Deadline deadline) = 0;
   // The message, once it has come. Throws TransportError.
   virtual Message receive(int from, Tag tag, Deadline deadline) = 0;
+
+  // The rank that a call waits for now, or that the last one failed to wait for; kNobody for none. Any thread may ask.
+  virtual int waiting_for() const = 0;
 
   // A group of ranks, this one among them, in the order of its list. All of its members ask for it, and groups that
   // have a rank in common are asked for in the same order.

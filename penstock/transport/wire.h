@@ -9,6 +9,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -51,6 +52,8 @@ struct Step {
   bool dynamic_shapes = false;
   // This rank's sizes are others than in the step before, or it was told that somebody's are.
   bool changed = false;
+  // The rank that it waits for, or -1.
+  std::atomic<int> waiting_for = -1;
 
   Headers at_begin() const { return dynamic_shapes || number <= 1 ? Headers::On : Headers::Unsaid; }
   // Whether there is anything to learn for.

@@ -1,0 +1,102 @@
+// A rank of a pipeline that trains until one of them is killed or stopped, at one of its actions: the others say by their
+// exit codes whether they noticed it in time and with the right words. With signal 0, somebody else cuts a rank off and
+// writes the time.
+//
+//   victim SIGNAL RANK STEP ACTION TIMEOUT_MS FILE SCHEDULE
+#include "tests/runtime/victim.h"
+
+#include <ATen/ATen.h>
+
+#include <chrono>
+#include <csignal>
+#include <cstdlib>
+#include <exception>
+#include <fstream>
+#include <iostream>
+#include <string>
+#include <vector>
+
+#include "penstock/runtime/pipeline.h"
+#include "penstock/schedule/generators.h"
+#include "penstock/transport/c10d.h"
+#include "tests/runtime/models.h"
+
+namespace penstock::testing {
+namespace {
+
+struct Plan {
+  int signal = 0;
+  int rank = 0;
+  int step = 0;
+  int action = 0;
+  std::chrono::milliseconds timeout = {};
+  // Where the time of it is written, on the clock that all processes have in common.
+  std::string file;
+  std::string schedule;
+};
+
+double now() {
+  return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
+}
+
+int judge(const Plan& plan, const std::string& what) {
+  double then = 0;
+  std::ifstream(plan.file) >> then;
+  const double seconds = now() - then;
+  const bool killed = plan.signal == SIGKILL;
+  const std::string victim = "rank " + std::to_string(plan.rank);
+  const bool names_it = killed ? what.find(": " + victim + " is not there any more\n") != std::string::npos
+                               : what.find(victim + " within the deadline of ") != std::string::npos;
+  if (!names_it || what.find("\n  " + victim + ": did not answer") == std::string::npos ||
+      what.find("<-- here") == std::string::npos) {
+    std::cerr << what << "\n";
+    return kWrongWords;
+  }
+  const double most = killed ? 2.0 : std::chrono::duration<double>(plan.timeout).count() + 2.0;
+  if (seconds <= most) return kNoticed;
+  std::cerr << "after " << seconds << " s: " << what << "\n";
+  return kTooLate;
+}
+
+int run(const Plan& plan) {
+  const std::shared_ptr<Transport> transport = c10d_transport(rendezvous());
+  const Schedule schedule = generate(plan.schedule, {.ranks = transport->ranks(), .microbatches = 4});
+  const Model model = perceptron(schedule.stages());
+  int step = 0;
+  int action = 0;
+  PipelineOptions options{.transport = transport, .loss = squared_error};
+  options.timeout = plan.timeout;
+  options.functions.before = [&](int rank, const Action&) {
+    if (rank != plan.rank || step != plan.step || action++ != plan.action) return;
+    std::ofstream(plan.file) << std::fixed << now();
+    std::raise(plan.signal);
+  };
+  const auto own = schedule.placement().stages_of(transport->rank());
+  Pipeline pipeline(model.pipeline_stages({own.begin(), own.end()}), schedule, options);
+  try {
+    for (; step < 1'000'000; ++step) pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
+  } catch (const PipelineError& error) {
+    return judge(plan, error.what());
+  }
+  return kNothingHappened;
+}
+
+}  // namespace
+}  // namespace penstock::testing
+
+int main(int argc, char** argv) {
+  const std::vector<std::string> words(argv + 1, argv + argc);
+  if (words.size() != 7) return 2;
+  try {
+    return penstock::testing::run({.signal = std::stoi(words[0]),
+                                   .rank = std::stoi(words[1]),
+                                   .step = std::stoi(words[2]),
+                                   .action = std::stoi(words[3]),
+                                   .timeout = std::chrono::milliseconds(std::stoi(words[4])),
+                                   .file = words[5],
+                                   .schedule = words[6]});
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << "\n";
+    return 3;
+  }
+}
