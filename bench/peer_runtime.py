@@ -1,10 +1,16 @@
-"""Times steps of torch.distributed.pipelining ("the peer") on two processes with Gloo, on tiny stages.
+"""Measures steps of torch.distributed.pipelining ("the peer") on two processes with Gloo, one thread each.
 
-Reads lines `SCHEDULE MICROBATCHES STEPS`, answers each with the seconds for a step, the median of STEPS, and ends with its
-input. bench/runtime.py talks to it. Rank 1 is this program too, started by rank 0.
+Reads lines, answers each with a line, and ends with its input. bench/runtime.py talks to it.
+
+    overhead SCHEDULE MICROBATCHES STEPS   seconds for a step, the median of STEPS, on tiny stages
+    transformer MICROBATCHES STEPS         the same for 1F1B with the transformer of bench/transformer.h
+    memory MICROBATCHES                    bytes of memory that 1F1B had at most, both ranks together, without the batch
+
+Rank 1 is this program too, started by rank 0.
 """
 
 import os
+import pathlib
 import statistics
 import subprocess
 import sys
@@ -16,63 +22,143 @@ warnings.filterwarnings("ignore")
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-WIDE = 16
-# Schedules and the stages of a rank by index.
-SCHEDULES = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+BYTES, LENGTH, WIDE, HEADS, TEXT_ROWS = 256, 128, 256, 4, 2
+MEMORY_ROWS, MEMORY_WIDE, MEMORY_STEPS = 1024, 64, 3
 
 
-def stages_of(name, rank):
+class Embedding(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bytes = torch.nn.Embedding(BYTES, WIDE)
+        self.places = torch.nn.Parameter(torch.randn(LENGTH, WIDE))
+
+    def forward(self, ids):
+        return self.bytes(ids) + self.places
+
+
+class Block(torch.nn.Module):
+    """Attention to what came before, then a perceptron."""
+
+    def __init__(self):
+        super().__init__()
+        self.before_attention = torch.nn.LayerNorm(WIDE)
+        self.qkv = torch.nn.Linear(WIDE, 3 * WIDE)
+        self.out = torch.nn.Linear(WIDE, WIDE)
+        self.before_perceptron = torch.nn.LayerNorm(WIDE)
+        self.up = torch.nn.Linear(WIDE, 4 * WIDE)
+        self.down = torch.nn.Linear(4 * WIDE, WIDE)
+
+    def forward(self, x):
+        parts = self.qkv(self.before_attention(x)).chunk(3, -1)
+        heads = [part.view(*x.shape[:2], HEADS, WIDE // HEADS).transpose(1, 2) for part in parts]
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        y = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+        return y + self.down(F.gelu(self.up(self.before_perceptron(y))))
+
+
+def cross_entropy(output, target):
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def indices_of(name, rank):
+    """The number of stages, and which of them a rank has."""
     if name == "1F1B":
         return 2, [rank]
     return 4, [rank, 3 - rank] if name == "ZBVZeroBubble" else [rank, rank + 2]
 
 
-def make_schedule(name, rank, microbatches):
-    count, indices = stages_of(name, rank)
+def linear_schedule(name, rank, microbatches, rows, wide):
+    count, indices = indices_of(name, rank)
     stages = []
     for index in indices:
-        inputs = torch.zeros(1, WIDE, requires_grad=index > 0)
-        outputs = torch.zeros(1, WIDE, requires_grad=True)
-        module = torch.nn.Linear(WIDE, WIDE)
+        inputs = torch.zeros(rows, wide, requires_grad=index > 0)
+        outputs = torch.zeros(rows, wide, requires_grad=True)
+        module = torch.nn.Linear(wide, wide)
         stages.append(PipelineStage(module, index, count, torch.device("cpu"), input_args=(inputs,), output_args=(outputs,)))
     kind = get_schedule_class(name)
-    return kind(stages[0] if name == "1F1B" else stages, microbatches, loss_fn=torch.nn.functional.mse_loss), stages
+    return kind(stages[0] if name == "1F1B" else stages, microbatches, loss_fn=F.mse_loss), stages
 
 
-def seconds_for_a_step(name, rank, microbatches, steps):
-    schedule, stages = make_schedule(name, rank, microbatches)
-    x, y = torch.randn(microbatches, WIDE), torch.randn(microbatches, WIDE)
-    has_first = any(stage.is_first for stage in stages)
-    has_last = any(stage.is_last for stage in stages)
+def transformer_schedule(rank, microbatches):
+    if rank == 0:
+        layers, inputs = [Embedding(), Block(), Block()], torch.zeros(TEXT_ROWS, LENGTH, dtype=torch.int64)
+    else:
+        layers = [Block(), Block(), torch.nn.Linear(WIDE, BYTES)]
+        inputs = torch.zeros(TEXT_ROWS, LENGTH, WIDE, requires_grad=True)
+    outputs = torch.zeros(TEXT_ROWS, LENGTH, WIDE if rank == 0 else BYTES, requires_grad=True)
+    module = torch.nn.Sequential(*layers)
+    stage = PipelineStage(module, rank, 2, torch.device("cpu"), input_args=(inputs,), output_args=(outputs,))
+    return get_schedule_class("1F1B")(stage, microbatches, loss_fn=cross_entropy), [stage]
+
+
+def step(schedule, stages, x, y):
+    args = (x,) if any(stage.is_first for stage in stages) else ()
+    target = y if any(stage.is_last for stage in stages) else None
+    schedule.step(*args, target=target, return_outputs=False)
+
+
+def seconds_for_a_step(schedule, stages, x, y, steps):
     times = []
     for _ in range(steps + 2):
         for stage in stages:
             stage.submod.zero_grad()
         dist.barrier()
         start = time.perf_counter()
-        schedule.step(*((x,) if has_first else ()), target=y if has_last else None, return_outputs=False)
+        step(schedule, stages, x, y)
         dist.barrier()
         times.append(time.perf_counter() - start)
     return statistics.median(times[2:])
 
 
-def serve(rank, store):
+def time_overhead(rank, name, microbatches, steps):
+    microbatches, wide = int(microbatches), 16
+    schedule, stages = linear_schedule(name, rank, microbatches, 1, wide)
+    x, y = torch.randn(microbatches, wide), torch.randn(microbatches, wide)
+    return seconds_for_a_step(schedule, stages, x, y, int(steps))
+
+
+def time_transformer(rank, microbatches, steps):
+    schedule, stages = transformer_schedule(rank, int(microbatches))
+    text = torch.randint(BYTES, (TEXT_ROWS * int(microbatches), LENGTH + 1))
+    return seconds_for_a_step(schedule, stages, text[:, :-1], text[:, 1:], int(steps))
+
+
+def peak_bytes():
+    """The most memory that this process had since forget_peak()."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+
+
+def forget_peak():
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+
+
+def memory_of_steps(rank, microbatches):
+    schedule, stages = linear_schedule("1F1B", rank, int(microbatches), MEMORY_ROWS, MEMORY_WIDE)
+    # The batch on one rank, the target on the other.
+    batch = torch.randn(MEMORY_ROWS * int(microbatches), MEMORY_WIDE)
+    forget_peak()
+    for _ in range(MEMORY_STEPS):
+        step(schedule, stages, batch, batch)
+    total = torch.tensor(peak_bytes() - batch.nbytes)
+    dist.all_reduce(total)
+    return total.item()
+
+
+ANSWERS = {"overhead": time_overhead, "transformer": time_transformer, "memory": memory_of_steps}
+
+
+def serve(rank, store, tell_other=lambda line: None):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    while True:
-        question = torch.zeros(3, dtype=torch.int64)
-        if rank == 0:
-            line = sys.stdin.readline().split()
-            if line:
-                question = torch.tensor([SCHEDULES.index(line[0]), int(line[1]), int(line[2])])
-        dist.broadcast(question, 0)
-        kind, microbatches, steps = question.tolist()
-        if steps == 0:
-            break
-        answer = seconds_for_a_step(SCHEDULES[kind], rank, microbatches, steps)
+    for line in sys.stdin:
+        tell_other(line)
+        what, *words = line.split()
+        answer = ANSWERS[what](rank, *words)
         if rank == 0:
             print(answer, flush=True)
     dist.destroy_process_group()
@@ -85,10 +171,11 @@ def main():
         return
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
-        other = subprocess.Popen([sys.executable, __file__, store], stdin=subprocess.DEVNULL)
+        other = subprocess.Popen([sys.executable, __file__, store], stdin=subprocess.PIPE, text=True)
         try:
-            serve(0, store)
+            serve(0, store, lambda line: print(line, end="", file=other.stdin, flush=True))
         finally:
+            other.stdin.close()
             other.wait(timeout=60)
 
 

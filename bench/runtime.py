@@ -1,4 +1,4 @@
-"""Steps: what our executor costs, beside torch.distributed.pipelining ("the peer") on tiny stages and beside a bare loop.
+"""Steps: what our executor costs and keeps, beside torch.distributed.pipelining ("the peer") and beside a bare loop.
 
     runtime.py --bench build/release/bin/penstock_runtime_bench [--runs 5]
 
@@ -7,6 +7,7 @@ Runs in a Python with the peer. Ours are two thread ranks, the peer's two proces
 
 import argparse
 import pathlib
+import statistics
 import sys
 
 from measure import Answering, print_table, ratio_of, report_goals, with_noise
@@ -15,17 +16,24 @@ MICROBATCHES = 64
 STEPS = 15
 # How many times as fast as the peer we want to be.
 OVERHEAD = {"1F1B": 4, "Interleaved1F1B": 8, "InterleavedZeroBubble": 8, "ZBVZeroBubble": 8}
+# Of the bare loop and the executor in each run: short ones, so that what else the machine does hits both.
+TURNS = 8
+TURN_STEPS = 5
+TRANSFORMER_MICROBATCHES = 8
+TRANSFORMER_STEPS = 3
+FEW, MANY = 16, 1024
+MEBIBYTE = 2**20
 
 
 def compare_overhead(bench, peer, runs):
-    rows, reached = [("2 ranks, 64 microbatches of one row, linear 16", "ours", "the peer", "ratio")], {}
+    rows, reached = [("2 ranks, 64 microbatches of one row, linear 16", "ours", "the peer", "ratio", "goal")], {}
     for schedule, goal in OVERHEAD.items():
         ours, theirs = [], []
         for _ in range(runs):
-            ours += bench.numbers(1, "overhead", schedule, 2, MICROBATCHES, STEPS)
-            theirs += peer.numbers(1, schedule, MICROBATCHES, STEPS)
+            ours += bench.numbers(1, "overhead", schedule, MICROBATCHES, STEPS)
+            theirs += peer.numbers(1, "overhead", schedule, MICROBATCHES, STEPS)
         ratio = ratio_of(theirs, ours)
-        rows.append((schedule, with_noise(ours), with_noise(theirs), f"{ratio:.1f}x"))
+        rows.append((schedule, with_noise(ours), with_noise(theirs), f"{ratio:.1f}x", f"{goal}x"))
         reached[f"{schedule} at least {goal} times as fast as the peer"] = ratio >= goal
     print_table(rows)
     return reached
@@ -33,34 +41,87 @@ def compare_overhead(bench, peer, runs):
 
 def compare_bare(bench, runs):
     bare, one = [], []
-    for _ in range(runs):
-        bare += bench.numbers(1, "bare", MICROBATCHES, 256, 32, STEPS)
-        one += bench.numbers(1, "one", MICROBATCHES, 256, 32, STEPS)
+    for _ in range(runs * TURNS):
+        bare += bench.numbers(1, "bare", MICROBATCHES, 256, 32, TURN_STEPS)
+        one += bench.numbers(1, "one", MICROBATCHES, 256, 32, TURN_STEPS)
     added = ratio_of(one, bare) - 1
     print_table(
         [
-            ("one rank, 64 microbatches of 32 x 256, linear 256", "time", "more"),
-            ("a bare loop", with_noise(bare), ""),
-            ("the executor", with_noise(one), f"{100 * added:.1f} %"),
+            ("one rank, 64 microbatches of 32 x 256, linear 256", "time", "more", "goal"),
+            ("a bare loop", with_noise(bare), "", ""),
+            ("the executor", with_noise(one), f"{100 * added:.1f} %", "< 10 %"),
         ]
     )
     return {"the executor adds less than 10 % to a bare loop": added < 0.1}
 
 
+def compare_transformer(bench, peer, runs):
+    ours, simulated, theirs = [], [], []
+    for _ in range(runs):
+        seconds, quotient = bench.numbers(2, "transformer", TRANSFORMER_MICROBATCHES, TRANSFORMER_STEPS)
+        ours.append(seconds)
+        simulated.append(quotient)
+        theirs += peer.numbers(1, "transformer", TRANSFORMER_MICROBATCHES, TRANSFORMER_STEPS)
+    ratio, quotient = ratio_of(theirs, ours), statistics.median(simulated)
+    noise = f"{min(simulated):.2f}–{max(simulated):.2f}"
+    print_table(
+        [
+            ("a transformer, 2 ranks, 8 microbatches of 2 x 128", "ours", "the peer", "ratio", "goal"),
+            ("1F1B", with_noise(ours), with_noise(theirs), f"{ratio:.2f}x", "1x"),
+            ("simulated ÷ measured makespan", f"{quotient:.2f} ({noise})", "", "", "0.9"),
+        ]
+    )
+    return {
+        "the transformer at least as fast as the peer's": ratio >= 1,
+        "the transformer's simulated makespan at least 0.9 of the measured one": quotient >= 0.9,
+    }
+
+
+def peak_of(command, microbatches):
+    """In a process of its own, so that it has nothing of an earlier question."""
+    with Answering(*command) as answering:
+        return answering.numbers(1, "memory", microbatches)[0] / MEBIBYTE
+
+
+def compare_memory(bench, peer, runs):
+    commands = {"ours": bench, "the peer": peer}
+    peaks = {(who, count): [] for who in commands for count in (FEW, MANY)}
+    for _ in range(runs):
+        for (who, count), found in peaks.items():
+            found.append(peak_of(commands[who], count))
+    middle = {case: statistics.median(found) for case, found in peaks.items()}
+    growth = {who: middle[who, MANY] - middle[who, FEW] for who in commands}
+
+    def shown(who, count):
+        found = peaks[who, count]
+        return f"{middle[who, count]:.1f} MiB ({min(found):.1f}–{max(found):.1f})"
+
+    rows = [("1F1B, 2 ranks, 256 KiB between stages: peak memory without the batch", *commands, "goal")]
+    rows += [(f"{count:,} microbatches", *(shown(who, count) for who in commands), "") for count in (FEW, MANY)]
+    rows.append(("growth", *(f"{growth[who]:.1f} MiB" for who in commands), "< 5 MiB"))
+    print_table(rows)
+    return {"1,024 microbatches take less than 5 MiB more than 16": growth["ours"] < 5}
+
+
 def main():
-    arguments = argparse.ArgumentParser(description="Times our executor beside the peer's.")
+    arguments = argparse.ArgumentParser(description="Measures our executor beside the peer's.")
     arguments.add_argument("--bench", required=True, help="the penstock_runtime_bench program")
-    arguments.add_argument("--runs", type=int, default=5, help=f"of each case, {STEPS} steps each (default: %(default)s)")
+    arguments.add_argument("--runs", type=int, default=5, help="of each case (default: %(default)s)")
     options = arguments.parse_args()
     if options.runs < 1:
         arguments.error("--runs is at least 1")
 
-    peer = pathlib.Path(__file__).with_name("peer_runtime.py")
+    bench = (options.bench,)
+    peer = (sys.executable, str(pathlib.Path(__file__).with_name("peer_runtime.py")))
     print(f"A step, median of {options.runs} runs (fastest–slowest)\n")
-    with Answering(options.bench) as bench, Answering(sys.executable, str(peer)) as answering_peer:
-        goals = compare_overhead(bench, answering_peer, options.runs)
+    with Answering(*bench) as answering, Answering(*peer) as answering_peer:
+        goals = compare_overhead(answering, answering_peer, options.runs)
         print()
-        goals |= compare_bare(bench, options.runs)
+        goals |= compare_bare(answering, options.runs)
+        print()
+        goals |= compare_transformer(answering, answering_peer, options.runs)
+    print()
+    goals |= compare_memory(bench, peer, options.runs)
     return report_goals(goals)
 
 

@@ -1,18 +1,28 @@
-// Our side of bench/runtime.py: thread ranks on tiny stages, whose time is all overhead.
+// Our side of bench/runtime.py: thread ranks.
 //
-//   overhead SCHEDULE RANKS MICROBATCHES STEPS   seconds for a step, the median of STEPS: linear layers of 16, rows of one
-//   bare MICROBATCHES WIDE ROWS STEPS            the same forwards and backwards on one thread in a bare loop
-//   one MICROBATCHES WIDE ROWS STEPS             and by an executor of one rank
+//   overhead SCHEDULE MICROBATCHES STEPS   seconds for a step, the median of STEPS, on two ranks with linear layers of
+//                                          16 and rows of one, whose time is all overhead
+//   bare MICROBATCHES WIDE ROWS STEPS      the same for linear layers on one thread, in a bare loop
+//   one MICROBATCHES WIDE ROWS STEPS       and by an executor of one rank
+//   transformer MICROBATCHES STEPS         seconds for a step of 1F1B on two ranks, and its makespan by the simulator,
+//                                          with the costs of its actions, divided by the measured one
+//   memory MICROBATCHES                    bytes of memory that two ranks of 1F1B had at most, without the batch: to be
+//                                          asked of a process that was asked nothing before
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <fstream>
+#include <functional>
+#include <future>
 #include <iostream>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "bench/answering.h"
+#include "bench/transformer.h"
 #include "penstock/runtime/pipeline.h"
 #include "penstock/schedule/generators.h"
 
@@ -21,8 +31,19 @@ namespace {
 
 using bench::seconds;
 
+// Rows of a microbatch.
+constexpr std::int64_t kTextRows = 2;
+constexpr std::int64_t kMemoryRows = 1024;
+// So that a boundary tensor has 256 KiB.
+constexpr std::int64_t kMemoryWide = 64;
+constexpr int kMemorySteps = 3;
+
 at::Tensor squared_error(const c10::IValue& output, const c10::IValue& target, const Kwargs& /*kwargs*/) {
   return at::mse_loss(output.toTensor(), target.toTensor());
+}
+
+at::Tensor cross_entropy(const c10::IValue& output, const c10::IValue& target, const Kwargs& /*kwargs*/) {
+  return at::cross_entropy_loss(output.toTensor().flatten(0, 1), target.toTensor().flatten());
 }
 
 StageModule linear(std::int64_t wide) {
@@ -34,71 +55,147 @@ StageModule linear(std::int64_t wide) {
           .parameters = {{"weight", weight}, {"bias", bias}}};
 }
 
-double median(std::vector<double> times) {
-  std::sort(times.begin(), times.end());
-  return times.at(times.size() / 2);
+Pipeline linear_pipeline(const Schedule& schedule, std::int64_t wide) {
+  std::vector<PipelineStage> stages;
+  for (int i = 0; i < schedule.stages(); ++i) stages.emplace_back(linear(wide), i, schedule.stages());
+  return {std::move(stages), schedule, {.loss = squared_error}};
 }
 
-double time_steps(const Schedule& schedule, std::int64_t wide, std::int64_t rows, int steps) {
-  std::vector<PipelineStage> stages;
-  std::vector<at::Tensor> parameters;
-  for (int i = 0; i < schedule.stages(); ++i) {
-    stages.emplace_back(linear(wide), i, schedule.stages());
-    for (const auto& [name, parameter] : stages.back().parameters()) parameters.push_back(parameter);
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values.at(values.size() / 2);
+}
+
+// The median of `steps`, behind two to warm up. Each begins without gradients.
+double time_steps(
+    const std::vector<StageModule::NamedTensors>& parameters, int steps, const std::function<void()>& step,
+    const std::function<void()>& look = [] {}) {
+  std::vector<double> times;
+  for (int i = -2; i < steps; ++i) {
+    for (const auto& of_stage : parameters) {
+      for (const auto& [name, parameter] : of_stage) parameter.mutable_grad().reset();
+    }
+    const double time = seconds(step);
+    if (i < 0) continue;
+    times.push_back(time);
+    look();
   }
-  Pipeline pipeline(std::move(stages), schedule, {.loss = squared_error});
+  return median(std::move(times));
+}
+
+std::vector<StageModule::NamedTensors> parameters_of(const Pipeline& pipeline) {
+  std::vector<StageModule::NamedTensors> parameters;
+  for (const PipelineStage& stage : pipeline.stages()) parameters.push_back(stage.parameters());
+  return parameters;
+}
+
+double time_pipeline(const Schedule& schedule, std::int64_t wide, std::int64_t rows, int steps) {
+  Pipeline pipeline = linear_pipeline(schedule, wide);
   const at::Tensor x = at::randn({rows * schedule.microbatches(), wide});
   const at::Tensor y = at::randn({rows * schedule.microbatches(), wide});
-  std::vector<double> times;
-  for (int i = 0; i < steps + 2; ++i) {
-    for (const at::Tensor& parameter : parameters) parameter.mutable_grad().reset();
-    times.push_back(seconds([&] { pipeline.step({x}, {}, y, {.return_outputs = false}); }));
-  }
-  return median({times.begin() + 2, times.end()});
+  return time_steps(parameters_of(pipeline), steps, [&] { pipeline.step({x}, {}, y, {.return_outputs = false}); });
 }
 
+// On a thread of its own, as a rank is: the main thread's memory is another matter to malloc.
 double time_bare(int microbatches, std::int64_t wide, std::int64_t rows, int steps) {
   const StageModule module = linear(wide);
   const at::Tensor x = at::randn({rows * microbatches, wide});
   const at::Tensor y = at::randn({rows * microbatches, wide});
   const at::Tensor seed = at::scalar_tensor(1.0 / microbatches);
-  std::vector<double> times;
-  for (int i = 0; i < steps + 2; ++i) {
-    for (const auto& [name, parameter] : module.parameters) parameter.mutable_grad().reset();
-    times.push_back(seconds([&] {
-      for (int mb = 0; mb < microbatches; ++mb) {
-        const c10::IValue output = module.forward({x.narrow(0, mb * rows, rows)}, {});
-        squared_error(output, y.narrow(0, mb * rows, rows), {}).backward(seed);
-      }
-    }));
+  const auto step = [&] {
+    std::vector<at::Tensor> losses;
+    for (int mb = 0; mb < microbatches; ++mb) {
+      const c10::IValue output = module.forward({x.narrow(0, mb * rows, rows)}, {});
+      const at::Tensor loss = squared_error(output, y.narrow(0, mb * rows, rows), {});
+      loss.backward(seed);
+      losses.push_back(loss.detach());
+    }
+  };
+  return std::async(std::launch::async,
+                    [&] {
+                      at::set_num_threads(1);
+                      return time_steps({module.parameters}, steps, step);
+                    })
+      .get();
+}
+
+struct Transformed {
+  double seconds = 0;
+  double simulated = 0;
+};
+
+Transformed time_transformer(int microbatches, int steps) {
+  std::vector<PipelineStage> stages;
+  for (int i = 0; i < 2; ++i) stages.emplace_back(bench::half_a_transformer(/*first=*/i == 0), i, 2);
+  Pipeline pipeline(std::move(stages), generate("1F1B", {.ranks = 2, .microbatches = microbatches}),
+                    {.loss = cross_entropy});
+  const at::Tensor text = at::randint(bench::kBytes, {kTextRows * microbatches, bench::kLength + 1});
+  const at::Tensor ids = text.narrow(1, 0, bench::kLength);
+  const at::Tensor next_ids = text.narrow(1, 1, bench::kLength);
+  std::vector<double> simulated;
+  const double time = time_steps(
+      parameters_of(pipeline), steps, [&] { pipeline.step({ids}, {}, next_ids, {.return_outputs = false}); },
+      [&] {
+        const Schedule& schedule = pipeline.recorded_schedule();
+        simulated.push_back(simulate(schedule, costs_of(schedule, pipeline.record())).makespan /
+                            timeline_of(schedule, pipeline.record()).makespan);
+      });
+  return {.seconds = time, .simulated = median(std::move(simulated))};
+}
+
+// The most memory that this process had since forget_peak().
+std::int64_t peak_bytes() {
+  std::ifstream status("/proc/self/status");
+  std::string word;
+  while (status >> word) {
+    std::int64_t kibibytes = 0;
+    if (word == "VmHWM:" && status >> kibibytes) return kibibytes * 1024;
   }
-  return median({times.begin() + 2, times.end()});
+  throw std::runtime_error("/proc/self/status does not say VmHWM");
+}
+
+void forget_peak() {
+  std::ofstream file("/proc/self/clear_refs");
+  if (!(file << 5 << std::flush)) throw std::runtime_error("/proc/self/clear_refs cannot be written to");
+}
+
+std::int64_t memory_of_steps(int microbatches) {
+  Pipeline pipeline = linear_pipeline(generate("1F1B", {.ranks = 2, .microbatches = microbatches}), kMemoryWide);
+  const at::Tensor x = at::randn({kMemoryRows * microbatches, kMemoryWide});
+  const at::Tensor y = at::randn({kMemoryRows * microbatches, kMemoryWide});
+  forget_peak();
+  for (int i = 0; i < kMemorySteps; ++i) pipeline.step({x}, {}, y, {.return_outputs = false});
+  return peak_bytes() - static_cast<std::int64_t>(x.nbytes() + y.nbytes());
 }
 
 int answer_questions() {
   at::set_num_threads(1);
   std::string what;
   while (std::cin >> what) {
+    std::string schedule = "1F1B";
+    if (what == "overhead") std::cin >> schedule;
     int microbatches = 0;
+    std::int64_t wide = 16;
+    std::int64_t rows = 1;
     int steps = 0;
-    if (what == "overhead") {
-      std::string schedule;
-      int ranks = 0;
-      std::cin >> schedule >> ranks >> microbatches >> steps;
-      std::cout << time_steps(generate(schedule, {.ranks = ranks, .microbatches = microbatches}), 16, 1, steps)
-                << std::endl;
-    } else if (what == "bare" || what == "one") {
-      std::int64_t wide = 0;
-      std::int64_t rows = 0;
-      std::cin >> microbatches >> wide >> rows >> steps;
-      std::cout << (what == "bare"
-                        ? time_bare(microbatches, wide, rows, steps)
-                        : time_steps(generate("1F1B", {.ranks = 1, .microbatches = microbatches}), wide, rows, steps))
-                << std::endl;
+    std::cin >> microbatches;
+    if (what == "bare" || what == "one") std::cin >> wide >> rows;
+    if (what != "memory") std::cin >> steps;
+    const int ranks = what == "one" ? 1 : 2;
+    if (what == "overhead" || what == "one") {
+      std::cout << time_pipeline(generate(schedule, {.ranks = ranks, .microbatches = microbatches}), wide, rows, steps);
+    } else if (what == "bare") {
+      std::cout << time_bare(microbatches, wide, rows, steps);
+    } else if (what == "transformer") {
+      const Transformed answer = time_transformer(microbatches, steps);
+      std::cout << answer.seconds << " " << answer.simulated;
+    } else if (what == "memory") {
+      std::cout << memory_of_steps(microbatches);
     } else {
-      std::cerr << "'" << what << "' is none of overhead, bare and one\n";
+      std::cerr << "'" << what << "' is none of overhead, bare, one, transformer and memory\n";
       return 2;
     }
+    std::cout << std::endl;
   }
   return 0;
 }

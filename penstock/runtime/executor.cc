@@ -1,5 +1,7 @@
 #include "penstock/runtime/executor.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
@@ -64,6 +66,7 @@ void Executor::run(StepWork& work, std::vector<ActionRecord>& record, Progress& 
     places->clear();
     places->resize(cells);
   }
+  loss_places_.clear();
 
   const std::span<const Action> actions = schedule.actions(rank());
   record.assign(actions.size(), {});
@@ -189,11 +192,24 @@ void Executor::compute_loss(int microbatch, const c10::IValue& output) {
     if (work_->autograd && loss.requires_grad()) {
       stages_.at(work_->schedule->stages() - 1)->add_root(microbatch, loss, seed_of(loss, microbatch));
     }
-    work_->losses[at] = loss.detach();
+    work_->losses[at] = kept_loss(loss, at);
   }
   if (!work_->keep_outputs) return;
   work_->outputs[at] = detached(output);
   work_->has_outputs = true;
+}
+
+at::Tensor Executor::kept_loss(const at::Tensor& loss, std::size_t microbatch) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  if (loss_places_.empty()) {
+    std::vector<std::int64_t> sizes = loss.sizes().vec();
+    sizes.insert(sizes.begin(), work_->schedule->microbatches());
+    loss_places_ = at::empty(sizes, loss.options().requires_grad(false)).unbind();
+  }
+  const at::Tensor& place = loss_places_[microbatch];
+  const bool fits =
+      place.sizes() == loss.sizes() && place.scalar_type() == loss.scalar_type() && place.device() == loss.device();
+  return fits ? place.copy_(loss) : loss.detach();
 }
 
 void Executor::backward(const Action& action) {

@@ -127,6 +127,9 @@ class Executor {
   void run_own(const Action& action);
   void forward(const Action& action);
   void compute_loss(int microbatch, const c10::IValue& output);
+  // What is left of a loss when its microbatch is done. The losses of a step lie in memory that is set aside at the
+  // first: small tensors that stay between large ones that go leave holes, and none of these fits the next large one.
+  at::Tensor kept_loss(const at::Tensor& loss, std::size_t microbatch);
   // The gradient of a loss: its weight. Most often it is that of the loss before.
   const at::Tensor& seed_of(const at::Tensor& loss, int microbatch);
   void backward(const Action& action);
@@ -155,6 +158,8 @@ class Executor {
   ActionRecord* now_ = nullptr;
   at::Tensor seed_;
   double seed_weight_ = 0;
+  // By microbatch.
+  std::vector<at::Tensor> loss_places_;
   // What waits for a stage of this rank, or to be sent: by edge and microbatch.
   std::vector<Message> activations_;
   std::vector<Message> gradients_;

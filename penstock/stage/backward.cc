@@ -362,15 +362,18 @@ StageBackward::StageBackward(StageInputs inputs, const std::vector<at::Tensor>& 
   if (inputs.start_ == nullptr) throw std::logic_error("the inputs of this backward belong to another one already.");
   graph_->inputs = std::move(inputs.start_->node);
   graph_->outputs.reserve(outputs.size());
-  for (const at::Tensor& output : outputs) {
-    const bool has_gradient = output.defined() && output.requires_grad();
-    graph_->outputs.push_back(has_gradient ? torch::autograd::impl::gradient_edge(output) : Edge());
-  }
+  for (const at::Tensor& output : outputs) add_output(output);
 }
 
 StageBackward::~StageBackward() = default;
 StageBackward::StageBackward(StageBackward&&) noexcept = default;
 StageBackward& StageBackward::operator=(StageBackward&&) noexcept = default;
+
+void StageBackward::add_output(const at::Tensor& output) {
+  if (graph_ == nullptr || graph_->between_halves) throw std::logic_error("add_output() of a backward that has begun.");
+  const bool has_gradient = output.defined() && output.requires_grad();
+  graph_->outputs.push_back(has_gradient ? torch::autograd::impl::gradient_edge(output) : Edge());
+}
 
 StageBackward::Roots StageBackward::roots(const char* caller, std::vector<at::Tensor> gradients) const {
   if (graph_ == nullptr) throw std::logic_error(std::string(caller) + " of a backward that has run already.");

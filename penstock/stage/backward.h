@@ -73,6 +73,9 @@ class StageBackward {
   StageBackward(const StageBackward&) = delete;
   StageBackward& operator=(const StageBackward&) = delete;
 
+  // One more output, behind the others; before anything runs.
+  void add_output(const at::Tensor& output);
+
   // Each takes a gradient for each output, undefined where none flows (ignored for one that requires none),
   // and returns one for each input, undefined where none arrived. A returned tensor may be one that was given, or share
   // its storage with another: it is not to be written to.

@@ -1,6 +1,5 @@
 #include "penstock/stage/stage.h"
 
-#include <ATen/EmptyTensor.h>
 #include <ATen/ops/clone.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -43,14 +42,6 @@ at::Tensor handed_over(const at::Tensor& tensor, bool copy) {
 at::Tensor same_place(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.requires_grad()) return tensor;
   at::Tensor result = tensor.variable_data();
-  torch::autograd::impl::set_gradient_edge(result, torch::autograd::impl::gradient_edge(tensor));
-  return result;
-}
-
-// A tensor's place in the graph without its memory: a stage keeps no output for its backward.
-at::Tensor place_in_graph(const at::Tensor& tensor) {
-  if (!tensor.defined() || !tensor.requires_grad()) return {};
-  at::Tensor result(at::detail::empty_cpu({0}, tensor.scalar_type()));
   torch::autograd::impl::set_gradient_edge(result, torch::autograd::impl::gradient_edge(tensor));
   return result;
 }
@@ -110,15 +101,14 @@ void check(const std::string& what, const std::vector<std::optional<TensorMeta>>
 
 // One microbatch on its way.
 struct PipelineStage::Run {
-  std::optional<StageInputs> inputs;
   // How many tensors came along each link.
   std::vector<std::size_t> received;
-  // What each link's message has to do with the graph, one behind the other, then losses.
-  std::vector<at::Tensor> outputs;
   std::vector<std::size_t> sent;
-  std::vector<at::Tensor> seeds;
-  // Made by the backward, out of the above.
+  // Its outputs are each link's tensors, one behind the other, then losses.
   std::optional<StageBackward> backward;
+  std::vector<at::Tensor> seeds;
+  // Whether the input half has run.
+  bool between_halves = false;
   std::function<void()> dw;
 };
 
@@ -179,8 +169,8 @@ PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Mess
     tensors.push_back(tensor.defined() ? borrow(tensor) : tensor);
     needs_grad.push_back(with_backward_ && tensor.defined() && tensor.requires_grad());
   }
-  run->inputs.emplace(tensors, needs_grad);
-  tensors = run->inputs->take();
+  StageInputs inputs(tensors, needs_grad);
+  tensors = inputs.take();
 
   // Where each value that came is among the tensors.
   const auto find = [&](const StageOutput& value) -> std::optional<std::size_t> {
@@ -259,11 +249,12 @@ PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Mess
     return is_borrowed(output) || own_memory_.contains(memory) ||
            std::any_of(args.begin(), args.end(), [&](const c10::IValue& arg) { return has_memory(arg, memory); });
   };
+  std::vector<at::Tensor> in_graph;
   std::size_t next_handed_on = 0;
   for (const Wiring::Link& link : links_out_) {
     Message message;
-    const auto add = [&](const at::Tensor& in_graph, at::Tensor sent) {
-      if (with_backward_) run->outputs.push_back(place_in_graph(in_graph));
+    const auto add = [&](const at::Tensor& output, at::Tensor sent) {
+      in_graph.push_back(output);
       message.push_back(std::move(sent));
     };
     if (!link.values) {
@@ -287,6 +278,7 @@ PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Mess
     result.sent.push_back(std::move(message));
   }
   if (with_backward_) {
+    run->backward.emplace(std::move(inputs), in_graph);
     runs_[static_cast<std::size_t>(microbatch)] = std::move(run);
   }
   return result;
@@ -303,7 +295,7 @@ PipelineStage::Run& PipelineStage::run_of(int microbatch) {
 
 void PipelineStage::add_root(int microbatch, const at::Tensor& loss, const at::Tensor& seed) {
   Run& run = run_of(microbatch);
-  run.outputs.push_back(place_in_graph(loss));
+  run.backward->add_output(loss);
   run.seeds.push_back(seed);
 }
 
@@ -319,12 +311,10 @@ std::vector<Message> PipelineStage::backward(int microbatch, std::vector<Message
     std::move(gradients[link].begin(), gradients[link].end(), std::back_inserter(of_outputs));
   }
   std::move(run.seeds.begin(), run.seeds.end(), std::back_inserter(of_outputs));
-  run.backward.emplace(std::move(*run.inputs), run.outputs);
-  run.inputs.reset();
-  run.outputs.clear();
 
   // A supplied weight step takes the place of the second half: the module's own backward then leaves the weights out.
   const bool supplied = options_.dw_builder != nullptr;
+  run.between_halves = !whole && !supplied;
   std::vector<at::Tensor> of_inputs =
       whole || supplied ? run.backward->full(std::move(of_outputs)) : run.backward->input_half(std::move(of_outputs));
   std::vector<Message> messages;
@@ -356,7 +346,7 @@ void PipelineStage::weight_backward(int microbatch) {
   Run& run = run_of(microbatch);
   if (run.dw) {
     run.dw();
-  } else if (run.backward) {
+  } else if (run.between_halves) {
     run.backward->weight_half();
   } else {
     throw StageError(place(index_) + ", microbatch " + std::to_string(microbatch) +

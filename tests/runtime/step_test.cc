@@ -192,6 +192,39 @@ TEST(Step, KeepsNothingOfItsMicrobatches) {
   }
 }
 
+// A small tensor that stays, in each microbatch, would keep malloc from using again what large ones leave.
+TEST(Step, SetsAsideMemoryForItsLosses) {
+  const Model model = perceptron(2);
+  Schedule1F1B pipeline(model.pipeline_stages(), 4, {.loss = squared_error});
+  const StepResult result = pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
+  for (const at::Tensor& loss : result.losses) EXPECT_TRUE(loss.is_alias_of(result.losses[0]));
+  const std::vector<at::Tensor> before = clones(result.losses);
+  const StepResult again = pipeline.step({rows(8, "x")}, {}, rows(8, "x"));
+  EXPECT_FALSE(again.losses[0].is_alias_of(result.losses[0]));
+  expect_equal(before, result.losses);
+}
+
+TEST(Step, TakesLossesOfDifferentForms) {
+  const Model model = perceptron(2);
+  PipelineOptions options;
+  options.loss = [losses = std::make_shared<int>()](const c10::IValue& output, const c10::IValue& target,
+                                                    const Kwargs& kwargs) {
+    const at::Tensor loss = squared_error(output, target, kwargs);
+    switch ((*losses)++) {
+      case 1: return loss.to(at::kDouble);
+      case 2: return loss.view({1, 1});
+      default: return loss;
+    }
+  };
+  const StepResult result = Schedule1F1B(model.pipeline_stages(), 4, options).step({rows(8, "x")}, {}, rows(8, "y"));
+  const StepResult plain =
+      Schedule1F1B(model.pipeline_stages(), 4, {.loss = squared_error}).step({rows(8, "x")}, {}, rows(8, "y"));
+  EXPECT_TRUE(same(plain.losses[0], result.losses[0]));
+  EXPECT_TRUE(same(plain.losses[1].to(at::kDouble), result.losses[1]));
+  EXPECT_TRUE(same(plain.losses[2].view({1, 1}), result.losses[2]));
+  EXPECT_TRUE(same(plain.losses[3], result.losses[3]));
+}
+
 TEST(Record, HasAllActionsInTheirOrder) {
   const Model model = perceptron(4);
   Pipeline pipeline = get_schedule_class("ZBVZeroBubble")(model.pipeline_stages(), 4, {.loss = squared_error});

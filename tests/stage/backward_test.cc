@@ -90,10 +90,12 @@ TEST(StageBackward, RefusesAnyOtherOrderOfItsParts) {
                                  "input_half() after input_half(): what is left to run is weight_half().");
   expect_error<std::logic_error>([&] { backward.full(gradients); },
                                  "full() after input_half(): what is left to run is weight_half().");
+  expect_error<std::logic_error>([&] { backward.add_output(weight); }, "add_output() of a backward that has begun.");
   backward.weight_half();
   EXPECT_TRUE(weight.grad().defined());
   expect_error<std::logic_error>([&] { backward.weight_half(); }, "weight_half() of a backward that has run already.");
   expect_error<std::logic_error>([&] { backward.full(gradients); }, "full() of a backward that has run already.");
+  expect_error<std::logic_error>([&] { backward.add_output(weight); }, "add_output() of a backward that has begun.");
   backward = small_backward(weight);
   backward.full(gradients);
   expect_error<std::logic_error>([&] { backward.input_half(gradients); },
@@ -103,6 +105,17 @@ TEST(StageBackward, RefusesAnyOtherOrderOfItsParts) {
   expect_error<std::logic_error>(
       // NOLINTNEXTLINE(bugprone-use-after-move,clang-analyzer-cplusplus.Move): that is the fault
       [&] { StageBackward(std::move(inputs), {}); }, "the inputs of this backward belong to another one already.");
+}
+
+TEST(StageBackward, TakesAnOutputThatComesLater) {
+  const at::Tensor weight = parameter({3, 3});
+  StageInputs inputs({numbers({2, 3})}, {true});
+  const at::Tensor x = inputs.tensors()[0];
+  StageBackward backward(std::move(inputs), {x.sin()});
+  backward.add_output(x.mm(weight).sum());
+  const Tensors gradients = backward.full({{}, at::ones({})});
+  EXPECT_TRUE(at::allclose(gradients[0], weight.sum(1).expand({2, 3})));
+  EXPECT_TRUE(weight.grad().defined());
 }
 
 TEST(StageBackward, RefusesGradientsThatDoNotFit) {
