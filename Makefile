@@ -79,6 +79,8 @@ soak: build ## what takes long: all rooms under the sanitizers, a million inputs
 	@ctest --preset asan --output-on-failure --no-tests=error -j $(JOBS)
 	$(call build,tsan)
 	@ctest --preset tsan --output-on-failure --no-tests=error -j $(JOBS)
+	$(call build,tsan-torch)
+	@ctest --preset tsan-torch --output-on-failure --no-tests=error
 	@$(MAKE) fuzz FUZZ_RUNS=1000000
 	@PENSTOCK_CASES=200000 build/release/bin/penstock_schedule_test --gtest_filter='Mutation*'
 

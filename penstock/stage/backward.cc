@@ -9,13 +9,16 @@
 
 #include <algorithm>
 #include <array>
+#include <condition_variable>
 #include <cstdint>
+#include <mutex>
 #include <sstream>
 #include <stdexcept>
 #include <string>
 #include <string_view>
 #include <typeindex>
 #include <typeinfo>
+#include <unordered_set>
 #include <utility>
 
 namespace penstock {
@@ -268,6 +271,50 @@ class Division {
   std::vector<bool> inward_;
 };
 
+// Backwards on several threads may have parameters in common. Autograd lets one add to a gradient at a time, but whoever
+// gives a parameter its first has it alone, until nobody else holds what has become its .grad.
+class FirstGradients {
+ public:
+  // Waits for others that give one of these parameters its first gradient.
+  explicit FirstGradients(const variable_list& parameters) {
+    std::unique_lock lock(others().mutex);
+    others().changed.wait(lock, [&] {
+      return others().busy.empty() || std::ranges::none_of(parameters, [](const at::Tensor& parameter) {
+               return others().busy.contains(parameter.unsafeGetTensorImpl());
+             });
+    });
+    for (const at::Tensor& parameter : parameters) {
+      if (parameter.grad().defined()) continue;
+      parameters_.push_back(parameter);
+      others().busy.insert(parameter.unsafeGetTensorImpl());
+    }
+  }
+  ~FirstGradients() {
+    if (parameters_.empty()) return;
+    const std::lock_guard lock(others().mutex);
+    for (const at::Tensor& parameter : parameters_) others().busy.erase(parameter.unsafeGetTensorImpl());
+    others().changed.notify_all();
+  }
+  FirstGradients(const FirstGradients&) = delete;
+  FirstGradients& operator=(const FirstGradients&) = delete;
+
+  // Those that had none, some several times.
+  const variable_list& parameters() const { return parameters_; }
+
+ private:
+  struct Others {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::unordered_set<const void*> busy;
+  };
+  static Others& others() {
+    static Others all;
+    return all;
+  }
+
+  variable_list parameters_;
+};
+
 }  // namespace
 
 struct StageInputs::Start {
@@ -339,9 +386,9 @@ struct StageBackward::Graph {
   // somebody else holds the tensor, but not whether somebody holds its storage, such as a parameter that met this one
   // in a sum of views, or an input of the stage: what is added to one gradient later would be added to the other.
   void run_to_parameters(Roots roots) {
-    std::erase_if(parameters, [](const at::Tensor& parameter) { return parameter.grad().defined(); });
+    const FirstGradients first(parameters);
     std::move(roots).run();
-    for (const at::Tensor& parameter : parameters) {
+    for (const at::Tensor& parameter : first.parameters()) {
       at::Tensor& gradient = parameter.mutable_grad();
       const bool shared = gradient.defined() && gradient.has_storage() && gradient.storage().use_count() > 1;
       if (shared) gradient = gradient.clone();

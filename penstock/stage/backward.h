@@ -22,7 +22,8 @@
 // must not be written to between the halves: autograd would refuse it.
 //
 // The halves follow libtorch's order of nodes, which is that of the operators in a forward on one thread. A backward
-// runs on the thread that calls it (on the CPU), and one StageBackward is used by one thread at a time.
+// runs on the thread that calls it (on the CPU), and one StageBackward is used by one thread at a time. Those of several
+// threads may have parameters in common.
 #pragma once
 
 #include <ATen/core/Tensor.h>

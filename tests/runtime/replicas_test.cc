@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "penstock/runtime/pipeline.h"
+#include "penstock/schedule/csv.h"
 #include "penstock/schedule/generators.h"
 #include "tests/runtime/models.h"
 
@@ -149,6 +150,34 @@ TEST(SharedParameters, WithTensorsOfTheirOwnGetTheSumOfTheirGradients) {
       pipeline.step({x}, {}, y);
       expect_close(expected.front().at("tied") * times, tied.grad(), "first");
       EXPECT_TRUE(at::equal(tied.grad(), copy.grad()));
+    }
+  }
+}
+
+TEST(SharedParameters, MayGetTheirFirstGradientOnSeveralRanksAtOnce) {
+  // Views, so that the gradients of both parameters of a stage are one memory.
+  Model model(2);
+  const at::Tensor tied = weight("tied", {4, kWide});
+  for (int i = 0; i < 2; ++i) {
+    const at::Tensor own = weight(numbered("own", i), {4, kWide});
+    model.stages[static_cast<std::size_t>(i)] = {.forward = [=](const Args& args, const Kwargs&) -> c10::IValue {
+                                                   return tensor(args, 0) +
+                                                          (tied.view(-1) + own.view(-1)).view({4, kWide});
+                                                 },
+                                                 .parameters = {{"tied", tied}, {"own", own}}};
+  }
+  // Neither rank waits for the other before its last weight gradient.
+  Pipeline pipeline(model.pipeline_stages(), parse_csv("0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1F1,1I0,1I1,1W0,1W1\n"),
+                    {.loss = [](const c10::IValue& output, const c10::IValue&,
+                                const Kwargs&) { return (output.toTensor() * at::ones({4, kWide})).sum(); },
+                     .scale_grads = false});
+  for (int i = 0; i < 3000; ++i) {
+    zero_grad(model);
+    pipeline.step({at::zeros({8, kWide})});
+    ASSERT_TRUE(at::equal(tied.grad(), at::full({4, kWide}, 4.0))) << tied.grad();
+    for (const StageModule& stage : model.stages) {
+      const at::Tensor& own = stage.parameters[1].second;
+      ASSERT_TRUE(at::equal(own.grad(), at::full({4, kWide}, 2.0))) << own.grad();
     }
   }
 }
