@@ -385,7 +385,7 @@ struct StageBackward::Graph {
   // Runs, and sees to it that what autograd made the .grad of a parameter belongs to it alone. Autograd looks whether
   // somebody else holds the tensor, but not whether somebody holds its storage, such as a parameter that met this one
   // in a sum of views, or an input of the stage: what is added to one gradient later would be added to the other.
-  void run_to_parameters(Roots roots) {
+  void run_to_parameters(Roots roots) const {
     const FirstGradients first(parameters);
     std::move(roots).run();
     for (const at::Tensor& parameter : first.parameters()) {

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <map>
 #include <mutex>
 #include <string>
@@ -94,6 +95,7 @@ Model watched(int stages, Watch& watch) {
 class EveryScheduleWatched : public ::testing::TestWithParam<std::string> {
  protected:
   static constexpr int kMicrobatches = 4;
+  static constexpr std::int64_t kRows = 8;
 
   EveryScheduleWatched()
       : schedule_(generate(GetParam(), {.ranks = 2, .microbatches = kMicrobatches})),
@@ -112,12 +114,12 @@ class EveryScheduleWatched : public ::testing::TestWithParam<std::string> {
         if (part.is_compute()) after(rank, part);
       });
     };
-    return Pipeline(model_.pipeline_stages(), schedule_, options);
+    return {model_.pipeline_stages(), schedule_, options};
   }
   void step(Pipeline& pipeline) {
     StepOptions options;
     options.return_outputs = false;
-    pipeline.step({rows(2 * kMicrobatches, "x")}, {}, rows(2 * kMicrobatches, "y"), options);
+    pipeline.step({rows(kRows, "x")}, {}, rows(kRows, "y"), options);
   }
   bool alive(What what, const Action& action) { return watch_.alive(what, action.stage, action.microbatch); }
   bool seen(What what, const Action& action) { return watch_.seen(what, action.stage, action.microbatch); }
@@ -206,7 +208,7 @@ TEST_P(EveryScheduleWatched, KeepsNothingInEvaluation) {
   });
   StepOptions options;
   options.return_outputs = false;
-  made.eval({rows(2 * kMicrobatches, "x")}, {}, rows(2 * kMicrobatches, "y"), options);
+  made.eval({rows(kRows, "x")}, {}, rows(kRows, "y"), options);
 }
 
 }  // namespace
