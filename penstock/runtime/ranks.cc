@@ -141,28 +141,36 @@ const at::Tensor& Ranks::parameter_of(const PipelineStage& stage, const std::str
 // What a rank has of the parameters that stages share.
 std::map<int, std::vector<SharedSum>> Ranks::shared_sums(Local& local) {
   std::map<int, std::vector<SharedSum>> sums;
+  const int first = local.rank / ranks() * ranks();
   for (const std::vector<SharedParameter>& places : options_.shared) {
+    // One tensor in several stages gathers their gradients by itself; the first rank that has it speaks for it.
     std::set<const void*> seen;
-    std::set<int> members;
+    std::set<int> holders;
+    std::set<int> speakers;
     std::vector<at::Tensor> own;
     for (const SharedParameter& place : places) {
-      const int holder = schedule_->placement().rank_of(place.stage);
-      const Local* there = find_local(local.rank / ranks() * ranks() + holder);
+      const int rank = first + schedule_->placement().rank_of(place.stage);
+      const Local* there = find_local(rank);
+      holders.insert(rank);
       if (there != nullptr) {
-        // One tensor in several stages gathers their gradients by itself; the first rank that has it speaks for it.
         const at::Tensor& parameter = parameter_of(*there->stages.at(place.stage), place.name);
         if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
         if (there == &local) own.push_back(parameter);
       }
-      members.insert(holder);
+      speakers.insert(rank);
     }
-    if (own.empty() || (members.size() == 1 && own.size() == 1 && replicas() == 1)) continue;
-    std::vector<int> group;
-    for (int replica = 0; replica < replicas(); ++replica) {
-      for (const int member : members) group.push_back(replica * ranks() + member);
+    const bool alone = speakers.size() == 1 && seen.size() <= 1 && replicas() == 1;
+    if (!holders.contains(local.rank) || alone) continue;
+    SharedSum::Groups groups;
+    if (holders != speakers) groups.holders = local.transport->group({holders.begin(), holders.end()});
+    if (!own.empty()) {
+      std::vector<int> all;
+      for (int replica = 0; replica < replicas(); ++replica) {
+        for (const int speaker : speakers) all.push_back(replica * ranks() + speaker - first);
+      }
+      groups.speakers = local.transport->group(all);
     }
-    sums[schedule_->graph().group_of(places.front().stage)].emplace_back(std::move(own), local.transport->group(group),
-                                                                         replicas());
+    sums[schedule_->graph().group_of(places.front().stage)].emplace_back(std::move(own), std::move(groups), replicas());
   }
   return sums;
 }

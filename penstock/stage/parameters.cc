@@ -312,11 +312,13 @@ std::vector<at::Tensor> each_once(const std::vector<at::Tensor>& tensors) {
 
 }  // namespace
 
-SharedSum::SharedSum(std::vector<at::Tensor> own, std::shared_ptr<Group> group, int replicas)
-    : contribution_(each_once(own)), group_(std::move(group)), replicas_(replicas) {}
+SharedSum::SharedSum(std::vector<at::Tensor> own, Groups groups, int replicas)
+    : contribution_(each_once(own)), groups_(std::move(groups)), replicas_(replicas) {}
 
 void SharedSum::reduce(Deadline deadline) {
   const c10::AutoGradMode no_grad(false);
+  if (groups_.holders) groups_.holders->barrier()->wait(deadline);
+  if (!groups_.speakers) return;
   const std::vector<at::Tensor>& own = contribution_.parameters();
   at::Tensor sum;
   for (const at::Tensor& one : own) {
@@ -324,7 +326,7 @@ void SharedSum::reduce(Deadline deadline) {
   }
   if (!sum.defined()) sum = at::zeros_like(own.front()).detach();
   sum = sum.contiguous();
-  group_->all_reduce({sum})->wait(deadline);
+  groups_.speakers->all_reduce({sum})->wait(deadline);
   sum.div_(replicas_);
   for (std::size_t i = 0; i < own.size(); ++i) own[i].mutable_grad() = i == 0 ? sum : sum.clone();
   contribution_.end_reduction();

@@ -75,18 +75,24 @@ class Contribution {
 // over replicas.
 class SharedSum {
  public:
-  // This rank's tensors for it, of which those that are the same count once; the ranks that have it in all replicas; and
-  // how many replicas there are.
-  SharedSum(std::vector<at::Tensor> own, std::shared_ptr<Group> group, int replicas);
+  struct Groups {
+    // All ranks of a replica that have it, where one tensor is in stages of several ranks: they meet before its gradient
+    // is read. None otherwise.
+    std::shared_ptr<Group> holders;
+    // In all replicas, those that speak for a tensor. None when another rank speaks for this one's.
+    std::shared_ptr<Group> speakers;
+  };
+  // This rank's tensors for it, of which those that are the same count once, and how many replicas there are.
+  SharedSum(std::vector<at::Tensor> own, Groups groups, int replicas);
 
   void begin_step() { contribution_.begin_step(); }
-  // Waits for all ranks of the group.
+  // Waits for all ranks of the groups.
   void reduce(Deadline deadline);
   void abandon() { contribution_.abandon(); }
 
  private:
   Contribution contribution_;
-  std::shared_ptr<Group> group_;
+  Groups groups_;
   int replicas_;
 };
 

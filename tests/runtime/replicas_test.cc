@@ -4,15 +4,18 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <map>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "penstock/runtime/pipeline.h"
+#include "penstock/schedule/csv.h"
 #include "penstock/schedule/csv.h"
 #include "penstock/schedule/generators.h"
 #include "tests/runtime/models.h"
@@ -179,6 +182,26 @@ TEST(SharedParameters, MayGetTheirFirstGradientOnSeveralRanksAtOnce) {
       const at::Tensor& own = stage.parameters[1].second;
       ASSERT_TRUE(at::equal(own.grad(), at::full({4, kWide}, 2.0))) << own.grad();
     }
+  }
+}
+
+// The rank that speaks for the tensor has its own gradients in time, and waits for the other one's.
+TEST(SharedParameters, AreReducedWhenAllRanksThatHaveThemAreDone) {
+  std::vector<Model> models;
+  auto replicas = copies(kModels[5], 2, 2, models);
+  PipelineOptions options{.loss = squared_error};
+  options.functions.before = [](int rank, const Action& action) {
+    if (rank == 1 && action.computation == Computation::WeightBackward && action.microbatch == 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    }
+  };
+  const Schedule schedule = parse_csv("0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1F1,1I0,1I1,1W0,1W1\n");
+  Pipeline pipeline(std::move(replicas), models.front().wiring, schedule, options);
+  const at::Tensor x = weight("x", {8, kWide}).detach();
+  pipeline.step({x}, {}, x);
+  const auto expected = whole_batch_gradients(shared_across(2), x, x);
+  for (const Model& model : models) {
+    expect_close(expected.front().at("tied"), model.stages.front().parameters.back().second.grad(), "tied");
   }
 }
 

@@ -219,10 +219,10 @@ TEST(Step, TakesLossesOfDifferentForms) {
   const StepResult result = Schedule1F1B(model.pipeline_stages(), 4, options).step({rows(8, "x")}, {}, rows(8, "y"));
   const StepResult plain =
       Schedule1F1B(model.pipeline_stages(), 4, {.loss = squared_error}).step({rows(8, "x")}, {}, rows(8, "y"));
-  EXPECT_TRUE(same(plain.losses[0], result.losses[0]));
-  EXPECT_TRUE(same(plain.losses[1].to(at::kDouble), result.losses[1]));
-  EXPECT_TRUE(same(plain.losses[2].view({1, 1}), result.losses[2]));
-  EXPECT_TRUE(same(plain.losses[3], result.losses[3]));
+  EXPECT_TRUE(same_tensor(plain.losses[0], result.losses[0]));
+  EXPECT_TRUE(same_tensor(plain.losses[1].to(at::kDouble), result.losses[1]));
+  EXPECT_TRUE(same_tensor(plain.losses[2].view({1, 1}), result.losses[2]));
+  EXPECT_TRUE(same_tensor(plain.losses[3], result.losses[3]));
 }
 
 TEST(Record, HasAllActionsInTheirOrder) {
