@@ -1,7 +1,8 @@
-// Our side of bench/runtime.py: thread ranks.
+// Our side of bench/runtime.py: thread ranks, and processes where it says so.
 //
 //   overhead SCHEDULE MICROBATCHES STEPS   seconds for a step, the median of STEPS, on two ranks with linear layers of
 //                                          16 and rows of one, whose time is all overhead
+//   processes SCHEDULE MICROBATCHES STEPS  the same on two processes that talk through Gloo
 //   bare MICROBATCHES WIDE ROWS STEPS      the same for linear layers on one thread, in a bare loop
 //   one MICROBATCHES WIDE ROWS STEPS       and by an executor of one rank
 //   transformer MICROBATCHES STEPS         seconds for a step of 1F1B on two ranks, and its makespan by the simulator,
@@ -12,10 +13,12 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <chrono>
 #include <fstream>
 #include <functional>
 #include <future>
 #include <iostream>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -25,12 +28,16 @@
 #include "bench/transformer.h"
 #include "penstock/runtime/pipeline.h"
 #include "penstock/schedule/generators.h"
+#include "penstock/transport/c10d.h"
+#include "penstock/transport/processes.h"
 
 namespace penstock {
 namespace {
 
 using bench::seconds;
 
+// Of stages whose time is all overhead.
+constexpr std::int64_t kTinyWide = 16;
 // Rows of a microbatch.
 constexpr std::int64_t kTextRows = 2;
 constexpr std::int64_t kMemoryRows = 1024;
@@ -55,10 +62,14 @@ StageModule linear(std::int64_t wide) {
           .parameters = {{"weight", weight}, {"bias", bias}}};
 }
 
-Pipeline linear_pipeline(const Schedule& schedule, std::int64_t wide) {
+// All stages, or those of this process.
+Pipeline linear_pipeline(const Schedule& schedule, std::int64_t wide, std::shared_ptr<Transport> transport = nullptr) {
   std::vector<PipelineStage> stages;
-  for (int i = 0; i < schedule.stages(); ++i) stages.emplace_back(linear(wide), i, schedule.stages());
-  return {std::move(stages), schedule, {.loss = squared_error}};
+  for (int i = 0; i < schedule.stages(); ++i) {
+    const bool is_here = transport == nullptr || schedule.placement().rank_of(i) == transport->rank();
+    if (is_here) stages.emplace_back(linear(wide), i, schedule.stages());
+  }
+  return {std::move(stages), schedule, {.transport = std::move(transport), .loss = squared_error}};
 }
 
 double median(std::vector<double> values) {
@@ -94,6 +105,40 @@ double time_pipeline(const Schedule& schedule, std::int64_t wide, std::int64_t r
   const at::Tensor x = at::randn({rows * schedule.microbatches(), wide});
   const at::Tensor y = at::randn({rows * schedule.microbatches(), wide});
   return time_steps(parameters_of(pipeline), steps, [&] { pipeline.step({x}, {}, y, {.return_outputs = false}); });
+}
+
+// In a process that is one of two ranks. A step begins and ends when both are there.
+double time_process(const Schedule& schedule, int steps) {
+  const std::shared_ptr<Transport> transport = c10d_transport(rendezvous());
+  Pipeline pipeline = linear_pipeline(schedule, kTinyWide, transport);
+  const at::Tensor x = at::randn({schedule.microbatches(), kTinyWide});
+  const at::Tensor y = at::randn({schedule.microbatches(), kTinyWide});
+  const std::shared_ptr<Group> both = transport->group({0, 1});
+  const auto meet = [&] { both->barrier()->wait(Clock::now() + std::chrono::minutes(1)); };
+  std::vector<double> times;
+  for (int i = -2; i < steps; ++i) {
+    for (const auto& of_stage : parameters_of(pipeline)) {
+      for (const auto& [name, parameter] : of_stage) parameter.mutable_grad().reset();
+    }
+    meet();
+    const double time = seconds([&] {
+      pipeline.step({x}, {}, y, {.return_outputs = false});
+      meet();
+    });
+    if (i >= 0) times.push_back(time);
+  }
+  return median(std::move(times));
+}
+
+// Both ranks are this program; the first one says the answer.
+void answer_by_processes(const std::string& schedule, int microbatches, int steps) {
+  ProcessRanks ranks({.program = "/proc/self/exe",
+                      .arguments = {schedule, std::to_string(microbatches), std::to_string(steps)},
+                      .ranks = 2,
+                      .environment = {}});
+  for (const ProcessEnd& end : ranks.wait(Clock::now() + std::chrono::minutes(5))) {
+    if (!end.is_good()) throw std::runtime_error("a rank " + to_string(end));
+  }
 }
 
 // On a thread of its own, as a rank is: the main thread's memory is another matter to malloc.
@@ -173,15 +218,19 @@ int answer_questions() {
   std::string what;
   while (std::cin >> what) {
     std::string schedule = "1F1B";
-    if (what == "overhead") std::cin >> schedule;
+    if (what == "overhead" || what == "processes") std::cin >> schedule;
     int microbatches = 0;
-    std::int64_t wide = 16;
+    std::int64_t wide = kTinyWide;
     std::int64_t rows = 1;
     int steps = 0;
     std::cin >> microbatches;
     if (what == "bare" || what == "one") std::cin >> wide >> rows;
     if (what != "memory") std::cin >> steps;
     const int ranks = what == "one" ? 1 : 2;
+    if (what == "processes") {
+      answer_by_processes(schedule, microbatches, steps);
+      continue;
+    }
     if (what == "overhead" || what == "one") {
       std::cout << time_pipeline(generate(schedule, {.ranks = ranks, .microbatches = microbatches}), wide, rows, steps);
     } else if (what == "bare") {
@@ -192,7 +241,7 @@ int answer_questions() {
     } else if (what == "memory") {
       std::cout << memory_of_steps(microbatches);
     } else {
-      std::cerr << "'" << what << "' is none of overhead, bare, one, transformer and memory\n";
+      std::cerr << "'" << what << "' is none of overhead, processes, bare, one, transformer and memory\n";
       return 2;
     }
     std::cout << std::endl;
@@ -200,9 +249,19 @@ int answer_questions() {
   return 0;
 }
 
+int be_a_rank(const std::vector<std::string>& words) {
+  at::set_num_threads(1);
+  const GenerateOptions options{.ranks = 2, .microbatches = std::stoi(words.at(1))};
+  const double time = time_process(generate(words.at(0), options), std::stoi(words.at(2)));
+  if (read_environment().rank == 0) std::cout << time << std::endl;
+  return 0;
+}
+
 }  // namespace
 }  // namespace penstock
 
-int main() {
-  return penstock::bench::run(penstock::answer_questions);
+int main(int argc, char** argv) {
+  if (argc == 1) return penstock::bench::run(penstock::answer_questions);
+  const std::vector<std::string> words(argv + 1, argv + argc);
+  return penstock::bench::run([&] { return penstock::be_a_rank(words); });
 }
