@@ -81,10 +81,11 @@ class Explanation {
       for (int rank = 0; rank < static_cast<int>(step_.reports.size()); ++rank) {
         if (!has_report(rank) || report(rank)->kind != kind) continue;
         if (kind == Kind::WasLate) return last_waiter(rank);
+        if (kind == Kind::IsGone) return where_it_shows(report(rank)->failure);
         return {rank, report(rank)->position, report(rank)->failure};
       }
     }
-    return anybody();
+    return where_it_shows(step_.what);
   }
 
   // A rank that was late may itself have waited for another all the time, and that one for a third.
@@ -110,15 +111,22 @@ class Explanation {
            report(rank)->seconds_there >= step_.timeout_seconds / 2;
   }
 
-  // No rank has failed by itself. Those that do not wait for another come first.
-  Place anybody() const {
-    std::optional<int> found;
-    for (int rank = 0; rank < static_cast<int>(step_.reports.size()); ++rank) {
-      if (has_report(rank) && (!found || (report(*found)->waiting_for >= 0 && report(rank)->waiting_for < 0))) {
-        found = rank;
-      }
+  // No rank has failed by itself. Who waits for one that does not answer comes first, then who waits for nobody.
+  Place where_it_shows(const std::string& what) const {
+    const auto order = [this](int rank) {
+      if (!has_report(rank)) return 4;
+      const RankReport& found = *report(rank);
+      if (found.waiting_for >= 0 && !has_report(found.waiting_for)) return 0;
+      const bool in_action =
+          found.position >= 0 && found.position < static_cast<int>(step_.schedule->actions(rank % ranks_).size());
+      if (!in_action) return 3;
+      return found.waiting_for < 0 ? 1 : 2;
+    };
+    int best = 0;
+    for (int rank = 1; rank < static_cast<int>(step_.reports.size()); ++rank) {
+      if (order(rank) < order(best)) best = rank;
     }
-    return {found.value_or(0), found ? report(*found)->position : -1, step_.what};
+    return {best, has_report(best) ? report(best)->position : -1, what};
   }
 
   const FailedStep& step_;
