@@ -39,20 +39,20 @@ c10::IValue detached(const c10::IValue& value) {
 }  // namespace
 
 void Executor::begin(const StepWork& work) {
+  sums_begun_ = false;
   for (const auto& [index, stage] : stages_) {
     stage->begin(*work.wiring, work.schedule->microbatches(), work.autograd);
   }
 }
 
 void Executor::begin_sums() {
-  for (auto& [group, sums] : shared_) {
-    for (SharedSum& sum : sums) sum.begin_step();
-  }
+  sums_begun_ = true;
+  for (StageSum& one : *sums_) one.sum.begin_step();
 }
 
 void Executor::take_back() {
-  for (auto& [group, sums] : shared_) {
-    for (SharedSum& sum : sums) sum.abandon();
+  if (sums_begun_) {
+    for (StageSum& one : *sums_) one.sum.undo_step();
   }
   for (const auto& [index, stage] : stages_) stage->take_back();
 }
@@ -136,7 +136,9 @@ void Executor::change_parameters(const Action& action) {
       if (sync != nullptr) sync->reduce();
       break;
     default:
-      for (SharedSum& sum : shared_[work_->schedule->graph().group_of(action.stage)]) sum.reduce(deadline());
+      for (StageSum& one : *sums_) {
+        if (one.group == work_->schedule->graph().group_of(action.stage)) one.sum.reduce(deadline());
+      }
   }
 }
 

@@ -37,6 +37,8 @@ struct StepWork {
   LossFunction loss;
   Kwargs loss_kwargs;
   bool keep_outputs = false;
+  // Whether all processes of the replica get what comes out.
+  bool results_everywhere = false;
   // Of the sizes that this rank brings into the step: see Transport::begin_step.
   std::uint64_t signature = 0;
   std::uint64_t seed = 0;
@@ -94,16 +96,22 @@ struct Progress {
   std::atomic<std::int64_t> since = 0;
 };
 
+// What a rank has of a parameter that stages share, and their group in the graph.
+struct StageSum {
+  int group = 0;
+  SharedSum sum;
+};
+
 class Executor {
  public:
-  // The stages of one rank, by index, and what it has of parameters that stages share, by their group in the graph. The
-  // ranks of this pipeline are those of the transport from `first_rank` on: it may have other replicas too.
-  Executor(Transport& transport, int first_rank, std::map<int, PipelineStage*> stages,
-           std::map<int, std::vector<SharedSum>> shared, const ActionFunctions& functions)
+  // The stages of one rank, by index, and what it has of parameters that stages share. The ranks of this pipeline are
+  // those of the transport from `first_rank` on: it may have other replicas too.
+  Executor(Transport& transport, int first_rank, std::map<int, PipelineStage*> stages, std::vector<StageSum>& sums,
+           const ActionFunctions& functions)
       : transport_(&transport),
         first_rank_(first_rank),
         stages_(std::move(stages)),
-        shared_(std::move(shared)),
+        sums_(&sums),
         functions_(&functions) {}
 
   // Before a step, all stages of all ranks and then, with backwards, all sums; and after a step that failed. By one
@@ -150,8 +158,9 @@ class Executor {
   Transport* transport_;
   int first_rank_;
   std::map<int, PipelineStage*> stages_;
-  std::map<int, std::vector<SharedSum>> shared_;
+  std::vector<StageSum>* sums_;
   const ActionFunctions* functions_;
+  bool sums_begun_ = false;
 
   // Of the step that runs.
   StepWork* work_ = nullptr;

@@ -99,12 +99,18 @@ class Explanation {
       waiter = next;
     }
     if (waiter == rank) return own;
-    const std::string& failure = report(waiter)->failure;
-    const std::string what = failure.empty()
-                                 ? "no message came from rank " + std::to_string(report(waiter)->waiting_for % ranks_) +
-                                       " within the deadline"
-                                 : failure;
-    return {waiter, report(waiter)->position, what + deadline};
+    const RankReport& last = *report(waiter);
+    const std::string whom = "rank " + std::to_string(last.waiting_for % ranks_) + " within the deadline";
+    const std::string what = sends(waiter) ? "no receive was posted on " + whom : "no message came from " + whom;
+    return {waiter, last.position, (last.failure.empty() ? what : last.failure) + deadline};
+  }
+  // Whether a rank waits for its message to be taken.
+  bool sends(int rank) const {
+    const auto actions = step_.schedule->actions(rank % ranks_);
+    const int position = report(rank)->position;
+    if (position >= static_cast<int>(actions.size())) return true;
+    const Computation computation = actions[static_cast<std::size_t>(position)].computation;
+    return computation == Computation::SendForward || computation == Computation::SendBackward;
   }
   bool waits_long(int rank) const {
     return has_report(rank) && report(rank)->waiting_for >= 0 &&
@@ -143,11 +149,11 @@ std::string encode_report(const RankReport& report) {
   return text.str();
 }
 
-std::optional<RankReport> decode_report(const std::string& text) {
+RankReport decode_report(const std::string& text) {
   std::istringstream in(text);
   RankReport report;
   int kind = 0;
-  if (!(in >> report.position >> report.seconds_there >> report.waiting_for >> kind)) return std::nullopt;
+  if (!(in >> report.position >> report.seconds_there >> report.waiting_for >> kind)) return {};
   report.kind = static_cast<RankReport::Kind>(kind);
   report.failure = text.substr(std::min(text.size(), text.find('\n') + 1));
   return report;

@@ -23,8 +23,8 @@ struct RankReport {
   std::string failure = {};
 };
 std::string encode_report(const RankReport& report);
-// Nothing for what is no report.
-std::optional<RankReport> decode_report(const std::string& text);
+// A rank that had nothing to say was in no step.
+RankReport decode_report(const std::string& text);
 
 // How a step ended.
 struct FailedStep {

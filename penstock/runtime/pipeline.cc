@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <exception>
+#include <functional>
 #include <utility>
 
 #include "penstock/runtime/digest.h"
@@ -46,34 +47,41 @@ void require_in_order(const Stages& stages, const Schedule& schedule, bool all) 
 
 const std::vector<Stages>& checked(const std::vector<Stages>& replicas, const Schedule& schedule, bool all) {
   if (replicas.empty()) throw PipelineError("there are no stages.");
+  if (!all && replicas.size() > 1) {
+    throw PipelineError("there are stages of " + std::to_string(replicas.size()) +
+                        " replicas in this process; when ranks are processes, each has those of one.");
+  }
   for (const Stages& stages : replicas) require_in_order(stages, schedule, all);
   return replicas;
 }
 
 // What all processes should have alike.
-std::uint64_t agreement_on(const Schedule& schedule, const Wiring& wiring, const PipelineOptions& options) {
+std::uint64_t agreement_on(const Schedule& lowered_schedule, const Wiring& wiring, const SharedParameters& shared,
+                           bool sharded) {
   Digest digest;
-  digest.add(to_csv(schedule)).add(schedule.microbatches()).add(options.sharded ? 1 : 0);
+  digest.add(to_csv(lowered_schedule)).add(sharded ? 1 : 0).add(static_cast<std::int64_t>(wiring.links().size()));
   for (const Wiring::Link& link : wiring.links()) {
-    digest.add(link.from).add(link.to).add(link.values ? 1 : 0);
+    digest.add(link.from).add(link.to).add(link.values ? static_cast<std::int64_t>(link.values->size()) : -1);
     if (!link.values) continue;
     for (const StageOutput& value : *link.values) digest.add(value.stage).add(value.output);
   }
-  for (const std::vector<SharedParameter>& places : options.shared) {
+  for (const std::vector<SharedParameter>& places : shared) {
+    digest.add(static_cast<std::int64_t>(places.size()));
     for (const SharedParameter& place : places) digest.add(place.stage).add(place.name);
   }
   return digest.value();
 }
 
+// Of tensors their form, and of all else what it is: a stage may give other shapes for another number.
 void add_sizes(Digest& digest, const c10::IValue& value) {
   for_each_leaf(value, Path(""), [&](const c10::IValue& leaf, const Path&) {
     if (!leaf.isTensor() || !leaf.toTensor().defined()) {
-      digest.add(-1);
+      digest.add(leaf.isTensor() ? "none" : describe(leaf));
       return;
     }
     const at::Tensor& tensor = leaf.toTensor();
     digest.add(static_cast<std::int64_t>(tensor.scalar_type())).add(tensor.requires_grad() ? 1 : 0).add(tensor.dim());
-    for (const std::int64_t size : tensor.sizes()) digest.add(size);
+    for (std::int64_t i = 0; i < tensor.dim(); ++i) digest.add(tensor.size(i)).add(tensor.stride(i));
   });
 }
 
@@ -113,7 +121,7 @@ struct Pipeline::State {
               {.transport = options.transport,
                .shared = shared,
                .sharded = options.sharded,
-               .agreement = agreement_on(schedule, wiring, options),
+               .agreement = agreement_on(training, wiring, shared, options.sharded),
                .functions = &options.functions,
                .timeout = options.timeout,
                .intra_op_threads = options.intra_op_threads}) {}
@@ -122,7 +130,7 @@ struct Pipeline::State {
 
   Batch batch_of(const Args& args, const Kwargs& kwargs, const c10::IValue& target, const StepOptions& step_options);
   std::shared_ptr<StepRun> prepare(const Batch& batch, const StepOptions& step_options, bool backward);
-  StepResult run(std::shared_ptr<StepRun> step, const Schedule& schedule, const StepOptions& step_options);
+  StepResult run(const std::function<std::shared_ptr<StepRun>()>& prepare_step, const Schedule& schedule);
 
   Wiring wiring;
   PipelineOptions options;
@@ -167,6 +175,12 @@ std::shared_ptr<StepRun> Pipeline::State::prepare(const Batch& batch, const Step
   Digest signature;
   signature.add(number).add(backward ? 1 : 0).add(batch.target.isNone() ? 0 : 1);
   add_sizes(signature, batch);
+  // What is frozen gives activations that need no gradient.
+  for (const Stages& stages : ranks.stages()) {
+    for (const PipelineStage& stage : stages) {
+      for (const auto& [name, parameter] : stage.module().parameters) signature.add(parameter.requires_grad() ? 1 : 0);
+    }
+  }
 
   auto step = std::make_shared<StepRun>();
   for (std::size_t replica = 0; replica < parts.size(); ++replica) {
@@ -184,6 +198,7 @@ std::shared_ptr<StepRun> Pipeline::State::prepare(const Batch& batch, const Step
     work.loss = options.loss;
     work.loss_kwargs = step_options.loss_kwargs;
     work.keep_outputs = step_options.return_outputs;
+    work.results_everywhere = step_options.results_everywhere;
     work.signature = signature.value();
     // Replicas draw numbers of their own.
     work.seed = options.seed + static_cast<std::uint64_t>(ranks.first_replica()) + replica;
@@ -198,14 +213,19 @@ std::shared_ptr<StepRun> Pipeline::State::prepare(const Batch& batch, const Step
   return step;
 }
 
-StepResult Pipeline::State::run(std::shared_ptr<StepRun> step, const Schedule& schedule,
-                                const StepOptions& step_options) {
+StepResult Pipeline::State::run(const std::function<std::shared_ptr<StepRun>()>& prepare_step,
+                                const Schedule& schedule) {
+  std::shared_ptr<StepRun> step;
+  try {
+    step = prepare_step();
+  } catch (const std::exception& error) {
+    // Other processes have begun, and wait for this one.
+    ranks.refuse(error.what());
+    throw;
+  }
   step->schedule = &schedule;
   last = step;
   ranks.run(step);
-  if (step_options.results_everywhere && !ranks.are_threads()) {
-    share_results(step->works.front(), ranks.replica_group(), Clock::now() + options.timeout);
-  }
   StepResult result = take_results(step->works, options.output_merge_spec);
   // Only the record is asked for later.
   step->works.clear();
@@ -237,20 +257,25 @@ Pipeline& Pipeline::operator=(Pipeline&&) noexcept = default;
 
 StepResult Pipeline::step(const Args& args, const Kwargs& kwargs, const c10::IValue& target,
                           const StepOptions& options) {
-  if (state_->options.backward_requires_autograd && !c10::GradMode::is_enabled()) {
-    throw PipelineError("step computes gradients, which are switched off on this thread.\n  Hint: eval needs none.");
-  }
-  if (!features_of(state_->training).backward) {
-    throw PipelineError("this schedule has no backwards.\n  Hint: eval runs forwards alone.");
-  }
-  return state_->run(state_->prepare(state_->batch_of(args, kwargs, target, options), options, /*backward=*/true),
-                     options.reduce ? state_->training : state_->without_reductions, options);
+  return state_->run(
+      [&] {
+        if (state_->options.backward_requires_autograd && !c10::GradMode::is_enabled()) {
+          throw PipelineError(
+              "step computes gradients, which are switched off on this thread.\n  Hint: eval needs none.");
+        }
+        if (!features_of(state_->training).backward) {
+          throw PipelineError("this schedule has no backwards.\n  Hint: eval runs forwards alone.");
+        }
+        return state_->prepare(state_->batch_of(args, kwargs, target, options), options, /*backward=*/true);
+      },
+      options.reduce ? state_->training : state_->without_reductions);
 }
 
 StepResult Pipeline::eval(const Args& args, const Kwargs& kwargs, const c10::IValue& target,
                           const StepOptions& options) {
-  return state_->run(state_->prepare(state_->batch_of(args, kwargs, target, options), options, /*backward=*/false),
-                     state_->evaluation, options);
+  return state_->run(
+      [&] { return state_->prepare(state_->batch_of(args, kwargs, target, options), options, /*backward=*/false); },
+      state_->evaluation);
 }
 
 void Pipeline::abandon() {

@@ -66,15 +66,16 @@ void RankThreads::run(std::function<void(int)> work) {
   work_ = std::move(work);
   profiling_ = std::make_shared<const Profiling>();
   working_ = static_cast<int>(threads_.size());
-  released_ = false;
   ++round_;
   gate_.changed();
-  gate_.wait(lock, Deadline::max(), [&] { return working_ == 0 || released_; });
+  waiting_ = true;
+  gate_.wait(lock, Deadline::max(), [&] { return working_ == 0 || !waiting_; });
+  waiting_ = false;
 }
 
 void RankThreads::release() {
   const Gate::Lock lock = gate_.lock();
-  released_ = true;
+  waiting_ = false;
   gate_.changed();
 }
 

@@ -21,7 +21,7 @@ class RankThreads {
   // Calls work(rank) on each thread and returns when all have returned, or the caller has been released. It must not
   // throw. A profiler that watches the caller's thread watches them too.
   void run(std::function<void(int)> work);
-  // Lets run return at once, and the threads go on.
+  // Lets run return at once, if it waits, and the threads go on.
   void release();
   // Waits for threads that go on.
   void join();
@@ -35,7 +35,8 @@ class RankThreads {
   // Counts the rounds of work; each thread does each of them once.
   long round_ = 0;
   int working_ = 0;
-  bool released_ = false;
+  // The caller of run.
+  bool waiting_ = false;
   bool ending_ = false;
   std::function<void(int)> work_;
   std::shared_ptr<const Profiling> profiling_;

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "penstock/runtime/error.h"
+#include "penstock/runtime/results.h"
 #include "penstock/transport/threads.h"
 
 namespace penstock {
@@ -17,6 +18,10 @@ namespace {
 
 // How long the ranks of a failed step may take to say where they are.
 constexpr Clock::duration kReportTime = std::chrono::milliseconds(500);
+
+constexpr const char* kBroken =
+    "this pipeline has failed in an earlier step.\n"
+    "  Hint: between processes, each makes a new transport and a new pipeline to go on.";
 
 std::string list_text(const std::vector<int>& numbers) {
   if (numbers.empty()) return "none";
@@ -39,15 +44,10 @@ Ranks::Ranks(std::vector<std::vector<PipelineStage>> stages, const Schedule& sch
       stages_(std::move(stages)),
       threads_(are_threads() ? schedule.ranks() * static_cast<int>(stages_.size()) : 1, options_.intra_op_threads) {
   place_stages();
+  require_shared();
   if (!are_threads()) require_agreement();
   connect();
   if (replicas() > 1) on_all([this](Local& local) { share_parameters(local); });
-}
-
-Ranks::~Ranks() {
-  for (Local& local : locals_) {
-    if (local.transport) local.transport->on_abort(nullptr);
-  }
 }
 
 int Ranks::replicas() const {
@@ -83,6 +83,18 @@ void Ranks::place_stages() {
                       list_text({expected.begin(), expected.end()}) + " on it.");
 }
 
+// Those of this process are there.
+void Ranks::require_shared() const {
+  for (const std::vector<SharedParameter>& places : options_.shared) {
+    for (const SharedParameter& place : places) {
+      for (const Local& local : locals_) {
+        const auto found = local.stages.find(place.stage);
+        if (found != local.stages.end()) parameter_of(*found->second, place.name);
+      }
+    }
+  }
+}
+
 void Ranks::require_agreement() {
   Transport& transport = *options_.transport;
   const Deadline deadline = Clock::now() + options_.timeout;
@@ -105,7 +117,8 @@ void Ranks::require_agreement() {
     if (all[rank].item<std::int64_t>() == all[0].item<std::int64_t>()) continue;
     throw PipelineError("process " + std::to_string(rank) +
                         " has another pipeline than process 0: the schedule, the wiring, the parameters that are "
-                        "shared and whether they are sharded should be the same in all processes.");
+                        "shared and whether they are sharded should be the same in all processes.\n"
+                        "  Hint: a parameter that several stages share is named in `shared` in all processes.");
   }
 }
 
@@ -117,7 +130,6 @@ void Ranks::connect() {
   for (std::size_t i = 0; i < locals_.size(); ++i) {
     Local& local = locals_[i];
     local.transport = are_threads() ? std::move(ends[i]) : options_.transport;
-    local.transport->on_abort([this, &local, i] { return encode_report(report_of(local, i)); });
     if (replicas() > 1) {
       std::vector<int> peers;
       for (int replica = 0; replica < replicas(); ++replica) peers.push_back(replica * ranks() + local.rank % ranks());
@@ -126,7 +138,11 @@ void Ranks::connect() {
     for (const auto& [index, stage] : local.stages) {
       if (stage->sync() != nullptr) stage->sync()->join(local.peers);
     }
-    executors_.emplace_back(*local.transport, local.rank / ranks() * ranks(), local.stages, shared_sums(local),
+    if (!are_threads() && ranks() > 1) {
+      replica_group_ = local.transport->group(count_from(local.rank / ranks() * ranks(), ranks()));
+    }
+    join_sums(local);
+    executors_.emplace_back(*local.transport, local.rank / ranks() * ranks(), local.stages, local.sums,
                             *options_.functions);
   }
 }
@@ -138,10 +154,10 @@ const at::Tensor& Ranks::parameter_of(const PipelineStage& stage, const std::str
   throw PipelineError("stage " + std::to_string(stage.stage_index()) + " has no parameter '" + name + "' to share.");
 }
 
-// What a rank has of the parameters that stages share.
-std::map<int, std::vector<SharedSum>> Ranks::shared_sums(Local& local) {
-  std::map<int, std::vector<SharedSum>> sums;
+// What a rank has of the parameters that stages share, with groups to sum their gradients in.
+void Ranks::join_sums(Local& local) {
   const int first = local.rank / ranks() * ranks();
+  std::size_t next = 0;
   for (const std::vector<SharedParameter>& places : options_.shared) {
     // One tensor in several stages gathers their gradients by itself; the first rank that has it speaks for it.
     std::set<const void*> seen;
@@ -170,9 +186,10 @@ std::map<int, std::vector<SharedSum>> Ranks::shared_sums(Local& local) {
       }
       groups.speakers = local.transport->group(all);
     }
-    sums[schedule_->graph().group_of(places.front().stage)].emplace_back(std::move(own), std::move(groups), replicas());
+    const int group = schedule_->graph().group_of(places.front().stage);
+    if (next == local.sums.size()) local.sums.push_back({group, SharedSum(std::move(own), {}, replicas())});
+    local.sums[next++].sum.join(std::move(groups));
   }
-  return sums;
 }
 
 const Ranks::Local* Ranks::find_local(int rank) const {
@@ -215,14 +232,24 @@ void Ranks::on_all(const std::function<void(Local&)>& act) {
   if (first) std::rethrow_exception(first);
 }
 
-Group& Ranks::replica_group() {
-  Local& local = locals_.front();
-  if (!replica_group_) replica_group_ = local.transport->group(count_from(local.rank / ranks() * ranks(), ranks()));
-  return *replica_group_;
+// Whether the transports are told what a rank is doing, when they ask.
+void Ranks::listen_to(bool on) {
+  for (std::size_t i = 0; i < locals_.size(); ++i) {
+    Local& local = locals_[i];
+    if (on) {
+      local.transport->on_abort([this, &local, i] { return encode_report(report_of(local, i)); });
+    } else {
+      local.transport->on_abort(nullptr);
+    }
+  }
 }
 
 void Ranks::run(std::shared_ptr<StepRun> step) {
-  settle();
+  if (unsettled_) {
+    threads_.join();
+    const std::lock_guard lock(abandon_mutex_);
+    settle();
+  }
   if (!broken_.empty()) throw PipelineError(broken_);
   const auto running = std::make_shared<Running>();
   running->step = std::move(step);
@@ -247,17 +274,18 @@ void Ranks::run(std::shared_ptr<StepRun> step) {
     const std::lock_guard lock(running_mutex_);
     running_ = running;
   }
+  listen_to(true);
   threads_.run([this, running](int index) { run_rank(*running, static_cast<std::size_t>(index)); });
 
-  std::string what;
-  bool abandoned = false;
+  const std::lock_guard lock(abandon_mutex_);
+  bool failed = false;
   {
-    const std::lock_guard lock(running->mutex);
-    what = running->what;
-    abandoned = running->abandoned;
+    const std::lock_guard failures_lock(running->mutex);
+    failed = running->failed;
   }
-  if (!what.empty()) fail(*running, what, abandoned);
-  const std::lock_guard lock(running_mutex_);
+  if (failed) fail(*running);
+  listen_to(false);
+  const std::lock_guard running_lock(running_mutex_);
   running_.reset();
 }
 
@@ -269,6 +297,10 @@ void Ranks::run_rank(Running& running, std::size_t index) {
     executors_[index].run(running.step->works[replica],
                           running.step->records[replica][static_cast<std::size_t>(local.rank % ranks())],
                           local.progress);
+    StepWork& work = running.step->works[replica];
+    if (work.results_everywhere && replica_group_) {
+      share_results(work, *replica_group_, Clock::now() + options_.timeout);
+    }
     return;
   } catch (const TransportError& error) {
     failure.failure = error.what();
@@ -286,7 +318,7 @@ void Ranks::run_rank(Running& running, std::size_t index) {
   }
   {
     const std::lock_guard lock(running.mutex);
-    if (running.what.empty()) running.what = failure.failure;
+    if (!std::exchange(running.failed, true)) running.what = failure.failure;
     running.failures[index] = std::move(failure);
   }
   local.transport->abort("rank " + std::to_string(local.rank) + " has failed");
@@ -309,38 +341,42 @@ RankReport Ranks::report_of(const Local& local, std::size_t index) {
 }
 
 void Ranks::abandon() {
+  const std::lock_guard lock(abandon_mutex_);
   {
-    const std::lock_guard lock(running_mutex_);
+    const std::lock_guard running_lock(running_mutex_);
     if (!running_) return;
     const std::lock_guard failures_lock(running_->mutex);
     running_->abandoned = true;
-    if (running_->what.empty()) running_->what = "the caller has abandoned the step";
+    if (!std::exchange(running_->failed, true)) running_->what = "the caller has abandoned the step";
   }
   for (Local& local : locals_) local.transport->abort("the caller has abandoned the step");
   threads_.release();
 }
 
-void Ranks::fail(Running& running, const std::string& what, bool abandoned) {
+void Ranks::refuse(const std::string& why) {
+  if (are_threads()) return;
+  broken_ = kBroken;
+  options_.transport->abort("process " + std::to_string(options_.transport->rank()) + ": " + why);
+}
+
+// With abandon_mutex_ locked.
+void Ranks::fail(const Running& running) {
   FailedStep failed{.schedule = running.step->schedule,
-                    .what = what,
+                    .what = running.what,
                     .reports = {},
                     .timeout_seconds = std::chrono::duration<double>(options_.timeout).count()};
   for (const auto& text : locals_.front().transport->reports(Clock::now() + kReportTime)) {
-    failed.reports.push_back(text ? decode_report(*text) : std::nullopt);
+    failed.reports.push_back(text ? std::optional(decode_report(*text)) : std::nullopt);
   }
-  if (!are_threads()) {
-    broken_ =
-        "this pipeline has failed in an earlier step.\n"
-        "  Hint: between processes, each makes a new transport and a new pipeline to go on.";
-  }
+  if (!are_threads()) broken_ = kBroken;
   unsettled_ = true;
-  if (!abandoned) settle();
+  if (!running.abandoned) settle();
   throw PipelineError(explain(failed));
 }
 
 void Ranks::settle() {
-  if (!std::exchange(unsettled_, false)) return;
-  threads_.join();
+  unsettled_ = false;
+  listen_to(false);
   for (Executor& executor : executors_) executor.take_back();
   {
     const std::lock_guard lock(running_mutex_);

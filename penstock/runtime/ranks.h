@@ -49,7 +49,6 @@ class Ranks {
   // The stages of each replica of this process: all, or those of its one rank. Throws PipelineError when they are not
   // those of the schedule, or the ranks do not agree.
   Ranks(std::vector<std::vector<PipelineStage>> stages, const Schedule& schedule, RanksOptions options);
-  ~Ranks();
   Ranks(const Ranks&) = delete;
   Ranks& operator=(const Ranks&) = delete;
 
@@ -68,9 +67,8 @@ class Ranks {
   void run(std::shared_ptr<StepRun> step);
   // Ends a run of another thread with an error at once, also when an action does not return.
   void abandon();
-
-  // The ranks of this rank's replica; all of them ask. One replica's ranks only.
-  Group& replica_group();
+  // Tells other processes, if there are any, that this one does not take part in the step that they have begun.
+  void refuse(const std::string& why);
 
  private:
   struct Local {
@@ -79,6 +77,7 @@ class Ranks {
     std::shared_ptr<Transport> transport;
     // The ranks that have the same stages in all replicas.
     std::shared_ptr<Group> peers;
+    std::vector<StageSum> sums;
     Progress progress;
   };
   // A run and how its ranks fared.
@@ -86,7 +85,8 @@ class Ranks {
     std::shared_ptr<StepRun> step;
     Clock::time_point began;
     std::mutex mutex;
-    // What a rank of this process has thrown first, or that the caller has had enough; empty while all is well.
+    // With what a rank of this process has thrown first, or that the caller has had enough.
+    bool failed = false;
     std::string what;
     bool abandoned = false;
     // By rank of this process; without its place.
@@ -94,9 +94,11 @@ class Ranks {
   };
 
   void place_stages();
+  void require_shared() const;
   void require_agreement();
   void connect();
-  std::map<int, std::vector<SharedSum>> shared_sums(Local& local);
+  void listen_to(bool on);
+  void join_sums(Local& local);
   static const at::Tensor& parameter_of(const PipelineStage& stage, const std::string& name);
   // nullptr for a rank of another process.
   const Local* find_local(int rank) const;
@@ -105,8 +107,8 @@ class Ranks {
 
   void run_rank(Running& running, std::size_t index);
   RankReport report_of(const Local& local, std::size_t index);
-  [[noreturn]] void fail(Running& running, const std::string& what, bool abandoned);
-  // Takes back what a failed step has left, when all of its actions have returned.
+  [[noreturn]] void fail(const Running& running);
+  // Takes back what a failed step has left. All of its actions have returned, and abandon_mutex_ is locked.
   void settle();
 
   const Schedule* schedule_;
@@ -114,7 +116,10 @@ class Ranks {
   std::vector<std::vector<PipelineStage>> stages_;
   std::deque<Local> locals_;
   std::vector<Executor> executors_;
+  // Of processes: those of this one's replica.
   std::shared_ptr<Group> replica_group_;
+  // Held while a run is abandoned, and while one ends.
+  std::mutex abandon_mutex_;
   std::mutex running_mutex_;
   std::shared_ptr<Running> running_;
   bool unsettled_ = false;

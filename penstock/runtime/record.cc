@@ -69,7 +69,8 @@ Timeline timeline_of(const Schedule& schedule, const Record& record) {
     for (std::size_t i = 0; i < times.spans.size(); ++i) last = std::max(last, times.spans[i].end);
     times.drain = std::max(0.0, timeline.makespan - last);
   }
-  if (timeline.makespan > 0) timeline.bubble = 1 - work / (schedule.ranks() * timeline.makespan);
+  const auto recorded = std::count_if(record.begin(), record.end(), [](const auto& own) { return !own.empty(); });
+  if (timeline.makespan > 0) timeline.bubble = 1 - work / (static_cast<double>(recorded) * timeline.makespan);
   return timeline;
 }
 
@@ -79,8 +80,9 @@ Costs costs_of(const Schedule& schedule, const Record& record) {
   std::vector<std::vector<double>> bytes(static_cast<std::size_t>(schedule.stages()));
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     const auto actions = schedule.actions(rank);
-    for (std::size_t i = 0; i < actions.size(); ++i) {
-      const ActionRecord& own = record.at(static_cast<std::size_t>(rank)).at(i);
+    const std::vector<ActionRecord>& recorded = record.at(static_cast<std::size_t>(rank));
+    for (std::size_t i = 0; i < recorded.size(); ++i) {
+      const ActionRecord& own = recorded[i];
       const auto stage = static_cast<std::size_t>(actions[i].stage);
       const Span span = working_span(own);
       if (actions[i].computation <= Computation::FullBackward) {

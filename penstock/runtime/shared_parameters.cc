@@ -18,14 +18,24 @@ SharedParameters find_shared(const std::vector<PipelineStage>& stages, const Sha
       by_tensor[found->second].push_back({stage.stage_index(), name});
     }
   }
-  const auto is_named = [&named](const SharedParameter& place) {
-    return std::any_of(named.begin(), named.end(), [&](const std::vector<SharedParameter>& places) {
-      return std::find(places.begin(), places.end(), place) != places.end();
-    });
-  };
   SharedParameters shared = named;
   for (std::vector<SharedParameter>& places : by_tensor) {
-    if (places.front().stage != places.back().stage && !is_named(places.front())) shared.push_back(std::move(places));
+    // Those that have a place in common are one.
+    const auto meets = [&places](const std::vector<SharedParameter>& others) {
+      return std::find_first_of(places.begin(), places.end(), others.begin(), others.end()) != places.end();
+    };
+    const auto first = std::find_if(shared.begin(), shared.end(), meets);
+    if (first == shared.end()) {
+      if (places.front().stage != places.back().stage) shared.push_back(std::move(places));
+      continue;
+    }
+    for (auto other = first + 1; other != shared.end(); ++other) {
+      if (meets(*other)) places.insert(places.end(), other->begin(), other->end());
+    }
+    shared.erase(std::remove_if(first + 1, shared.end(), meets), shared.end());
+    for (const SharedParameter& place : places) {
+      if (std::find(first->begin(), first->end(), place) == first->end()) first->push_back(place);
+    }
   }
   return shared;
 }

@@ -19,7 +19,7 @@ struct SharedParameter {
 // For each parameter, all the stages that have it.
 using SharedParameters = std::vector<std::vector<SharedParameter>>;
 
-// Those that were named, and those that are one tensor in several of these stages.
+// Those that were named, and those that are one tensor in several of these stages; what has a place in common is one.
 SharedParameters find_shared(const std::vector<PipelineStage>& stages, const SharedParameters& named);
 
 // The links of a wiring, with the stages that share parameters.

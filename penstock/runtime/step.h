@@ -20,8 +20,8 @@ struct StepOptions {
   // Keyword arguments of later stages, by stage. They are split as those of the first are.
   std::map<int, Kwargs> stage_kwargs = {};
   Kwargs loss_kwargs = {};
-  // The weight of each microbatch's loss, for one replica of this process after the other; left out: 1 / microbatches, or 1 without
-  // scale_grads.
+  // The weight of each microbatch's loss, for one replica of this process after the other; left out: 1 / microbatches, or 1
+  // without scale_grads.
   std::vector<double> weights = {};
   // Gradients are reduced over replicas and shared parameters in this step. Of an accumulation, only the last one does.
   bool reduce = true;

@@ -83,9 +83,9 @@ class ReplicatedParameters : public ParameterSync {
   void finish_unshard(Deadline /*deadline*/) override {}
   void reshard() override {}
 
-  void abandon() override {
+  void abandon(bool had_begun) override {
     works_.clear();
-    contribution_.abandon();
+    if (had_begun) contribution_.undo_step();
   }
   void join(std::shared_ptr<Group> group) override { group_ = std::move(group); }
 
@@ -138,7 +138,7 @@ class ShardedParameters : public ParameterSync {
       const std::int64_t begin = std::min(group_->member() * lengths_[i], whole_[i].numel());
       const std::int64_t count = std::min(lengths_[i], whole_[i].numel() - begin);
       shard.narrow(0, 0, count).copy_(whole_[i].detach().view(-1).narrow(0, begin, count));
-      shards_.push_back(shard.detach().requires_grad_());
+      shards_.push_back(shard.detach().requires_grad_(whole_[i].requires_grad()));
       seen_.emplace_back(names[i], shards_.back());
       first += lengths_[i];
       resize_storage(whole_[i], 0);
@@ -189,30 +189,37 @@ class ShardedParameters : public ParameterSync {
         gradients_.narrow(0, in_buffer, count).copy_(gradient.reshape(-1).narrow(0, begin, count));
       }
     });
-    for (at::Tensor& parameter : whole_) parameter.mutable_grad().reset();
+    present_ = at::zeros({static_cast<std::int64_t>(whole_.size())});
+    for (std::size_t i = 0; i < whole_.size(); ++i) {
+      at::Tensor& gradient = whole_[i].mutable_grad();
+      if (gradient.defined()) present_.data_ptr<float>()[i] = 1;
+      gradient.reset();
+    }
     gradient_part_ = at::empty({length_}, part_.options());
-    reducing_ = group_->reduce_scatter(gradient_part_, gradients_);
+    reducing_.push_back(group_->reduce_scatter(gradient_part_, gradients_));
+    reducing_.push_back(group_->all_reduce({present_}));
   }
 
   void finish_reduce(Deadline deadline) override {
-    if (!reducing_) return;
-    std::exchange(reducing_, nullptr)->wait(deadline);
+    if (reducing_.empty()) return;
+    for (const auto& work : std::exchange(reducing_, {})) work->wait(deadline);
     const c10::AutoGradMode no_grad(false);
     gradient_part_.div_(group_->size());
     std::int64_t first = 0;
     for (std::size_t i = 0; i < shards_.size(); ++i) {
       const at::Tensor own = gradient_part_.narrow(0, first, lengths_[i]);
-      at::Tensor& gradient = shards_[i].mutable_grad();
-      gradient = gradient.defined() ? gradient.add_(own) : own.clone();
       first += lengths_[i];
+      if (present_.data_ptr<float>()[i] == 0) continue;
+      at::Tensor& gradient = shards_[i].mutable_grad();
+      gradient = gradient.defined() ? gradient.add(own) : own.clone();
     }
     gradients_.reset();
     gradient_part_.reset();
   }
 
-  void abandon() override {
+  void abandon(bool /*had_begun*/) override {
     gathering_.reset();
-    reducing_.reset();
+    reducing_.clear();
     buffer_.reset();
     gradients_.reset();
     gradient_part_.reset();
@@ -248,7 +255,9 @@ class ShardedParameters : public ParameterSync {
   bool gathered_ = false;
   std::unique_ptr<Work> gathering_;
   at::Tensor buffer_;
-  std::unique_ptr<Work> reducing_;
+  std::vector<std::unique_ptr<Work>> reducing_;
+  // How many members have a gradient, by parameter.
+  at::Tensor present_;
   at::Tensor gradients_;
   at::Tensor gradient_part_;
 };
@@ -267,35 +276,37 @@ std::unique_ptr<ParameterSync> shard_parameters(const StageModule& module, const
   return std::make_unique<ShardedParameters>(module, shared, stage, std::move(group));
 }
 
-Contribution::Contribution(std::vector<at::Tensor> parameters)
-    : parameters_(std::move(parameters)), set_aside_(parameters_.size()) {}
+Contribution::Contribution(std::vector<at::Tensor> parameters) : parameters_(std::move(parameters)) {
+  now_.set_aside.resize(parameters_.size());
+}
 
 void Contribution::begin_step() {
   const bool none_left =
       std::none_of(parameters_.begin(), parameters_.end(), [](const at::Tensor& one) { return one.grad().defined(); });
   // Without any gradient somebody has thrown them away, and with them those that were set aside.
-  if (none_left) abandon();
-  if (unreduced_) return;
+  if (none_left) now_ = {.set_aside = std::vector<at::Tensor>(parameters_.size())};
+  before_step_ = now_;
+  if (now_.unreduced) return;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    set_aside_[i] = std::exchange(parameters_[i].mutable_grad(), {});
+    now_.set_aside[i] = std::exchange(parameters_[i].mutable_grad(), {});
   }
-  unreduced_ = true;
+  now_.unreduced = true;
 }
 
 void Contribution::end_reduction() {
   const c10::AutoGradMode no_grad(false);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    at::Tensor before = std::exchange(set_aside_[i], {});
+    const at::Tensor before = std::exchange(now_.set_aside[i], {});
     if (!before.defined()) continue;
     at::Tensor& gradient = parameters_[i].mutable_grad();
-    gradient = gradient.defined() ? before.add_(gradient) : before;
+    // Not into what was set aside: the step may still fail.
+    gradient = gradient.defined() ? before.add(gradient) : before;
   }
-  unreduced_ = false;
+  now_.unreduced = false;
 }
 
-void Contribution::abandon() {
-  std::fill(set_aside_.begin(), set_aside_.end(), at::Tensor());
-  unreduced_ = false;
+void Contribution::undo_step() {
+  now_ = before_step_;
 }
 
 namespace {

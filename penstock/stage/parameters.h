@@ -35,9 +35,9 @@ class ParameterSync {
   virtual void finish_unshard(Deadline deadline) = 0;
   virtual void reshard() = 0;
 
-  // After a step that failed: forgets what is under way, and goes on with a group of the same members, as the ranks have
-  // been connected anew.
-  virtual void abandon() = 0;
+  // After a step that failed: forgets what is under way and, when the step had begun by begin_step, undoes that; gradients
+  // are the caller's to put back. Then goes on with a group of the same members, if the ranks are connected anew.
+  virtual void abandon(bool had_begun) = 0;
   virtual void join(std::shared_ptr<Group> group) = 0;
 };
 
@@ -61,14 +61,18 @@ class Contribution {
   void begin_step();
   // Adds it again to what has been reduced now.
   void end_reduction();
-  // Forgets both, after a step that failed.
-  void abandon();
+  // After a step that failed: what is set aside is what it was before.
+  void undo_step();
 
  private:
+  struct State {
+    std::vector<at::Tensor> set_aside;
+    // Whether .grad holds what has not been reduced.
+    bool unreduced = false;
+  };
   std::vector<at::Tensor> parameters_;
-  std::vector<at::Tensor> set_aside_;
-  // Whether .grad holds what has not been reduced.
-  bool unreduced_ = false;
+  State now_;
+  State before_step_;
 };
 
 // A parameter that several stages have, as seen from one rank: its gradients are summed over the stages, and averaged
@@ -88,7 +92,9 @@ class SharedSum {
   void begin_step() { contribution_.begin_step(); }
   // Waits for all ranks of the groups.
   void reduce(Deadline deadline);
-  void abandon() { contribution_.abandon(); }
+  void undo_step() { contribution_.undo_step(); }
+  // Goes on with groups of the same members, as the ranks have been connected anew.
+  void join(Groups groups) { groups_ = std::move(groups); }
 
  private:
   Contribution contribution_;

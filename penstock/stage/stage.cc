@@ -137,21 +137,24 @@ void PipelineStage::begin(const Wiring& wiring, int microbatches, bool backward)
   runs_.resize(static_cast<std::size_t>(microbatches));
   gradients_before_.clear();
   if (!backward) return;
-  for (const auto& [name, parameter] : parameters()) {
+  const auto remember = [&](const at::Tensor& parameter) {
     const at::Tensor& gradient = parameter.grad();
-    gradients_before_.push_back(gradient.defined() ? gradient.clone() : gradient);
+    gradients_before_.emplace_back(parameter, gradient.defined() ? gradient.clone() : gradient);
+  };
+  for (const auto& [name, parameter] : module_.parameters) remember(parameter);
+  if (!sync_) return;
+  // What an optimizer steps may be shards of those.
+  for (std::size_t i = 0; i < sync_->parameters().size(); ++i) {
+    const at::Tensor& parameter = sync_->parameters()[i].second;
+    if (!parameter.is_same(module_.parameters[i].second)) remember(parameter);
   }
-  if (sync_) sync_->begin_step();
+  sync_->begin_step();
 }
 
 void PipelineStage::take_back() {
   runs_.clear();
-  if (sync_) sync_->abandon();
-  if (!with_backward_) return;
-  for (const auto& [name, parameter] : module_.parameters) parameter.mutable_grad().reset();
-  for (std::size_t i = 0; i < gradients_before_.size(); ++i) {
-    parameters()[i].second.mutable_grad() = std::exchange(gradients_before_[i], {});
-  }
+  if (sync_) sync_->abandon(with_backward_);
+  for (auto& [parameter, gradient] : gradients_before_) parameter.mutable_grad() = std::move(gradient);
   gradients_before_.clear();
 }
 

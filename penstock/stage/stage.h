@@ -105,7 +105,7 @@ class PipelineStage {
 
   bool with_backward_ = false;
   // Before the step, by parameter.
-  std::vector<at::Tensor> gradients_before_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> gradients_before_;
   std::vector<Wiring::Link> links_in_;
   std::vector<Wiring::Link> links_out_;
   std::optional<std::vector<StageOutput>> arguments_;

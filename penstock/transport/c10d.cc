@@ -133,6 +133,7 @@ class C10dTransport : public Transport {
       backend->setTimeout(kForever);
       return backend;
     } catch (const std::exception& error) {
+      if (control_) control_->require_well();
       const std::string what = error.what();
       throw TransportError(TransportError::Why::Late, TransportError::kNobody,
                            "rank " + std::to_string(rank_) + " did not find the other " + std::to_string(size - 1) +

@@ -25,9 +25,9 @@ struct C10dOptions {
 };
 
 // One rank's end; a rank may make several, one after the other, when all do. Returns when all ranks have come; throws
-// TransportError when they have not within the time that the factory gives them. One thread uses it at a time, except for abort. Threads of its own: one that moves data, one for
-// each other rank that waits for its last word, one for deadlines, one that frees what was sent, and one for the
-// collectives of each group.
+// TransportError when they have not within the time that the factory gives them. One thread uses it at a time, except for
+// abort. Threads of its own: one that moves data, one for each other rank that waits for its last word, one for
+// deadlines, one that frees what was sent, and one for the collectives of each group.
 std::unique_ptr<Transport> c10d_transport(c10::intrusive_ptr<c10d::Store> store, int rank, int ranks,
                                           C10dOptions options = {});
 // With Gloo on the address of the rendezvous, unless other backends are given.

@@ -101,8 +101,8 @@ void C10dGroup::tear_down() noexcept {
 
 template <class Begin>
 void C10dGroup::begin(Collective& collective, const Begin& begin_one) {
-  control_->require_well();
   const std::lock_guard lock(mutex_);
+  control_->require_well();
   std::erase_if(begun_, [](const auto& work) { return work->isCompleted(); });
   try {
     collective.works.push_back(begin_one(*backend_));

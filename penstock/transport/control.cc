@@ -117,9 +117,9 @@ void Control::hear(Peer& peer) {
   {
     const Gate::Lock lock = gate_.lock();
     peer.left = word.kind == Word::Kind::GoodBye;
-    if (word.report.front() != '\0') peer.report = word.report.data();
+    if (peer.left) return;
+    peer.report = word.report.data();
   }
-  if (word.kind == Word::Kind::GoodBye) return;
   conclude(word.why, word.peer, word.what.data());
   say_verdict();
 }
@@ -159,7 +159,7 @@ void Control::say_verdict() {
     word.why = verdict_->why();
     word.peer = verdict_->peer();
     put(word.what, verdict_->what());
-    if (!report.empty()) own_report_ = report;
+    own_report_ = report;
   }
   say(message_of(word));
 }

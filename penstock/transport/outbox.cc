@@ -13,6 +13,7 @@ constexpr std::size_t kFewSends = 32;
 constexpr std::size_t kFewBytes = std::size_t{4} << 20U;
 // When more than this is under way, a send waits.
 constexpr std::size_t kManySends = 128;
+constexpr std::size_t kManyBytes = std::size_t{64} << 20U;
 
 std::string text_of(const std::optional<TensorMeta>& meta) {
   return meta ? to_string(*meta) : "None";
@@ -90,7 +91,10 @@ void Outbox::send(int to, Tag tag, const Message& message, Deadline deadline) {
   if (is_much()) gate_.changed();
   // With headers, data is taken when the message is and not when its receive is posted: two ranks could wait for one
   // another here, where the schedule says that they cannot.
-  while (!headers_sent_ && under_way_.size() > kManySends) wait_here_for_oldest(lock, deadline);
+  const auto is_too_much = [this] {
+    return !under_way_.empty() && (under_way_.size() > kManySends || bytes_under_way_ > kManyBytes);
+  };
+  while (!headers_sent_ && is_too_much()) wait_here_for_oldest(lock, deadline);
 }
 
 void Outbox::send_with_header(Channel& channel, const std::vector<Packed>& parts, const Metas* expected, int to,

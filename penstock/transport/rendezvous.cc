@@ -130,13 +130,20 @@ RankEnvironment read_environment(const Variables& variables) {
 
 Rendezvous rendezvous(const RankEnvironment& environment, Clock::duration timeout) {
   const Deadline deadline = Clock::now() + timeout;
+  const std::string address =
+      environment.one_machine ? kLoopback : address_towards(environment.master_address, environment.master_port);
+  if (!environment.one_machine && environment.interface.empty() && (address.empty() || is_loopback(address))) {
+    throw RendezvousError("rank " + std::to_string(environment.rank) + " finds " +
+                          (address.empty() ? "no way to" : "itself alone at") + " MASTER_ADDR, which is " +
+                          environment.master_address +
+                          ".\n  Hint: with ranks on several machines it should be an address that all of them reach; a "
+                          "number is safest, or name the interface in GLOO_SOCKET_IFNAME.");
+  }
   Rendezvous place{.rank = environment.rank,
                    .ranks = environment.ranks,
                    .local_rank = environment.local_rank,
                    .store = make_store(environment, deadline),
-                   .address = environment.one_machine
-                                  ? kLoopback
-                                  : address_towards(environment.master_address, environment.master_port),
+                   .address = address,
                    .interface = environment.interface};
   place.store->setTimeout(std::chrono::ceil<std::chrono::milliseconds>(timeout));
   // The agent's store is still there when it starts the ranks anew.

@@ -78,9 +78,7 @@ void Shared::abort(const std::string& reason) {
   if (aborted_) return;
   aborted_ = true;
   reason_ = reason;
-  for (const auto& report : reporters_) {
-    reports_.push_back(report ? std::optional<std::string>(report()) : std::nullopt);
-  }
+  for (const auto& report : reporters_) reports_.emplace_back(report ? report() : "");
   for (Mailbox<Message>& box : boxes) box.close();
   for (const auto& [key, meeting] : meetings_) meeting->close();
 }

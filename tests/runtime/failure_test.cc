@@ -95,6 +95,16 @@ struct ThrowsInBackward : torch::autograd::Function<ThrowsInBackward> {
   }
 };
 
+TEST(Failure, WithoutAWordIsOneToo) {
+  const Model model = perceptron(1);
+  PipelineOptions options{.loss = [](const c10::IValue&, const c10::IValue&, const Kwargs&) -> at::Tensor {
+    throw std::runtime_error("");
+  }};
+  Pipeline pipeline(model.pipeline_stages(), generate("GPipe", {.ranks = 1, .microbatches = 2}), options);
+  expect_begins(error_of([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y")); }),
+                "rank 0, stage 0, 0F0 (microbatch 0): \n");
+}
+
 TEST(Failure, InABackwardIsNamedToo) {
   Failing failing(
       [](const Args&, const c10::IValue& output) -> c10::IValue { return ThrowsInBackward::apply(output.toTensor()); });

@@ -40,7 +40,11 @@ struct Member {
   void connect(std::chrono::milliseconds timeout) {
     // What was there says good-bye first.
     pipeline.reset();
-    PipelineOptions options{.transport = c10d_transport(store, rank, kRanks), .loss = squared_error};
+    PipelineOptions options{.transport = c10d_transport(store, rank, kRanks),
+                            .loss = [this](const c10::IValue& output, const c10::IValue& target, const Kwargs& kwargs) {
+                              if (loss_fails) throw std::runtime_error("no loss");
+                              return squared_error(output, target, kwargs);
+                            }};
     options.timeout = timeout;
     const auto own = schedule.placement().stages_of(rank);
     pipeline = std::make_unique<Pipeline>(model.pipeline_stages({own.begin(), own.end()}), schedule, options);
@@ -52,6 +56,7 @@ struct Member {
   Model model;
   Schedule schedule = generate("1F1B", {.ranks = kRanks, .microbatches = 4});
   std::function<c10::IValue(const c10::IValue&)> instead;
+  bool loss_fails = false;
   std::unique_ptr<Pipeline> pipeline;
 };
 
@@ -165,6 +170,55 @@ TEST_F(ProcessFailure, OfARankThatSleepsPastTheDeadlineEndsTheOthersInTime) {
   }
 }
 
+TEST_F(ProcessFailure, OfABatchThatCannotBeSplitEndsTheStepOfTheOthersAtOnce) {
+  connect();
+  std::vector<std::string> errors(kRanks);
+  on_threads(kRanks, [&](int rank) {
+    const auto at = static_cast<std::size_t>(rank);
+    const at::Tensor x = rows(rank == 0 ? 2 : 8, "x");
+    try {
+      members_[at]->pipeline->step({x}, {}, x);
+    } catch (const PipelineError& error) {
+      errors[at] = error.what();
+    }
+  });
+  const std::string what = "the arguments can be split into 2 only, and there are 4 microbatches.";
+  EXPECT_EQ(errors[0].find(what), 0U) << errors[0];
+  for (std::size_t rank = 1; rank < kRanks; ++rank) {
+    EXPECT_NE(errors[rank].find("process 0: " + what), std::string::npos) << errors[rank];
+  }
+}
+
+TEST_F(ProcessFailure, OfTheLastRankReachesThoseThatWaitForItsResults) {
+  connect();
+  members_[3]->loss_fails = true;
+  std::vector<std::string> errors(kRanks);
+  on_threads(kRanks, [&](int rank) {
+    const auto at = static_cast<std::size_t>(rank);
+    StepOptions everywhere;
+    everywhere.results_everywhere = true;
+    try {
+      members_[at]->pipeline->eval({rows(8, "x")}, {}, rows(8, "y"), everywhere);
+    } catch (const PipelineError& error) {
+      errors[at] = error.what();
+    }
+  });
+  expect_on_all(errors, "rank 3, stage 3, 3F0 (microbatch 0): no loss\n");
+}
+
+TEST_F(ProcessFailure, OfNothingButAFrozenStageOrAnotherLayoutIsNone) {
+  connect();
+  EXPECT_EQ(step(), std::vector<std::string>(kRanks));
+  for (const auto& member : members_) {
+    for (const auto& [name, parameter] : member->model.stages[0].parameters) parameter.set_requires_grad(false);
+  }
+  EXPECT_EQ(step(), std::vector<std::string>(kRanks));
+  on_threads(kRanks, [&](int rank) {
+    const at::Tensor x = rows(8, "x").t().contiguous().t();
+    members_[static_cast<std::size_t>(rank)]->pipeline->step({x}, {}, x);
+  });
+}
+
 TEST_F(ProcessFailure, OfAPipelineThatEndsEarlyIsNoticed) {
   connect();
   members_[3]->pipeline.reset();
@@ -217,8 +271,34 @@ TEST(ProcessPipelines, RefuseToDiffer) {
   for (const std::string& error : errors) {
     EXPECT_EQ(error,
               "process 1 has another pipeline than process 0: the schedule, the wiring, the parameters that are shared "
-              "and whether they are sharded should be the same in all processes.");
+              "and whether they are sharded should be the same in all processes.\n"
+              "  Hint: a parameter that several stages share is named in `shared` in all processes.");
   }
+}
+
+TEST(ProcessPipelines, RefuseToShareWhatIsNotThere) {
+  const Schedule schedule = generate("1F1B", {.ranks = 2, .microbatches = 4});
+  const Model model = perceptron(2);
+  const auto errors = errors_of_making([&](Transport& own, std::shared_ptr<Transport> transport) {
+    PipelineOptions options{.transport = std::move(transport)};
+    options.shared = {{{0, "gone"}, {1, "w"}}};
+    options.timeout = std::chrono::seconds(5);
+    return Pipeline(model.pipeline_stages({own.rank()}), schedule, options);
+  });
+  EXPECT_EQ(errors[0], "stage 0 has no parameter 'gone' to share.");
+  EXPECT_EQ(errors[1].find("process 0: stage 0 has no parameter 'gone' to share."), 0U) << errors[1];
+}
+
+TEST(ProcessPipelines, RefuseSeveralReplicasInOneProcess) {
+  const Schedule schedule = generate("1F1B", {.ranks = 2, .microbatches = 4});
+  const Model model = perceptron(2);
+  const auto errors = errors_of_making([&](Transport& own, std::shared_ptr<Transport> transport) {
+    std::vector<std::vector<PipelineStage>> two;
+    for (int i = 0; i < 2; ++i) two.push_back(model.pipeline_stages({own.rank()}));
+    return Pipeline(std::move(two), model.wiring, schedule, {.transport = std::move(transport)});
+  });
+  EXPECT_EQ(errors[0],
+            "there are stages of 2 replicas in this process; when ranks are processes, each has those of one.");
 }
 
 TEST(ProcessPipelines, RefuseANumberOfProcessesThatIsNoMultipleOfTheRanks) {
@@ -271,6 +351,39 @@ TEST(Abandon, EndsAStepWhoseActionDoesNotReturn) {
   // Nobody is in a step.
   pipeline.abandon();
   pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
+}
+
+TEST(Abandon, AtAnyMomentEndsOneStepOrNone) {
+  const Model model = perceptron(2);
+  Pipeline pipeline(model.pipeline_stages(), generate("1F1B", {.ranks = 2, .microbatches = 4}),
+                    {.loss = squared_error});
+  std::atomic<bool> done = false;
+  std::thread impatient([&] {
+    while (!done) {
+      pipeline.abandon();
+      std::this_thread::yield();
+    }
+  });
+  const at::Tensor x = rows(8, "x");
+  int abandoned = 0;
+  for (int i = 0; i < 300; ++i) {
+    try {
+      EXPECT_EQ(pipeline.step({x}, {}, x).losses.size(), 4U);
+    } catch (const PipelineError& error) {
+      EXPECT_NE(std::string(error.what()).find(": the caller has abandoned the step\n"), std::string::npos)
+          << error.what();
+      ++abandoned;
+    }
+  }
+  done = true;
+  impatient.join();
+  EXPECT_GT(abandoned, 0);
+  zero_grad(model);
+  pipeline.step({x}, {}, x);
+  const Model again = perceptron(2);
+  Pipeline other(again.pipeline_stages(), generate("1F1B", {.ranks = 2, .microbatches = 4}), {.loss = squared_error});
+  other.step({x}, {}, x);
+  expect_equal(gradients_of(again), gradients_of(model));
 }
 
 }  // namespace

@@ -16,7 +16,6 @@
 
 #include "penstock/runtime/pipeline.h"
 #include "penstock/schedule/csv.h"
-#include "penstock/schedule/csv.h"
 #include "penstock/schedule/generators.h"
 #include "tests/runtime/models.h"
 
@@ -202,6 +201,91 @@ TEST(SharedParameters, AreReducedWhenAllRanksThatHaveThemAreDone) {
   const auto expected = whole_batch_gradients(shared_across(2), x, x);
   for (const Model& model : models) {
     expect_close(expected.front().at("tied"), model.stages.front().parameters.back().second.grad(), "tied");
+  }
+}
+
+// A step that failed, or an evaluation, takes nothing from an accumulation.
+TEST(Accumulation, GoesOnAfterAFailure) {
+  const Schedule schedule = generate("1F1B", {.ranks = 2, .microbatches = 2});
+  const at::Tensor x = weight("x", {8, kWide}).detach();
+  const at::Tensor y = weight("y", {8, kWide}).detach();
+  const auto expected = whole_batch_gradients(shared_across(schedule.stages()), x, y);
+  for (const bool sharded : {false, true}) {
+    std::vector<Model> models;
+    auto replicas = copies(kModels[5], schedule.stages(), 2, models);
+    const auto fails = std::make_shared<std::atomic<bool>>(false);
+    PipelineOptions options{
+        .loss = [fails](const c10::IValue& output, const c10::IValue& target, const Kwargs& kwargs) {
+          if (*fails) throw std::runtime_error("no loss");
+          return squared_error(output, target, kwargs);
+        }};
+    options.sharded = sharded;
+    Pipeline pipeline(std::move(replicas), models.front().wiring, schedule, options);
+    StepOptions accumulate;
+    accumulate.reduce = false;
+    const auto fail_twice = [&] {
+      *fails = true;
+      EXPECT_THROW(pipeline.eval({x}, {}, y), PipelineError);
+      EXPECT_THROW(pipeline.step({x}, {}, y), PipelineError);
+      *fails = false;
+    };
+    // One that is reduced, then two of which the second is, with failures between all of them.
+    pipeline.step({x}, {}, y);
+    fail_twice();
+    pipeline.step({x}, {}, y, accumulate);
+    fail_twice();
+    pipeline.step({x}, {}, y);
+    fail_twice();
+    for (std::size_t stage = 0; stage < expected.size(); ++stage) {
+      for (const auto& [name, gradient] : expected[stage]) {
+        const std::string where = (sharded ? "sharded, stage " : "stage ") + std::to_string(stage) + ", " + name;
+        expect_close(gradient * 3.0, gradient_of(pipeline, 2, stage, name, gradient, sharded), where);
+      }
+    }
+  }
+}
+
+TEST(ShardedParameters, StayFrozen) {
+  const Schedule schedule = generate("1F1B", {.ranks = 2, .microbatches = 2});
+  std::vector<Model> models;
+  auto replicas = copies(kModels[0], schedule.stages(), 2, models);
+  for (const Model& model : models) model.stages[0].parameters[0].second.set_requires_grad(false);
+  PipelineOptions options{.loss = squared_error};
+  options.sharded = true;
+  Pipeline pipeline(std::move(replicas), models.front().wiring, schedule, options);
+  const at::Tensor x = weight("x", {8, kWide}).detach();
+  pipeline.step({x}, {}, x);
+  for (int replica = 0; replica < 2; ++replica) {
+    const auto& parameters = pipeline.stages(replica)[0].parameters();
+    EXPECT_FALSE(parameters[0].second.requires_grad());
+    EXPECT_FALSE(parameters[0].second.grad().defined());
+    EXPECT_TRUE(parameters[1].second.grad().defined());
+  }
+}
+
+// Stages 0 and 2 have one tensor, and stage 1 a copy of it, which is named with one of them.
+TEST(SharedParameters, ThatAreOneTensorInSomeStagesAndACopyInOthersAreOne) {
+  Model model = perceptron(3);
+  const at::Tensor tied = model.stages[0].parameters[0].second;
+  const at::Tensor bias = model.stages[2].parameters[1].second;
+  model.stages[2] = {.forward = [tied, bias](const Args& args, const Kwargs&) -> c10::IValue {
+                       return at::tanh(at::addmm(bias, tensor(args, 0), tied));
+                     },
+                     .parameters = {{"w", tied}, {"b", bias}}};
+  const at::Tensor copy = model.stages[1].parameters[0].second;
+  copy.set_requires_grad(false).copy_(tied.detach()).set_requires_grad(true);
+  const at::Tensor x = weight("x", {6, kWide}).detach();
+  const PlainMicrobatch whole = plain_microbatch(model, {x}, x, 0, 1.0, {});
+  // Of the plain run, the first and the last stage's are already together.
+  const at::Tensor expected = whole.gradients[0][0] + whole.gradients[1][0];
+  PipelineOptions options{.loss = squared_error};
+  options.shared = {{{1, "w"}, {2, "w"}}};
+  for (int i = 0; i < 20; ++i) {
+    zero_grad(model);
+    Pipeline pipeline(model.pipeline_stages(), generate("GPipe", {.ranks = 3, .microbatches = 3}), options);
+    pipeline.step({x}, {}, x);
+    expect_close(expected, tied.grad(), "tied");
+    expect_close(expected, copy.grad(), "copy");
   }
 }
 

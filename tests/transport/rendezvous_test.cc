@@ -208,6 +208,17 @@ TEST(Rendezvous, SaysWhereRankZeroCannotListen) {
                                     ": Cannot assign requested address" + hint);
 }
 
+TEST(Rendezvous, SaysThatOtherMachinesCannotReachLoopback) {
+  RankEnvironment environment;
+  environment.ranks = 2;
+  environment.master_address = "127.0.1.1";
+  environment.master_port = 29500;
+  expect_error<RendezvousError>(
+      [&] { rendezvous(environment); },
+      "rank 0 finds itself alone at MASTER_ADDR, which is 127.0.1.1.\n  Hint: with ranks on several machines it should "
+      "be an address that all of them reach; a number is safest, or name the interface in GLOO_SOCKET_IFNAME.");
+}
+
 TEST(Rendezvous, SaysThatADescriptorIsNoSocketThatListens) {
   expect_error<RendezvousError>([&] { rendezvous(environment(0, 2, 29500, 999)); },
                                 "PENSTOCK_LISTENING_FD is '999', expected a socket that listens.");
