@@ -113,10 +113,16 @@ class C10dTransport : public Transport {
     }
     control_->require_well();
     const std::string name = "group/" + list_text(ranks) + "/" + std::to_string(counts_[ranks]++);
-    auto group = std::make_shared<C10dGroup>(
-        control_, make_backend(name, static_cast<int>(own - ranks.begin()), static_cast<int>(ranks.size())));
-    groups_->add(group);
-    return group;
+    try {
+      auto group = std::make_shared<C10dGroup>(
+          control_, make_backend(name, static_cast<int>(own - ranks.begin()), static_cast<int>(ranks.size())));
+      groups_->add(group);
+      return group;
+    } catch (const TransportError&) {
+      // Why somebody did not come is known, perhaps.
+      control_->require_well();
+      throw;
+    }
   }
 
   void abort(const std::string& why) noexcept override { control_->abort(why); }
@@ -133,7 +139,6 @@ class C10dTransport : public Transport {
       backend->setTimeout(kForever);
       return backend;
     } catch (const std::exception& error) {
-      if (control_) control_->require_well();
       const std::string what = error.what();
       throw TransportError(TransportError::Why::Late, TransportError::kNobody,
                            "rank " + std::to_string(rank_) + " did not find the other " + std::to_string(size - 1) +
