@@ -73,7 +73,7 @@ fuzz: ## the fuzzers, FUZZ_RUNS inputs each
 	  tail -n 1 "$$corpora/log"; \
 	done
 
-soak: build ## what takes long: all rooms under the sanitizers, a million inputs for each fuzzer, 200,000 mutations
+soak: build ## what takes long: sanitizers, whole grids on processes, lost ranks, a million fuzzed inputs
 	@scripts/setup soak
 	$(call build,asan)
 	@ctest --preset asan --output-on-failure --no-tests=error -j $(JOBS)
@@ -81,6 +81,10 @@ soak: build ## what takes long: all rooms under the sanitizers, a million inputs
 	@ctest --preset tsan --output-on-failure --no-tests=error -j $(JOBS)
 	$(call build,tsan-torch)
 	@ctest --preset tsan-torch --output-on-failure --no-tests=error
+	@for ranks in 1 2 4; do \
+	  PENSTOCK_GRID=whole build/release/bin/penstock_launch $$ranks build/release/bin/penstock_gloo_test --gtest_brief=1; \
+	done
+	@PENSTOCK_KILLS=100 build/release/bin/penstock_runtime_test --gtest_filter='LostRank*'
 	@$(MAKE) fuzz FUZZ_RUNS=1000000
 	@PENSTOCK_CASES=200000 build/release/bin/penstock_schedule_test --gtest_filter='Mutation*'
 

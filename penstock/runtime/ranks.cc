@@ -50,6 +50,12 @@ Ranks::Ranks(std::vector<std::vector<PipelineStage>> stages, const Schedule& sch
   if (replicas() > 1) on_all([this](Local& local) { share_parameters(local); });
 }
 
+Ranks::~Ranks() {
+  if (!unsettled_) return;
+  threads_.join();
+  report_on_abort(false);
+}
+
 int Ranks::replicas() const {
   return are_threads() ? static_cast<int>(stages_.size()) : options_.transport->ranks() / ranks();
 }
@@ -232,8 +238,7 @@ void Ranks::on_all(const std::function<void(Local&)>& act) {
   if (first) std::rethrow_exception(first);
 }
 
-// Whether the transports are told what a rank is doing, when they ask.
-void Ranks::listen_to(bool on) {
+void Ranks::report_on_abort(bool on) {
   for (std::size_t i = 0; i < locals_.size(); ++i) {
     Local& local = locals_[i];
     if (on) {
@@ -274,7 +279,7 @@ void Ranks::run(std::shared_ptr<StepRun> step) {
     const std::lock_guard lock(running_mutex_);
     running_ = running;
   }
-  listen_to(true);
+  report_on_abort(true);
   threads_.run([this, running](int index) { run_rank(*running, static_cast<std::size_t>(index)); });
 
   const std::lock_guard lock(abandon_mutex_);
@@ -284,7 +289,7 @@ void Ranks::run(std::shared_ptr<StepRun> step) {
     failed = running->failed;
   }
   if (failed) fail(*running);
-  listen_to(false);
+  report_on_abort(false);
   const std::lock_guard running_lock(running_mutex_);
   running_.reset();
 }
@@ -376,7 +381,7 @@ void Ranks::fail(const Running& running) {
 
 void Ranks::settle() {
   unsettled_ = false;
-  listen_to(false);
+  report_on_abort(false);
   for (Executor& executor : executors_) executor.take_back();
   {
     const std::lock_guard lock(running_mutex_);

@@ -49,6 +49,8 @@ class Ranks {
   // The stages of each replica of this process: all, or those of its one rank. Throws PipelineError when they are not
   // those of the schedule, or the ranks do not agree.
   Ranks(std::vector<std::vector<PipelineStage>> stages, const Schedule& schedule, RanksOptions options);
+  // Waits for actions of an abandoned step.
+  ~Ranks();
   Ranks(const Ranks&) = delete;
   Ranks& operator=(const Ranks&) = delete;
 
@@ -97,7 +99,8 @@ class Ranks {
   void require_shared() const;
   void require_agreement();
   void connect();
-  void listen_to(bool on);
+  // Whether the transports are told what a rank is doing, when they ask.
+  void report_on_abort(bool on);
   void join_sums(Local& local);
   static const at::Tensor& parameter_of(const PipelineStage& stage, const std::string& name);
   // nullptr for a rank of another process.

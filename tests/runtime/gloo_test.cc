@@ -223,18 +223,17 @@ TEST_F(Gloo, DynamicShapesMayChangeWithEveryMicrobatch) {
     const auto lengths = [&](std::vector<int> all) {
       for (std::size_t i = 0; i < all.size(); ++i) x[static_cast<std::int64_t>(5 * i)][0] = all[i] - 1;
     };
-    lengths({1, 5, 2, 3});
-    EXPECT_EQ(pipeline.step({x}, {}, x, everywhere).output.toTensor().size(0), 11);
-    lengths({4, 1, 1, 2});
-    if (dynamic || ranks() == 1) {
-      EXPECT_EQ(pipeline.step({x}, {}, x, everywhere).output.toTensor().size(0), 8);
-      continue;
-    }
+    const bool may_change = dynamic || ranks() == 1;
+    // A rank may still be in the first step when another fails in the second.
     try {
-      pipeline.step({x}, {}, x, everywhere);
-      FAIL() << "no error";
+      lengths({1, 5, 2, 3});
+      EXPECT_EQ(pipeline.step({x}, {}, x, everywhere).output.toTensor().size(0), 11);
+      lengths({4, 1, 1, 2});
+      EXPECT_EQ(pipeline.step({x}, {}, x, everywhere).output.toTensor().size(0), 8);
+      EXPECT_TRUE(may_change);
     } catch (const PipelineError& error) {
       const std::string what = error.what();
+      EXPECT_FALSE(may_change) << what;
       EXPECT_EQ(what.find("rank 0, stage 0, 0SEND_F0 (microbatch 0): tensor 0 of message 0 of channel 0 to rank 1 is"),
                 0U)
           << what;
