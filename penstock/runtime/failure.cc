@@ -55,7 +55,7 @@ class Explanation {
   }
 
   std::string name_of(int rank) const {
-    const std::string own = "rank " + std::to_string(rank % ranks_);
+    std::string own = "rank " + std::to_string(rank % ranks_);
     if (static_cast<int>(step_.reports.size()) <= ranks_) return own;
     return "replica " + std::to_string(rank / ranks_) + ", " + own;
   }
@@ -91,7 +91,7 @@ class Explanation {
   // A rank that was late may itself have waited for another all the time, and that one for a third.
   Place last_waiter(int rank) const {
     const std::string deadline = " of " + seconds_text(step_.timeout_seconds) + ".";
-    const Place own{rank, report(rank)->position, report(rank)->failure + deadline};
+    Place own{rank, report(rank)->position, report(rank)->failure + deadline};
     std::set<int> seen{rank};
     int waiter = rank;
     for (int next = report(rank)->waiting_for; waits_long(next); next = report(next)->waiting_for) {

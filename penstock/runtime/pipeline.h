@@ -75,6 +75,8 @@ class Pipeline {
   Pipeline(std::vector<std::vector<PipelineStage>> replicas, const Wiring& wiring, const Schedule& schedule,
            PipelineOptions options = {});
   ~Pipeline();
+  Pipeline(const Pipeline&) = delete;
+  Pipeline& operator=(const Pipeline&) = delete;
   Pipeline(Pipeline&&) noexcept;
   Pipeline& operator=(Pipeline&&) noexcept;
 
@@ -88,7 +90,8 @@ class Pipeline {
                   const StepOptions& options = {});
 
   // Ends a step or an evaluation that another thread is in: it throws PipelineError at once, although an action that does
-  // not return goes on. The next step waits for that, and so does the destructor.
+  // not return goes on. The next step or evaluation waits for it, and puts gradients back to what they were: until then
+  // they are not to be touched. The destructor waits too.
   void abandon();
 
   // The lowered schedule; in eval it is run without its backwards.

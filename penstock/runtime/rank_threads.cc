@@ -79,6 +79,11 @@ void RankThreads::release() {
   gate_.changed();
 }
 
+bool RankThreads::are_idle() {
+  const Gate::Lock lock = gate_.lock();
+  return working_ == 0;
+}
+
 void RankThreads::join() {
   Gate::Lock lock = gate_.lock();
   gate_.wait(lock, Deadline::max(), [&] { return working_ == 0; });

@@ -25,6 +25,7 @@ class RankThreads {
   void release();
   // Waits for threads that go on.
   void join();
+  bool are_idle();
 
  private:
   struct Profiling;

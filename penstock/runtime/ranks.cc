@@ -375,7 +375,7 @@ void Ranks::fail(const Running& running) {
   }
   if (!are_threads()) broken_ = kBroken;
   unsettled_ = true;
-  if (!running.abandoned) settle();
+  if (!running.abandoned || threads_.are_idle()) settle();
   throw PipelineError(explain(failed));
 }
 

@@ -42,6 +42,8 @@ class PipelineStage {
   // Throws StageError when there is no such stage.
   PipelineStage(StageModule module, int stage_index, int num_stages, StageOptions options = {});
   ~PipelineStage();
+  PipelineStage(const PipelineStage&) = delete;
+  PipelineStage& operator=(const PipelineStage&) = delete;
   PipelineStage(PipelineStage&&) noexcept;
   PipelineStage& operator=(PipelineStage&&) noexcept;
 
