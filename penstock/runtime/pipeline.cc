@@ -45,14 +45,15 @@ void require_in_order(const Stages& stages, const Schedule& schedule, bool all) 
   }
 }
 
-const std::vector<Stages>& checked(const std::vector<Stages>& replicas, const Schedule& schedule, bool all) {
+// The first of them.
+const Stages& checked(const std::vector<Stages>& replicas, const Schedule& schedule, bool all) {
   if (replicas.empty()) throw PipelineError("there are no stages.");
   if (!all && replicas.size() > 1) {
     throw PipelineError("there are stages of " + std::to_string(replicas.size()) +
                         " replicas in this process; when ranks are processes, each has those of one.");
   }
   for (const Stages& stages : replicas) require_in_order(stages, schedule, all);
-  return replicas;
+  return replicas.front();
 }
 
 // What all processes should have alike.
@@ -109,11 +110,10 @@ std::int64_t next_pipeline() {
 }  // namespace
 
 struct Pipeline::State {
-  State(std::vector<Stages> replicas, const Wiring& given_wiring, const Schedule& schedule,
-        PipelineOptions given_options)
-      : wiring(given_wiring),
+  State(std::vector<Stages> replicas, Wiring given_wiring, const Schedule& schedule, PipelineOptions given_options)
+      : wiring(std::move(given_wiring)),
         options(std::move(given_options)),
-        shared(find_shared(checked(replicas, schedule, options.transport == nullptr).front(), options.shared)),
+        shared(find_shared(checked(replicas, schedule, options.transport == nullptr), options.shared)),
         training(lowered(schedule, graph_of(wiring, shared))),
         evaluation(drop_backwards(training)),
         without_reductions(drop_reductions(training)),
@@ -128,7 +128,8 @@ struct Pipeline::State {
 
   int replicas_here() const { return static_cast<int>(ranks.stages().size()); }
 
-  Batch batch_of(const Args& args, const Kwargs& kwargs, const c10::IValue& target, const StepOptions& step_options);
+  Batch batch_of(const Args& args, const Kwargs& kwargs, const c10::IValue& target,
+                 const StepOptions& step_options) const;
   std::shared_ptr<StepRun> prepare(const Batch& batch, const StepOptions& step_options, bool backward);
   StepResult run(const std::function<std::shared_ptr<StepRun>()>& prepare_step, const Schedule& schedule);
 
@@ -146,7 +147,7 @@ struct Pipeline::State {
 
 // As far as stages of this process need it.
 Batch Pipeline::State::batch_of(const Args& args, const Kwargs& kwargs, const c10::IValue& target,
-                                const StepOptions& step_options) {
+                                const StepOptions& step_options) const {
   Batch batch;
   if (ranks.has_stage(0)) {
     batch.args = args;

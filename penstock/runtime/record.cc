@@ -66,7 +66,7 @@ Timeline timeline_of(const Schedule& schedule, const Record& record) {
   }
   for (RankTimes& times : timeline.ranks) {
     double last = 0;
-    for (std::size_t i = 0; i < times.spans.size(); ++i) last = std::max(last, times.spans[i].end);
+    for (const Span& span : times.spans) last = std::max(last, span.end);
     times.drain = std::max(0.0, timeline.makespan - last);
   }
   const auto recorded = std::count_if(record.begin(), record.end(), [](const auto& own) { return !own.empty(); });

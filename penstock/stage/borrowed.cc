@@ -30,7 +30,9 @@ at::Tensor borrow(const at::Tensor& lent) {
   if (lent.use_count() == 1 && lender.use_count() == 1) return lent;
   if (!lent.is_cpu()) return at::clone(lent.detach());
   auto holder = std::make_unique<c10::Storage>(lender);
-  c10::DataPtr data(const_cast<void*>(lender.data()), holder.get(), let_go, lender.device());
+  // Written to only after it has become a copy.
+  void* memory = const_cast<void*>(lender.data());  // NOLINT(cppcoreguidelines-pro-type-const-cast)
+  c10::DataPtr data(memory, holder.get(), let_go, lender.device());
   holder.release();  // NOLINT(bugprone-unused-return-value): the DataPtr has it now
   c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), lender.nbytes(),
                                                              std::move(data), lender.allocator(),
