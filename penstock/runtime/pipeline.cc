@@ -130,6 +130,7 @@ struct Pipeline::State {
 
   Batch batch_of(const Args& args, const Kwargs& kwargs, const c10::IValue& target,
                  const StepOptions& step_options) const;
+  std::uint64_t signature_of(const Batch& batch, bool backward) const;
   std::shared_ptr<StepRun> prepare(const Batch& batch, const StepOptions& step_options, bool backward);
   StepResult run(const std::function<std::shared_ptr<StepRun>()>& prepare_step, const Schedule& schedule);
 
@@ -164,6 +165,18 @@ Batch Pipeline::State::batch_of(const Args& args, const Kwargs& kwargs, const c1
   return batch;
 }
 
+// See Transport::begin_step.
+std::uint64_t Pipeline::State::signature_of(const Batch& batch, bool backward) const {
+  Digest signature;
+  signature.add(number).add(backward ? 1 : 0).add(batch.target.isNone() ? 0 : 1);
+  add_sizes(signature, batch);
+  // What is frozen gives activations that need no gradient.
+  for (const PipelineStage& stage : ranks.stages().front()) {
+    for (const auto& [name, parameter] : stage.module().parameters) signature.add(parameter.requires_grad() ? 1 : 0);
+  }
+  return signature.value();
+}
+
 std::shared_ptr<StepRun> Pipeline::State::prepare(const Batch& batch, const StepOptions& step_options, bool backward) {
   const auto count = static_cast<std::size_t>(training.microbatches());
   const std::size_t all = count * static_cast<std::size_t>(replicas_here());
@@ -173,15 +186,8 @@ std::shared_ptr<StepRun> Pipeline::State::prepare(const Batch& batch, const Step
   }
   std::vector<Batch> parts{batch};
   if (replicas_here() > 1) parts = split_batch(batch, options.specs, replicas_here(), "replicas");
-  Digest signature;
-  signature.add(number).add(backward ? 1 : 0).add(batch.target.isNone() ? 0 : 1);
-  add_sizes(signature, batch);
-  // What is frozen gives activations that need no gradient.
-  for (const Stages& stages : ranks.stages()) {
-    for (const PipelineStage& stage : stages) {
-      for (const auto& [name, parameter] : stage.module().parameters) signature.add(parameter.requires_grad() ? 1 : 0);
-    }
-  }
+  // Between threads nobody has to learn shapes.
+  const std::uint64_t signature = ranks.are_threads() ? 0 : signature_of(batch, backward);
 
   auto step = std::make_shared<StepRun>();
   for (std::size_t replica = 0; replica < parts.size(); ++replica) {
@@ -200,7 +206,7 @@ std::shared_ptr<StepRun> Pipeline::State::prepare(const Batch& batch, const Step
     work.loss_kwargs = step_options.loss_kwargs;
     work.keep_outputs = step_options.return_outputs;
     work.results_everywhere = step_options.results_everywhere;
-    work.signature = signature.value();
+    work.signature = signature;
     // Replicas draw numbers of their own.
     work.seed = options.seed + static_cast<std::uint64_t>(ranks.first_replica()) + replica;
     work.step = steps;

@@ -9,7 +9,7 @@
 // The same in each of several processes, which have a part of the stages each:
 //
 //   const Rendezvous place = rendezvous();           // from the environment, as torchrun sets it
-//   Pipeline pipeline(std::move(own_stages), schedule, {.loss = mse, .transport = c10d_transport(place)});
+//   Pipeline pipeline(std::move(own_stages), schedule, {.transport = c10d_transport(place), .loss = mse});
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -45,8 +45,8 @@ struct PipelineOptions {
   bool scale_grads = true;
   // Each replica keeps a part of each stage's parameters, instead of all.
   bool sharded = false;
-  // Parameters that several stages have, each with tensors of its own. One that is the same tensor in several stages of
-  // this process need not be named.
+  // Parameters that several stages have, each with tensors of its own; processes name the same ones. Between threads, one
+  // that is the same tensor in several stages need not be named.
   SharedParameters shared = {};
   // In place of what a kind of action does, and around each.
   ActionFunctions functions = {};

@@ -138,18 +138,17 @@ void Ranks::connect() {
     local.transport = are_threads() ? std::move(ends[i]) : options_.transport;
     if (replicas() > 1) {
       std::vector<int> peers;
-      for (int replica = 0; replica < replicas(); ++replica) peers.push_back(replica * ranks() + local.rank % ranks());
+      for (int replica = 0; replica < replicas(); ++replica) peers.push_back(replica * ranks() + own_rank(local));
       local.peers = local.transport->group(peers);
     }
     for (const auto& [index, stage] : local.stages) {
       if (stage->sync() != nullptr) stage->sync()->join(local.peers);
     }
     if (!are_threads() && ranks() > 1) {
-      replica_group_ = local.transport->group(count_from(local.rank / ranks() * ranks(), ranks()));
+      replica_group_ = local.transport->group(count_from(first_rank(local), ranks()));
     }
     join_sums(local);
-    executors_.emplace_back(*local.transport, local.rank / ranks() * ranks(), local.stages, local.sums,
-                            *options_.functions);
+    executors_.emplace_back(*local.transport, first_rank(local), local.stages, local.sums, *options_.functions);
   }
 }
 
@@ -162,7 +161,7 @@ const at::Tensor& Ranks::parameter_of(const PipelineStage& stage, const std::str
 
 // What a rank has of the parameters that stages share, with groups to sum their gradients in.
 void Ranks::join_sums(Local& local) {
-  const int first = local.rank / ranks() * ranks();
+  const int first = first_rank(local);
   std::size_t next = 0;
   for (const std::vector<SharedParameter>& places : options_.shared) {
     // One tensor in several stages gathers their gradients by itself; the first rank that has it speaks for it.
@@ -268,9 +267,8 @@ void Ranks::run(std::shared_ptr<StepRun> step) {
     local.progress.position = -1;
     local.progress.since = 0;
   }
-  const int first = first_replica();
   for (std::size_t i = 0; i < executors_.size(); ++i) {
-    executors_[i].begin(running->step->works[static_cast<std::size_t>(locals_[i].rank / ranks() - first)]);
+    executors_[i].begin(running->step->works[replica_here(locals_[i])]);
   }
   if (running->step->works.front().backward) {
     for (Executor& executor : executors_) executor.begin_sums();
@@ -296,13 +294,12 @@ void Ranks::run(std::shared_ptr<StepRun> step) {
 
 void Ranks::run_rank(Running& running, std::size_t index) {
   Local& local = locals_[index];
-  const auto replica = static_cast<std::size_t>(local.rank / ranks() - first_replica());
+  const std::size_t replica = replica_here(local);
+  StepWork& work = running.step->works[replica];
   RankReport failure{.kind = RankReport::Kind::Failed};
   try {
-    executors_[index].run(running.step->works[replica],
-                          running.step->records[replica][static_cast<std::size_t>(local.rank % ranks())],
+    executors_[index].run(work, running.step->records[replica][static_cast<std::size_t>(own_rank(local))],
                           local.progress);
-    StepWork& work = running.step->works[replica];
     if (work.results_everywhere && replica_group_) {
       share_results(work, *replica_group_, Clock::now() + options_.timeout);
     }

@@ -103,6 +103,13 @@ class Ranks {
   void report_on_abort(bool on);
   void join_sums(Local& local);
   static const at::Tensor& parameter_of(const PipelineStage& stage, const std::string& name);
+  // Which one it is in its replica, and the first of that replica among all ranks.
+  int own_rank(const Local& local) const { return local.rank % ranks(); }
+  int first_rank(const Local& local) const { return local.rank - own_rank(local); }
+  // Which one of this process's replicas it belongs to.
+  std::size_t replica_here(const Local& local) const {
+    return static_cast<std::size_t>(local.rank / ranks() - first_replica());
+  }
   // nullptr for a rank of another process.
   const Local* find_local(int rank) const;
   void share_parameters(Local& local);

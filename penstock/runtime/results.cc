@@ -60,13 +60,12 @@ void share_results(StepWork& work, Group& ranks, Deadline deadline) {
   for (int member = 0; member < ranks.size(); ++member) {
     const auto size = sizes[member].item<std::int64_t>();
     if (size == 0) continue;
-    std::vector<char> bytes(static_cast<std::size_t>(size));
     at::Tensor message = at::empty({size}, at::kByte);
     if (member == ranks.member()) std::memcpy(message.data_ptr(), own.data(), own.size());
     ranks.broadcast({message}, member)->wait(deadline);
     if (member == ranks.member()) continue;
-    std::memcpy(bytes.data(), message.const_data_ptr(), bytes.size());
-    decode(bytes, work);
+    const char* bytes = static_cast<const char*>(message.const_data_ptr());
+    decode({bytes, bytes + size}, work);
   }
 }
 

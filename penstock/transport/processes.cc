@@ -14,16 +14,9 @@
 #include <optional>
 #include <stdexcept>
 #include <string_view>
-#include <system_error>
 
 namespace penstock {
 namespace {
-
-constexpr const char* kLoopback = "127.0.0.1";
-
-std::string reason(int error) {
-  return std::generic_category().message(error);
-}
 
 // This process's variables, without those that would send the ranks to another meeting.
 std::map<std::string, std::string> own_environment() {
@@ -127,14 +120,14 @@ void ProcessRanks::start(const ProcessOptions& options, int rank, const Descript
                                   pointers(arguments).data(), pointers(assignments).data());
   if (failed != 0) {
     throw std::runtime_error("'" + options.program + "' cannot be started as rank " + std::to_string(rank) + ": " +
-                             reason(failed) + ".");
+                             system_reason(failed) + ".");
   }
   Process& process = processes_.emplace_back();
   process.pid = pid;
   // It cannot be another process by now, as this one is not reaped.
   process.handle.reset(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
   if (!process.handle.is_open()) {
-    throw std::runtime_error("rank " + std::to_string(rank) + " cannot be watched: " + reason(errno) + ".");
+    throw std::runtime_error("rank " + std::to_string(rank) + " cannot be watched: " + system_reason(errno) + ".");
   }
 }
 

@@ -15,7 +15,6 @@
 namespace penstock {
 namespace {
 
-constexpr const char* kLoopback = "127.0.0.1";
 constexpr const char* kHint =
     "\n  Hint: whatever starts the ranks, such as torchrun, sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.";
 

@@ -21,10 +21,6 @@ namespace {
 constexpr int kBacklog = 1024;
 constexpr Clock::duration kBetweenAttempts = std::chrono::milliseconds(20);
 
-std::string reason(int error) {
-  return std::generic_category().message(error);
-}
-
 struct FreeAddresses {
   void operator()(addrinfo* list) const { freeaddrinfo(list); }
 };
@@ -38,7 +34,7 @@ Addresses resolve(const std::string& address, int port, int kind, std::string& w
   hints.ai_flags = AI_NUMERICSERV;
   addrinfo* found = nullptr;
   const int failed = getaddrinfo(address.c_str(), std::to_string(port).c_str(), &hints, &found);
-  if (failed != 0) why = failed == EAI_SYSTEM ? reason(errno) : gai_strerror(failed);
+  if (failed != 0) why = failed == EAI_SYSTEM ? system_reason(errno) : gai_strerror(failed);
   return Addresses(failed == 0 ? found : nullptr);
 }
 
@@ -54,18 +50,22 @@ std::chrono::milliseconds until(Deadline deadline) {
 // Why a connection cannot be made; empty when it can.
 std::string try_to_connect(const addrinfo& address, Deadline deadline) {
   const Descriptor one = socket_for(address);
-  if (!one.is_open()) return reason(errno);
+  if (!one.is_open()) return system_reason(errno);
   if (::connect(one.number(), address.ai_addr, address.ai_addrlen) == 0) return "";
-  if (errno != EINPROGRESS) return reason(errno);
+  if (errno != EINPROGRESS) return system_reason(errno);
   pollfd waiting{.fd = one.number(), .events = POLLOUT, .revents = 0};
-  if (::poll(&waiting, 1, static_cast<int>(until(deadline).count())) <= 0) return reason(ETIMEDOUT);
+  if (::poll(&waiting, 1, static_cast<int>(until(deadline).count())) <= 0) return system_reason(ETIMEDOUT);
   int error = 0;
   socklen_t size = sizeof error;
   ::getsockopt(one.number(), SOL_SOCKET, SO_ERROR, &error, &size);
-  return error == 0 ? "" : reason(error);
+  return error == 0 ? "" : system_reason(error);
 }
 
 }  // namespace
+
+std::string system_reason(int error) {
+  return std::generic_category().message(error);
+}
 
 void Descriptor::reset(int number) {
   if (number_ >= 0) ::close(number_);
@@ -85,7 +85,7 @@ Descriptor listen_on(const std::string& address, int port) {
         return socket;
       }
     }
-    why = reason(errno);
+    why = system_reason(errno);
   }
   throw std::runtime_error(why);
 }
@@ -94,7 +94,7 @@ int port_of(const Descriptor& socket) {
   sockaddr_storage address{};
   socklen_t size = sizeof address;
   if (::getsockname(socket.number(), reinterpret_cast<sockaddr*>(&address), &size) != 0) {
-    throw std::runtime_error(reason(errno));
+    throw std::runtime_error(system_reason(errno));
   }
   return ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<const sockaddr_in6*>(&address)->sin6_port
                                              : reinterpret_cast<const sockaddr_in*>(&address)->sin_port);

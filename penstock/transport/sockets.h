@@ -8,6 +8,11 @@
 
 namespace penstock {
 
+inline constexpr const char* kLoopback = "127.0.0.1";
+
+// What the system says of an errno.
+std::string system_reason(int error);
+
 // A file descriptor that is closed when this ends.
 class Descriptor {
  public:

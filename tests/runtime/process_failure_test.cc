@@ -57,6 +57,7 @@ struct Member {
   Schedule schedule = generate("1F1B", {.ranks = kRanks, .microbatches = 4});
   std::function<c10::IValue(const c10::IValue&)> instead;
   bool loss_fails = false;
+  double seconds = 0;
   std::unique_ptr<Pipeline> pipeline;
 };
 
@@ -69,23 +70,23 @@ class ProcessFailure : public ::testing::Test {
   void connect(std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
     on_threads(kRanks, [&](int rank) { members_[static_cast<std::size_t>(rank)]->connect(timeout); });
   }
-  // What each rank's step has thrown, and how long the slowest of those in `timed` took.
-  std::vector<std::string> step(const std::vector<int>& timed = {0, 1, 2, 3}) {
-    std::vector<std::string> errors(kRanks);
-    std::vector<double> seconds(kRanks);
-    on_threads(kRanks, [&](int rank) {
+  // What each of the first ranks has thrown; members know how long it took.
+  std::vector<std::string> errors_of(const std::function<void(Member&)>& act, int ranks = kRanks) {
+    std::vector<std::string> errors(static_cast<std::size_t>(ranks));
+    on_threads(ranks, [&](int rank) {
       const auto at = static_cast<std::size_t>(rank);
       const auto began = Clock::now();
       try {
-        members_[at]->step();
+        act(*members_[at]);
       } catch (const PipelineError& error) {
         errors[at] = error.what();
       }
-      seconds[at] = std::chrono::duration<double>(Clock::now() - began).count();
+      members_[at]->seconds = std::chrono::duration<double>(Clock::now() - began).count();
     });
-    slowest_ = 0;
-    for (const int rank : timed) slowest_ = std::max(slowest_, seconds[static_cast<std::size_t>(rank)]);
     return errors;
+  }
+  std::vector<std::string> step() {
+    return errors_of([](Member& member) { member.step(); });
   }
   void expect_on_all(const std::vector<std::string>& errors, const std::string& beginning) {
     for (const std::string& error : errors) {
@@ -96,7 +97,6 @@ class ProcessFailure : public ::testing::Test {
   Member& failing() { return *members_[2]; }
 
   std::vector<std::unique_ptr<Member>> members_;
-  double slowest_ = 0;
 };
 
 TEST_F(ProcessFailure, InAForwardIsSaidInTheSameWordsByAllRanks) {
@@ -162,8 +162,8 @@ TEST_F(ProcessFailure, OfARankThatSleepsPastTheDeadlineEndsTheOthersInTime) {
     if (!slept.exchange(true)) std::this_thread::sleep_for(std::chrono::seconds(4));
     return output;
   };
-  const std::vector<std::string> errors = step({0, 1, 3});
-  EXPECT_LT(slowest_, 2.5);
+  const std::vector<std::string> errors = step();
+  for (const std::size_t rank : {0U, 1U, 3U}) EXPECT_LT(members_[rank]->seconds, 2.5) << rank;
   for (const std::string& error : errors) {
     EXPECT_NE(error.find(" from rank 2 within the deadline of 1.0 s."), std::string::npos) << error;
     EXPECT_NE(error.find("\n  rank 2: was in 2F0 for 1."), std::string::npos) << error;
@@ -172,15 +172,9 @@ TEST_F(ProcessFailure, OfARankThatSleepsPastTheDeadlineEndsTheOthersInTime) {
 
 TEST_F(ProcessFailure, OfABatchThatCannotBeSplitEndsTheStepOfTheOthersAtOnce) {
   connect();
-  std::vector<std::string> errors(kRanks);
-  on_threads(kRanks, [&](int rank) {
-    const auto at = static_cast<std::size_t>(rank);
-    const at::Tensor x = rows(rank == 0 ? 2 : 8, "x");
-    try {
-      members_[at]->pipeline->step({x}, {}, x);
-    } catch (const PipelineError& error) {
-      errors[at] = error.what();
-    }
+  const std::vector<std::string> errors = errors_of([](Member& member) {
+    const at::Tensor x = rows(member.rank == 0 ? 2 : 8, "x");
+    member.pipeline->step({x}, {}, x);
   });
   const std::string what = "the arguments can be split into 2 only, and there are 4 microbatches.";
   EXPECT_EQ(errors[0].find(what), 0U) << errors[0];
@@ -192,16 +186,10 @@ TEST_F(ProcessFailure, OfABatchThatCannotBeSplitEndsTheStepOfTheOthersAtOnce) {
 TEST_F(ProcessFailure, OfTheLastRankReachesThoseThatWaitForItsResults) {
   connect();
   members_[3]->loss_fails = true;
-  std::vector<std::string> errors(kRanks);
-  on_threads(kRanks, [&](int rank) {
-    const auto at = static_cast<std::size_t>(rank);
+  const std::vector<std::string> errors = errors_of([](Member& member) {
     StepOptions everywhere;
     everywhere.results_everywhere = true;
-    try {
-      members_[at]->pipeline->eval({rows(8, "x")}, {}, rows(8, "y"), everywhere);
-    } catch (const PipelineError& error) {
-      errors[at] = error.what();
-    }
+    member.pipeline->eval({rows(8, "x")}, {}, rows(8, "y"), everywhere);
   });
   expect_on_all(errors, "rank 3, stage 3, 3F0 (microbatch 0): no loss\n");
 }
@@ -222,15 +210,7 @@ TEST_F(ProcessFailure, OfNothingButAFrozenStageOrAnotherLayoutIsNone) {
 TEST_F(ProcessFailure, OfAPipelineThatEndsEarlyIsNoticed) {
   connect();
   members_[3]->pipeline.reset();
-  std::vector<std::string> errors(kRanks);
-  on_threads(3, [&](int rank) {
-    const auto at = static_cast<std::size_t>(rank);
-    try {
-      members_[at]->step();
-    } catch (const PipelineError& error) {
-      errors[at] = error.what();
-    }
-  });
+  const std::vector<std::string> errors = errors_of([](Member& member) { member.step(); }, 3);
   for (std::size_t rank = 0; rank < 3; ++rank) {
     EXPECT_NE(errors[rank].find(": rank 3 has ended\n"), std::string::npos) << errors[rank];
     EXPECT_NE(errors[rank].find("\n  rank 3: did not answer"), std::string::npos) << errors[rank];
