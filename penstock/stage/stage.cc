@@ -158,6 +158,75 @@ void PipelineStage::take_back() {
   gradients_before_.clear();
 }
 
+std::size_t PipelineStage::position_of(const StageOutput& value, const Run& run) const {
+  std::size_t first = 0;
+  for (std::size_t link = 0; link < links_in_.size(); ++link) {
+    const auto& values = links_in_[link].values;
+    const auto count = run.received[link];
+    if (!values) {
+      if (value.stage == links_in_[link].from && static_cast<std::size_t>(value.output) < count) {
+        return first + static_cast<std::size_t>(value.output);
+      }
+    } else {
+      const auto found = std::find(values->begin(), values->end(), value);
+      if (found != values->end()) return first + static_cast<std::size_t>(found - values->begin());
+    }
+    first += count;
+  }
+  throw StageError(place(index_) + " should have output " + std::to_string(value.output) + " of stage " +
+                   std::to_string(value.stage) + ", which that stage does not give.");
+}
+
+std::vector<PipelineStage::Handed> PipelineStage::hand_on(const std::vector<at::Tensor>& tensors,
+                                                          const std::vector<at::Tensor>& lent, const Run& run) const {
+  std::vector<Handed> handed_on;
+  for (const Wiring::Link& link : links_out_) {
+    if (!link.values) continue;
+    for (const StageOutput& value : *link.values) {
+      if (value.stage == index_) continue;
+      const std::size_t at = position_of(value, run);
+      const bool borrowed = tensors[at].defined() && is_borrowed(tensors[at]);
+      handed_on.push_back({same_place(tensors[at]), handed_over(lent[at], /*copy=*/!borrowed)});
+    }
+  }
+  return handed_on;
+}
+
+std::vector<std::vector<PipelineStage::Handed>> PipelineStage::hand_over(const std::vector<at::Tensor>& outputs,
+                                                                         std::vector<Handed> handed_on,
+                                                                         const Args& args) const {
+  // Memory that others may write into is not handed over: that of parameters, buffers and arguments, nor what is
+  // borrowed.
+  const auto must_copy = [&](const at::Tensor& output) {
+    if (!output.defined()) return false;
+    const void* const memory = memory_of(output);
+    return is_borrowed(output) || own_memory_.contains(memory) ||
+           std::any_of(args.begin(), args.end(), [&](const c10::IValue& arg) { return has_memory(arg, memory); });
+  };
+  const auto own = [&](const at::Tensor& output) { return Handed{output, handed_over(output, must_copy(output))}; };
+  auto next_handed_on = handed_on.begin();
+  std::vector<std::vector<Handed>> by_link;
+  for (const Wiring::Link& link : links_out_) {
+    std::vector<Handed>& handed = by_link.emplace_back();
+    if (!link.values) {
+      std::transform(outputs.begin(), outputs.end(), std::back_inserter(handed), own);
+      continue;
+    }
+    for (const StageOutput& value : *link.values) {
+      if (value.stage != index_) {
+        handed.push_back(std::move(*next_handed_on++));
+        continue;
+      }
+      if (static_cast<std::size_t>(value.output) >= outputs.size()) {
+        throw StageError(place(index_) + " gives " + std::to_string(outputs.size()) + " outputs; stage " +
+                         std::to_string(link.to) + " asks for output " + std::to_string(value.output) + ".");
+      }
+      handed.push_back(own(outputs[static_cast<std::size_t>(value.output)]));
+    }
+  }
+  return by_link;
+}
+
 PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Message> received, const Args& args,
                                                 const Kwargs& kwargs) {
   auto run = std::make_unique<Run>();
@@ -174,55 +243,14 @@ PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Mess
   }
   StageInputs inputs(tensors, needs_grad);
   tensors = inputs.take();
-
-  // Where each value that came is among the tensors.
-  const auto find = [&](const StageOutput& value) -> std::optional<std::size_t> {
-    std::size_t first = 0;
-    for (std::size_t link = 0; link < links_in_.size(); ++link) {
-      const auto& values = links_in_[link].values;
-      const auto count = run->received[link];
-      if (!values) {
-        if (value.stage == links_in_[link].from && static_cast<std::size_t>(value.output) < count) {
-          return first + static_cast<std::size_t>(value.output);
-        }
-      } else {
-        const auto found = std::find(values->begin(), values->end(), value);
-        if (found != values->end()) return first + static_cast<std::size_t>(found - values->begin());
-      }
-      first += count;
-    }
-    return std::nullopt;
-  };
-  const auto find_or_fail = [&](const StageOutput& value) {
-    const auto found = find(value);
-    if (!found) {
-      throw StageError(place(index_) + " should have output " + std::to_string(value.output) + " of stage " +
-                       std::to_string(value.stage) + ", which that stage does not give.");
-    }
-    return *found;
-  };
-
-  // What is handed on: its place in the graph before the stage writes into it, and the memory that it came in. When that
-  // is the stage's own to write into, it is copied.
-  std::vector<at::Tensor> handed_on;
-  std::vector<at::Tensor> handed_on_messages;
-  for (const Wiring::Link& link : links_out_) {
-    if (!link.values) continue;
-    for (const StageOutput& value : *link.values) {
-      if (value.stage == index_) continue;
-      const std::size_t at = find_or_fail(value);
-      handed_on.push_back(same_place(tensors[at]));
-      const bool borrowed = tensors[at].defined() && is_borrowed(tensors[at]);
-      handed_on_messages.push_back(handed_over(lent[at], /*copy=*/!borrowed));
-    }
-  }
+  std::vector<Handed> handed_on = hand_on(tensors, lent, *run);
   lent.clear();
 
   Args arguments;
   if (is_first()) {
     arguments = args;
   } else if (arguments_) {
-    for (const StageOutput& value : *arguments_) arguments.push_back(value_of(tensors[find_or_fail(value)]));
+    for (const StageOutput& value : *arguments_) arguments.push_back(value_of(tensors[position_of(value, *run)]));
   } else {
     for (const at::Tensor& tensor : tensors) arguments.push_back(value_of(tensor));
   }
@@ -244,41 +272,14 @@ PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Mess
     check(place(index_) + ", output", *options_.output_metadata,
           is_last() ? extract_tensor_args(result.output) : outputs);
   }
-  // Memory that others may write into is not handed over: that of parameters, buffers and arguments, nor what is
-  // borrowed.
-  const auto must_copy = [&](const at::Tensor& output) {
-    if (!output.defined()) return false;
-    const void* const memory = memory_of(output);
-    return is_borrowed(output) || own_memory_.contains(memory) ||
-           std::any_of(args.begin(), args.end(), [&](const c10::IValue& arg) { return has_memory(arg, memory); });
-  };
   std::vector<at::Tensor> in_graph;
-  std::size_t next_handed_on = 0;
-  for (const Wiring::Link& link : links_out_) {
-    Message message;
-    const auto add = [&](const at::Tensor& output, at::Tensor sent) {
-      in_graph.push_back(output);
-      message.push_back(std::move(sent));
-    };
-    if (!link.values) {
-      for (const at::Tensor& output : outputs) add(output, handed_over(output, must_copy(output)));
-    } else {
-      for (const StageOutput& value : *link.values) {
-        if (value.stage != index_) {
-          add(handed_on[next_handed_on], handed_on_messages[next_handed_on]);
-          ++next_handed_on;
-          continue;
-        }
-        if (static_cast<std::size_t>(value.output) >= outputs.size()) {
-          throw StageError(place(index_) + " gives " + std::to_string(outputs.size()) + " outputs; stage " +
-                           std::to_string(link.to) + " asks for output " + std::to_string(value.output) + ".");
-        }
-        const at::Tensor& output = outputs[static_cast<std::size_t>(value.output)];
-        add(output, handed_over(output, must_copy(output)));
-      }
+  for (std::vector<Handed>& link : hand_over(outputs, std::move(handed_on), args)) {
+    Message& message = result.sent.emplace_back();
+    for (Handed& handed : link) {
+      in_graph.push_back(std::move(handed.in_graph));
+      message.push_back(std::move(handed.sent));
     }
     run->sent.push_back(message.size());
-    result.sent.push_back(std::move(message));
   }
   if (with_backward_) {
     run->backward.emplace(std::move(inputs), in_graph);

@@ -92,7 +92,21 @@ class PipelineStage {
 
  private:
   struct Run;
+  // A tensor that goes to another stage: where it is in this stage's graph, and what is sent.
+  struct Handed {
+    at::Tensor in_graph;
+    at::Tensor sent;
+  };
 
+  // Where a value that came is among the tensors of all links.
+  std::size_t position_of(const StageOutput& value, const Run& run) const;
+  // What comes from an earlier stage and goes on to a later one: its place in the graph before this stage writes into
+  // it, and the memory that it came in, `lent`. When that is the stage's own to write into, it is copied.
+  std::vector<Handed> hand_on(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& lent,
+                              const Run& run) const;
+  // All that goes away, by link.
+  std::vector<std::vector<Handed>> hand_over(const std::vector<at::Tensor>& outputs, std::vector<Handed> handed_on,
+                                             const Args& args) const;
   std::vector<Message> backward(int microbatch, std::vector<Message> gradients, bool whole);
   Run& run_of(int microbatch);
 
