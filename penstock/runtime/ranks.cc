@@ -104,28 +104,39 @@ void Ranks::require_shared() const {
 void Ranks::require_agreement() {
   Transport& transport = *options_.transport;
   const Deadline deadline = Clock::now() + options_.timeout;
-  constexpr Tag kTag{.channel = 0, .number = 0};
   transport.begin_step(options_.agreement);
-  const auto from = [&](int rank) {
-    transport.post_receive(rank, kTag);
-    return transport.receive(rank, kTag, deadline).at(0);
+  const auto from = [&](int rank, Tag tag) {
+    transport.post_receive(rank, tag);
+    return transport.receive(rank, tag, deadline).at(0);
   };
-  at::Tensor all = at::full({transport.ranks()}, static_cast<std::int64_t>(options_.agreement), at::kLong);
-  if (transport.rank() == 0) {
-    for (int rank = 1; rank < transport.ranks(); ++rank) all[rank] = from(rank)[rank];
-    for (int rank = 1; rank < transport.ranks(); ++rank) transport.send(rank, kTag, {all}, deadline);
-  } else {
-    transport.send(0, kTag, {all}, deadline);
-    all = from(0);
+  // The numbers of all processes, by way of the first.
+  const auto gathered = [&](std::int64_t number, std::uint32_t round) {
+    const Tag tag{.channel = 0, .number = round};
+    at::Tensor all = at::full({transport.ranks()}, number, at::kLong);
+    if (transport.rank() == 0) {
+      for (int rank = 1; rank < transport.ranks(); ++rank) all[rank] = from(rank, tag)[rank];
+      for (int rank = 1; rank < transport.ranks(); ++rank) transport.send(rank, tag, {all}, deadline);
+      return all;
+    }
+    transport.send(0, tag, {all}, deadline);
+    return from(0, tag);
+  };
+  const at::Tensor all = gathered(static_cast<std::int64_t>(options_.agreement), /*round=*/0);
+  int other = 1;
+  while (other < transport.ranks() && all[other].item<std::int64_t>() == all[0].item<std::int64_t>()) ++other;
+  const bool agree = other == transport.ranks();
+  // Nobody leaves before all know, or who is slow would hear of another's end first.
+  try {
+    gathered(0, /*round=*/1);
+    transport.end_step(deadline);
+  } catch (const TransportError&) {
+    if (agree) throw;
   }
-  transport.end_step(deadline);
-  for (int rank = 1; rank < transport.ranks(); ++rank) {
-    if (all[rank].item<std::int64_t>() == all[0].item<std::int64_t>()) continue;
-    throw PipelineError("process " + std::to_string(rank) +
-                        " has another pipeline than process 0: the schedule, the wiring, the parameters that are "
-                        "shared and whether they are sharded should be the same in all processes.\n"
-                        "  Hint: a parameter that several stages share is named in `shared` in all processes.");
-  }
+  if (agree) return;
+  throw PipelineError("process " + std::to_string(other) +
+                      " has another pipeline than process 0: the schedule, the wiring, the parameters that are "
+                      "shared and whether they are sharded should be the same in all processes.\n"
+                      "  Hint: a parameter that several stages share is named in `shared` in all processes.");
 }
 
 // New ends for ranks that are threads, with nothing under way.
