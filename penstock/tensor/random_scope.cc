@@ -9,7 +9,6 @@
 #include <cassert>
 #include <cstddef>
 #include <cstdint>
-#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <string>
@@ -35,12 +34,8 @@ constexpr std::uint64_t mixed(std::uint64_t bits) {
   return bits ^ (bits >> 31);
 }
 
-constexpr std::uint64_t hash_of(std::initializer_list<std::uint64_t> numbers) {
-  std::uint64_t hash = 0;
-  for (const std::uint64_t number : numbers) {
-    hash = mixed((hash ^ number) + kGoldenGamma);
-  }
-  return hash;
+constexpr std::uint64_t with(std::uint64_t hash, std::uint64_t number) {
+  return mixed((hash ^ number) + kGoldenGamma);
 }
 
 void start(at::CPUGeneratorImpl& generator, std::uint64_t hash) {
@@ -186,8 +181,14 @@ const Kernels kKernels;
 }  // namespace
 
 RandomScope::RandomScope(std::uint64_t seed, std::int64_t step, std::int64_t microbatch, std::int64_t place)
-    : hash_(hash_of({seed, static_cast<std::uint64_t>(step), static_cast<std::uint64_t>(microbatch),
-                     static_cast<std::uint64_t>(place)})),
+    : RandomScope(with(with(with(0, seed), static_cast<std::uint64_t>(step)), static_cast<std::uint64_t>(microbatch)),
+                  static_cast<std::uint64_t>(place)) {}
+
+RandomScope::RandomScope(std::int64_t place) : RandomScope(innermost->moment_, static_cast<std::uint64_t>(place)) {}
+
+RandomScope::RandomScope(std::uint64_t moment, std::uint64_t place)
+    : moment_(moment),
+      hash_(with(moment, place)),
       outer_(innermost),
       depth_(outer_ == nullptr ? 0 : outer_->depth_ + 1),
       key_(kScopeKey) {
@@ -204,6 +205,10 @@ std::optional<at::Generator> RandomScope::current() {
     return std::nullopt;
   }
   return innermost->generator();
+}
+
+bool RandomScope::is_open() {
+  return innermost != nullptr;
 }
 
 const at::Generator& RandomScope::generator() {

@@ -47,6 +47,8 @@ namespace penstock {
 class RandomScope {
  public:
   RandomScope(std::uint64_t seed, std::int64_t step, std::int64_t microbatch, std::int64_t place);
+  // At another place, with the seed, step and microbatch of the innermost scope, which there must be: is_open().
+  explicit RandomScope(std::int64_t place);
   ~RandomScope();
 
   RandomScope(const RandomScope&) = delete;
@@ -55,10 +57,15 @@ class RandomScope {
   // The generator of this thread's innermost scope, for kernels of our own that draw by themselves; none outside of
   // one. Good until that scope ends.
   static std::optional<at::Generator> current();
+  // Whether this thread is in one.
+  static bool is_open();
 
  private:
+  RandomScope(std::uint64_t moment, std::uint64_t place);
   const at::Generator& generator();
 
+  // Of seed, step and microbatch; and of these and the place.
+  std::uint64_t moment_;
   std::uint64_t hash_;
   RandomScope* outer_;
   std::size_t depth_;

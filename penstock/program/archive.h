@@ -1,0 +1,45 @@
+// The archive that torch.export.save writes: a zip of records under one folder, uncompressed. It may come from anybody:
+// what its headers claim is held against the bytes that there are before anything is allocated, and no record is ever
+// written to a disk.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace penstock {
+
+class Archive {
+ public:
+  // Throws ProgramError if `path` cannot be read, or is no such archive.
+  explicit Archive(const std::string& path);
+  // The same from bytes in memory, which must outlive it; `name` stands for the path in errors.
+  Archive(std::string_view bytes, std::string name);
+  ~Archive();
+  Archive(Archive&&) noexcept;
+  Archive& operator=(Archive&&) noexcept;
+
+  // Of the file.
+  const std::string& name() const;
+  // Without the folder, in the order of the archive.
+  const std::vector<std::string>& records() const;
+  bool contains(std::string_view record) const;
+
+  // The bytes of a record, as text or as a tensor of bytes that owns them. Throws ProgramError if there is none, if it
+  // is larger than the archive could hold, or if its bytes are not those that were written.
+  std::string text(const std::string& record) const;
+  at::Tensor bytes(const std::string& record) const;
+
+ private:
+  struct Content;
+  void open();
+  std::size_t size_of(const std::string& record) const;
+
+  std::unique_ptr<Content> content_;
+};
+
+}  // namespace penstock

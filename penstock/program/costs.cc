@@ -1,0 +1,213 @@
+#include "penstock/program/costs.h"
+
+#include <ATen/ops/clone.h>
+
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "penstock/program/effects.h"
+#include "penstock/program/part.h"
+#include "penstock/program/state.h"
+#include "penstock/tensor/random_scope.h"
+
+namespace penstock {
+namespace {
+
+// Of one core: what a matrix product reaches, what memory gives, and what a call costs whatever it does.
+constexpr double kFlopsPerSecond = 4e10;
+constexpr double kBytesPerSecond = 1e10;
+constexpr double kSecondsPerCall = 2e-6;
+// A backward computes two gradients for each product of the forward.
+constexpr double kBackwardPerForward = 2;
+
+class Estimate {
+ public:
+  explicit Estimate(const Graph& graph) : graph_(graph) {}
+
+  double flops(const Node& node) const {
+    const std::string name = node.operator_name();
+    if (name == "aten::linear") return 2 * results(node) * size(node, 1, -1);
+    if (name == "aten::mm" || name == "aten::matmul" || name == "aten::bmm" || name == "aten::mv" ||
+        name == "aten::dot") {
+      return 2 * results(node) * size(node, 0, -1);
+    }
+    if (name == "aten::addmm" || name == "aten::baddbmm" || name == "aten::addbmm") {
+      return 2 * results(node) * size(node, 1, -1);
+    }
+    if (name.find("conv_transpose") != std::string::npos) {
+      return 2 * elements(node, 0) * elements(node, 1) / std::max(1.0, size(node, 1, 0));
+    }
+    if (name.starts_with("aten::conv") || name == "aten::_convolution") {
+      return 2 * results(node) * elements(node, 1) / std::max(1.0, size(node, 1, 0));
+    }
+    if (name.find("scaled_dot_product") != std::string::npos) {
+      return 2 * (elements(node, 0) + results(node)) * size(node, 1, -2);
+    }
+    if (name == "aten::lstm" || name == "aten::gru" || name.starts_with("aten::rnn_")) return recurrent(node);
+    if (name == "aten::einsum") return contraction(node);
+    return results(node);
+  }
+
+  double bytes(const Node& node) const {
+    double sum = 0;
+    const auto add = [&](int value) {
+      const auto& type = graph_.values[static_cast<std::size_t>(value)].type;
+      if (type) sum += static_cast<double>(type->bytes());
+    };
+    for_each_operand_value(node, add);
+    for_each_result(node, add);
+    return sum;
+  }
+
+ private:
+  const TensorType* type_of(const Node& node, std::size_t operand) const {
+    if (operand >= node.operands.size() || !node.operands[operand].is_value()) return nullptr;
+    const auto& type = graph_.values[static_cast<std::size_t>(node.operands[operand].value)].type;
+    return type ? &*type : nullptr;
+  }
+  double elements(const Node& node, std::size_t operand) const {
+    const TensorType* type = type_of(node, operand);
+    return type == nullptr ? 0 : static_cast<double>(type->numel());
+  }
+  // Of a dimension, counted from the end if it is negative.
+  double size(const Node& node, std::size_t operand, int dimension) const {
+    const TensorType* type = type_of(node, operand);
+    if (type == nullptr) return 0;
+    const int rank = static_cast<int>(type->sizes.size());
+    const int at = dimension < 0 ? rank + dimension : dimension;
+    return at < 0 || at >= rank ? 1 : static_cast<double>(type->sizes[static_cast<std::size_t>(at)].example);
+  }
+  double results(const Node& node) const {
+    double sum = 0;
+    for_each_result(node, [&](int value) {
+      const auto& type = graph_.values[static_cast<std::size_t>(value)].type;
+      if (type) sum += static_cast<double>(type->numel());
+    });
+    return sum;
+  }
+  // Each element of a sequence meets each weight once.
+  double recurrent(const Node& node) const {
+    double weights = 0;
+    for (const Operand& operand : node.operands) {
+      for (const Operand& element : operand.elements) {
+        if (!element.is_value()) continue;
+        const auto& type = graph_.values[static_cast<std::size_t>(element.value)].type;
+        if (type && type->sizes.size() == 2) weights += static_cast<double>(type->numel());
+      }
+    }
+    return 2 * weights * elements(node, 0) / std::max(1.0, size(node, 0, -1));
+  }
+  // The product of all sizes that the equation names.
+  double contraction(const Node& node) const {
+    if (node.operands.size() < 2 || !node.operands[0].constant.isString()) return results(node);
+    const std::string& equation = node.operands[0].constant.toStringRef();
+    std::map<char, double> sizes;
+    std::size_t operand = 0;
+    std::size_t dimension = 0;
+    for (const char letter : equation.substr(0, equation.find("->"))) {
+      if (letter == ',') {
+        ++operand;
+        dimension = 0;
+        continue;
+      }
+      const auto& elements = node.operands[1].elements;
+      if (!std::isalpha(static_cast<unsigned char>(letter)) || operand >= elements.size()) continue;
+      const auto& type = graph_.values[static_cast<std::size_t>(elements[operand].value)].type;
+      if (type && dimension < type->sizes.size()) sizes[letter] = static_cast<double>(type->sizes[dimension].example);
+      ++dimension;
+    }
+    double product = 2;
+    for (const auto& [letter, size] : sizes) product *= size;
+    return product;
+  }
+
+  const Graph& graph_;
+};
+
+// Whether the backward comes through each node.
+std::vector<bool> nodes_with_grad(const Program& program) {
+  const Graph& graph = program.graph();
+  std::vector<bool> grad(graph.values.size(), false);
+  for (const ProgramInput& input : program.inputs()) {
+    if (input.kind == ProgramInput::Kind::Parameter) {
+      grad[static_cast<std::size_t>(input.value)] = program.tensor(input).requires_grad();
+    }
+  }
+  std::vector<bool> nodes(graph.nodes.size(), false);
+  for (std::size_t i = 0; i < graph.nodes.size(); ++i) {
+    const Node& node = graph.nodes[i];
+    bool needs = false;
+    for_each_operand_value(node, [&](int value) { needs = needs || grad[static_cast<std::size_t>(value)]; });
+    needs = needs && graph.regions[static_cast<std::size_t>(node.region)].grad.value_or(true);
+    for_each_result(node, [&](int value) {
+      const auto& type = graph.values[static_cast<std::size_t>(value)].type;
+      const bool floating = !type || c10::isFloatingType(type->dtype) || c10::isComplexType(type->dtype);
+      grad[static_cast<std::size_t>(value)] = needs && floating;
+    });
+    nodes[i] = needs;
+  }
+  return nodes;
+}
+
+}  // namespace
+
+std::vector<NodeCost> estimated_costs(const Program& program) {
+  const Graph& graph = program.graph();
+  const Estimate estimate(graph);
+  const Effects effects = effects_of(graph);
+  const std::vector<bool> grad = nodes_with_grad(program);
+  std::vector<NodeCost> costs(graph.nodes.size());
+  for (std::size_t i = 0; i < costs.size(); ++i) {
+    const Node& node = graph.nodes[i];
+    if (!node.is_operator()) continue;
+    bool is_view = !node.results.empty();
+    for_each_result(node, [&](int value) {
+      is_view = is_view && (effects.view_of[static_cast<std::size_t>(value)] >= 0 ||
+                            graph.values[static_cast<std::size_t>(value)].kind != ValueKind::Tensor);
+    });
+    NodeCost& cost = costs[i];
+    cost.seconds = kSecondsPerCall;
+    if (!is_view) {
+      cost.flops = estimate.flops(node);
+      cost.bytes = estimate.bytes(node);
+      cost.seconds += std::max(cost.flops / kFlopsPerSecond, cost.bytes / kBytesPerSecond);
+    }
+    if (grad[i]) cost.seconds *= 1 + kBackwardPerForward;
+  }
+  return costs;
+}
+
+std::vector<NodeCost> measured_costs(const Program& program, const Args& args, const Kwargs& kwargs) {
+  using Clock = std::chrono::steady_clock;
+  constexpr int kRuns = 5;
+  std::vector<NodeCost> costs = estimated_costs(program);
+  const std::vector<bool> grad = nodes_with_grad(program);
+  std::vector<std::vector<double>> seconds(costs.size());
+  Clock::time_point last;
+  auto mode = std::make_shared<Code::Mode>(*program.state()->mode);
+  mode->after = [&](int node) {
+    const Clock::time_point now = Clock::now();
+    seconds[static_cast<std::size_t>(node)].push_back(std::chrono::duration<double>(now - last).count());
+    last = now;
+  };
+  const std::shared_ptr<const Part> part = program.state()->part_on_copies(mode);
+  for (int run = 0; run < kRuns; ++run) {
+    const RandomScope scope(/*seed=*/0, /*step=*/run, /*microbatch=*/0, /*place=*/0);
+    std::vector<c10::IValue> inputs = program.flatten_inputs(args, kwargs);
+    last = Clock::now();
+    part->run(std::move(inputs));
+  }
+  for (std::size_t i = 0; i < costs.size(); ++i) {
+    if (seconds[i].empty()) continue;
+    const auto middle = seconds[i].begin() + static_cast<std::ptrdiff_t>(seconds[i].size() / 2);
+    std::nth_element(seconds[i].begin(), middle, seconds[i].end());
+    costs[i].seconds = *middle * (grad[i] ? 1 + kBackwardPerForward : 1);
+  }
+  return costs;
+}
+
+}  // namespace penstock

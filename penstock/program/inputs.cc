@@ -1,0 +1,118 @@
+#include "penstock/program/inputs.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "penstock/program/error.h"
+#include "penstock/tensor/random_scope.h"
+
+namespace penstock {
+namespace {
+
+// How many rows the smallest embedding has that takes an input as its indices; none if there is none.
+std::optional<std::int64_t> rows_behind(const Program& program, int input) {
+  const Graph& graph = program.graph();
+  // The input, and what it is turned into without new numbers.
+  std::set<int> same{input};
+  std::optional<std::int64_t> rows;
+  for (const Node& node : graph.nodes) {
+    if (!node.is_operator() || node.operands.empty()) continue;
+    const std::string name = node.operator_name();
+    if (name == "aten::embedding" && node.operands[1].is_value() && same.contains(node.operands[1].value)) {
+      const auto& table = graph.values[static_cast<std::size_t>(node.operands[0].value)].type;
+      if (table && !table->sizes.empty()) rows = std::min(rows.value_or(INT64_MAX), table->sizes.front().example);
+    }
+    const bool only_moves = name == "aten::view" || name == "aten::reshape" || name == "aten::to" ||
+                            name == "aten::contiguous" || name == "aten::flatten" || name == "aten::clone" ||
+                            name == "aten::slice" || name == "aten::unsqueeze" || name == "aten::expand";
+    if (only_moves && node.operands[0].is_value() && same.contains(node.operands[0].value)) {
+      for_each_result(node, [&](int value) { same.insert(value); });
+    }
+  }
+  return rows;
+}
+
+at::Tensor example_of(const Program& program, const ProgramInput& input) {
+  const auto& type = program.graph().values[static_cast<std::size_t>(input.value)].type;
+  if (!type) throw ProgramError(input.name + ": the export does not say what it is; give it.");
+  std::vector<std::int64_t> sizes;
+  for (const Dimension& size : type->sizes) sizes.push_back(size.example);
+  at::Tensor tensor = at::empty(sizes, at::TensorOptions(type->dtype));
+  if (c10::isFloatingType(type->dtype) || c10::isComplexType(type->dtype)) return tensor.normal_();
+  if (type->dtype == at::kBool) return tensor.bernoulli_(0.5);
+  return tensor.random_(0, std::max<std::int64_t>(1, rows_behind(program, input.value).value_or(2)));
+}
+
+}  // namespace
+
+Arguments arguments_from(const Program& program, const TensorsByName& tensors) {
+  std::vector<c10::IValue> leaves;
+  std::set<std::string> known;
+  for (const ProgramInput& input : program.inputs()) {
+    if (input.kind == ProgramInput::Kind::Fixed) leaves.push_back(input.fixed);
+    if (input.kind != ProgramInput::Kind::User) continue;
+    known.insert(input.name);
+    const auto found = tensors.find(input.name);
+    if (found == tensors.end()) throw ProgramError("the input '" + input.name + "' is missing.");
+    leaves.emplace_back(found->second);
+  }
+  for (const auto& [name, tensor] : tensors) {
+    if (known.contains(name)) continue;
+    std::string names;
+    for (const std::string& one : known) names.append(names.empty() ? "" : ", ").append(one);
+    throw ProgramError("there is no input '" + name + "'; the program takes " + (names.empty() ? "none" : names) + ".");
+  }
+  const c10::IValue both = program.in_spec().unflatten(leaves);
+  const auto& elements = both.toTupleRef().elements();
+  Arguments arguments;
+  for (const c10::IValue& arg : elements[0].toTupleRef().elements()) arguments.args.push_back(arg);
+  for (const auto& entry : elements[1].toGenericDict()) {
+    arguments.kwargs.emplace(entry.key().toStringRef(), entry.value());
+  }
+  return arguments;
+}
+
+TensorsByName example_inputs(const Program& program, int microbatches, std::uint64_t seed) {
+  TensorsByName tensors;
+  std::int64_t place = 0;
+  for (const ProgramInput& input : program.inputs()) {
+    if (input.kind != ProgramInput::Kind::User) continue;
+    if (program.graph().values[static_cast<std::size_t>(input.value)].kind != ValueKind::Tensor) {
+      throw ProgramError(input.name + ": is a number, which cannot be made up.");
+    }
+    std::vector<at::Tensor> parts;
+    for (int microbatch = 0; microbatch < microbatches; ++microbatch) {
+      const RandomScope scope(seed, /*step=*/0, microbatch, place);
+      at::Tensor part = example_of(program, input);
+      parts.push_back(part.dim() == 0 ? part.unsqueeze(0) : part);
+    }
+    tensors.emplace(input.name, at::cat(parts));
+    ++place;
+  }
+  return tensors;
+}
+
+std::vector<TensorsByName> split_inputs(const Program& program, const TensorsByName& tensors, int microbatches) {
+  std::vector<TensorsByName> parts(static_cast<std::size_t>(microbatches));
+  for (const ProgramInput& input : program.inputs()) {
+    const auto found = tensors.find(input.name);
+    if (input.kind != ProgramInput::Kind::User || found == tensors.end()) continue;
+    const at::Tensor& tensor = found->second;
+    if (tensor.dim() == 0 || tensor.size(0) % microbatches != 0) {
+      throw ProgramError(input.name + ": has " +
+                         (tensor.dim() == 0 ? "no rows" : std::to_string(tensor.size(0)) + " rows") +
+                         ", which cannot be shared out among " + std::to_string(microbatches) + " microbatches.");
+    }
+    const std::int64_t rows = tensor.size(0) / microbatches;
+    for (int i = 0; i < microbatches; ++i) {
+      parts[static_cast<std::size_t>(i)].emplace(input.name, tensor.narrow(0, i * rows, rows));
+    }
+  }
+  return parts;
+}
+
+}  // namespace penstock

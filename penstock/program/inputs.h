@@ -1,0 +1,35 @@
+// Arguments of a program by their names: "args.0", "kwargs.mask", "args.1.ids".
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "penstock/program/program.h"
+#include "penstock/tensor/microbatch.h"
+
+namespace penstock {
+
+using TensorsByName = std::map<std::string, at::Tensor>;
+
+struct Arguments {
+  Args args;
+  Kwargs kwargs;
+};
+
+// The arguments that these tensors are; what the export has fixed is added. Throws ProgramError for a name that is missing
+// or that there is not, with the names that there are.
+Arguments arguments_from(const Program& program, const TensorsByName& tensors);
+
+// Random inputs for so many microbatches of the example's sizes, behind each other along dimension 0: normal numbers, and
+// integers that are good as indices of the embeddings that take them.
+TensorsByName example_inputs(const Program& program, int microbatches, std::uint64_t seed);
+
+// The part of each tensor that is a microbatch's: an equal share of dimension 0. Throws ProgramError for a tensor that has
+// no equal shares.
+std::vector<TensorsByName> split_inputs(const Program& program, const TensorsByName& tensors, int microbatches);
+
+}  // namespace penstock

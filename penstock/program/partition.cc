@@ -1,0 +1,445 @@
+#include "penstock/program/partition.h"
+
+#include <ATen/core/enum_tag.h>
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <set>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "penstock/program/error.h"
+
+namespace penstock {
+namespace {
+
+// Operators that take no longer than it takes to send what they give.
+constexpr auto kCheap = std::to_array<std::string_view>({"aten::add",
+                                                         "aten::arange",
+                                                         "aten::bitwise_and",
+                                                         "aten::bitwise_not",
+                                                         "aten::bitwise_or",
+                                                         "aten::bool",
+                                                         "aten::cat",
+                                                         "aten::clone",
+                                                         "aten::contiguous",
+                                                         "aten::cos",
+                                                         "aten::detach",
+                                                         "aten::div",
+                                                         "aten::eq",
+                                                         "aten::exp",
+                                                         "aten::expand",
+                                                         "aten::eye",
+                                                         "aten::flatten",
+                                                         "aten::full",
+                                                         "aten::full_like",
+                                                         "aten::ge",
+                                                         "aten::gt",
+                                                         "aten::le",
+                                                         "aten::lift_fresh_copy",
+                                                         "aten::linspace",
+                                                         "aten::logical_and",
+                                                         "aten::logical_not",
+                                                         "aten::logical_or",
+                                                         "aten::lt",
+                                                         "aten::masked_fill",
+                                                         "aten::mul",
+                                                         "aten::ne",
+                                                         "aten::neg",
+                                                         "aten::ones",
+                                                         "aten::ones_like",
+                                                         "aten::outer",
+                                                         "aten::permute",
+                                                         "aten::pow",
+                                                         "aten::reciprocal",
+                                                         "aten::repeat",
+                                                         "aten::reshape",
+                                                         "aten::rsub",
+                                                         "aten::scalar_tensor",
+                                                         "aten::select",
+                                                         "aten::sin",
+                                                         "aten::slice",
+                                                         "aten::squeeze",
+                                                         "aten::stack",
+                                                         "aten::sub",
+                                                         "aten::t",
+                                                         "aten::to",
+                                                         "aten::transpose",
+                                                         "aten::tril",
+                                                         "aten::triu",
+                                                         "aten::unsqueeze",
+                                                         "aten::view",
+                                                         "aten::where",
+                                                         "aten::zeros",
+                                                         "aten::zeros_like"});
+
+// Operators that ask a tensor for its shape, and not for its elements.
+constexpr auto kOfShape = std::to_array<std::string_view>(
+    {"aten::sym_is_contiguous", "aten::sym_numel", "aten::sym_size", "aten::sym_storage_offset", "aten::sym_stride"});
+
+template <class Names>
+bool contains(const Names& names, const std::string& name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+class Partitioner {
+ public:
+  Partitioner(const Exported& exported, std::vector<int> stages, bool transmit)
+      : exported_(exported),
+        transmit_(transmit),
+        graph_(exported.graph),
+        effects_(effects_of(graph_)),
+        stages_(std::move(stages)),
+        count_(stages_.empty() ? 1 : *std::max_element(stages_.begin(), stages_.end()) + 1),
+        parts_(static_cast<std::size_t>(count_)),
+        input_of_(graph_.values.size(), -1),
+        home_(graph_.values.size(), 0),
+        written_in_(graph_.values.size()),
+        users_(graph_.values.size()),
+        writers_(graph_.values.size()) {
+    for (std::size_t i = 0; i < exported_.inputs.size(); ++i) {
+      if (exported_.inputs[i].value >= 0) input_of_[index(exported_.inputs[i].value)] = static_cast<int>(i);
+    }
+  }
+
+  std::vector<StagePart> run() {
+    move_checks();
+    find_homes();
+    require_order();
+    find_recomputable();
+    place_writes();
+    for (const ProgramInput& input : exported_.inputs) {
+      if (input.kind == ProgramInput::Kind::User) parts_.front().arguments.push_back(input.value);
+    }
+    for (int stage = 0; stage < count_; ++stage) fill(stage);
+    return std::move(parts_);
+  }
+
+ private:
+  static std::size_t index(int number) { return static_cast<std::size_t>(number); }
+  const Value& value(int number) const { return graph_.values[index(number)]; }
+  const Node& node(int number) const { return graph_.nodes[index(number)]; }
+  std::string named(int number) const { return describe(graph_, node(number)); }
+
+  const ProgramInput* input(int value) const {
+    const int number = input_of_[index(value)];
+    return number < 0 ? nullptr : &exported_.inputs[index(number)];
+  }
+  // A parameter, buffer or constant.
+  bool is_held(int value) const {
+    const ProgramInput* one = input(value);
+    return one != nullptr && one->kind != ProgramInput::Kind::User;
+  }
+
+  // What gives nothing and writes nothing only checks something: it does so as early as it can, so that nothing has to
+  // travel for it.
+  void move_checks() {
+    for (std::size_t i = 0; i < graph_.nodes.size(); ++i) {
+      bool gives = !effects_.writes[i].empty();
+      for_each_result(graph_.nodes[i], [&](int) { gives = true; });
+      if (gives) continue;
+      stages_[i] = 0;
+      for_each_operand_value(graph_.nodes[i], [&](int operand) {
+        const int producer = value(operand).producer;
+        if (producer >= 0) stages_[i] = std::max(stages_[i], stages_[index(producer)]);
+      });
+    }
+  }
+
+  // The stage in which each value is made, and those in which it is written to.
+  void find_homes() {
+    for (std::size_t i = 0; i < graph_.nodes.size(); ++i) {
+      const int number = static_cast<int>(i);
+      for_each_result(graph_.nodes[i], [&](int result) { home_[index(result)] = stages_[i]; });
+      for_each_operand_value(graph_.nodes[i],
+                             [&](int operand) { users_[index(effects_.root_of(operand))].push_back(number); });
+      for (const int written : effects_.writes[i]) {
+        const int root = effects_.root_of(written);
+        writers_[index(root)].push_back(number);
+        written_in_[index(root)].insert(stages_[i]);
+      }
+    }
+  }
+
+  void require_order() const {
+    std::vector<int> last_stage(graph_.values.size(), 0);
+    std::vector<int> last_node(graph_.values.size(), -1);
+    for (int number = 0; number < static_cast<int>(graph_.nodes.size()); ++number) {
+      const int stage = stages_[index(number)];
+      for_each_operand_value(node(number), [&](int operand) {
+        if (home_[index(operand)] > stage && !is_held(operand)) {
+          throw ProgramError(named(number) + " is in stage " + std::to_string(stage) + " and uses '" +
+                             value(operand).name + "', which stage " + std::to_string(home_[index(operand)]) +
+                             " makes; stages take values of earlier ones alone.");
+        }
+        const int root = effects_.root_of(operand);
+        if (written_in_[index(root)].empty()) return;
+        // What is written to is used in the order of the program.
+        if (stage < last_stage[index(root)]) {
+          throw ProgramError(named(number) + " is in stage " + std::to_string(stage) + " and uses '" +
+                             value(operand).name + "', which " + named(last_node[index(root)]) + " in stage " +
+                             std::to_string(last_stage[index(root)]) +
+                             " uses before it; what is written to in place is used in the order of the stages.");
+        }
+        last_stage[index(root)] = stage;
+        last_node[index(root)] = number;
+      });
+    }
+    require_held_in_place();
+    require_no_doubt();
+  }
+
+  // A buffer that is written to lives in one stage: the next microbatch is to see what was written.
+  void require_held_in_place() const {
+    for (const ProgramInput& one : exported_.inputs) {
+      if (one.value < 0 || one.kind == ProgramInput::Kind::User || written_in_[index(one.value)].empty()) continue;
+      const int writer = *written_in_[index(one.value)].rbegin();
+      for (const int user : users_[index(one.value)]) {
+        if (stages_[index(user)] < writer) fail_apart(one.name, writer, user);
+      }
+    }
+  }
+
+  [[noreturn]] void fail_apart(const std::string& name, int writer, int user) const {
+    throw ProgramError("'" + name + "' is written to in stage " + std::to_string(writer) + ", and " + named(user) +
+                       " uses it in stage " + std::to_string(stages_[index(user)]) +
+                       ": the next microbatch would not see what was written.\n  Hint: cut so that both are in one "
+                       "stage.");
+  }
+
+  // Dropout gives its input itself in evaluation. Where one of the two is written to in another stage than the other is
+  // used in after that, what is used would depend on the mode.
+  void require_no_doubt() const {
+    for (int view = 0; view < static_cast<int>(graph_.values.size()); ++view) {
+      const int base = effects_.maybe_of[index(view)];
+      if (base < 0) continue;
+      const std::array roots{effects_.root_of(base), effects_.root_of(view)};
+      for (const int written : roots) {
+        const int other = written == roots[0] ? roots[1] : roots[0];
+        for (const int writer : writers_[index(written)]) {
+          for (const int user : users_[index(other)]) {
+            if (user < writer || stages_[index(user)] == stages_[index(writer)]) continue;
+            throw ProgramError(named(writer) + " writes in place to what " + named(user) +
+                               " uses in another stage, and only in evaluation are these one tensor: '" +
+                               value(base).name + "' and '" + value(view).name +
+                               "'.\n  Hint: cut so that both are in one stage.");
+          }
+        }
+      }
+    }
+  }
+
+  // Whether a later stage than that which makes it writes to it.
+  bool is_written_later(int root) const {
+    const std::set<int>& written = written_in_[index(root)];
+    return !written.empty() && *written.rbegin() > home_[index(root)];
+  }
+
+  void find_recomputable() {
+    recomputable_.assign(graph_.nodes.size(), false);
+    std::vector<bool> grad(graph_.values.size(), false);
+    for (const ProgramInput& one : exported_.inputs) {
+      if (one.value >= 0) grad[index(one.value)] = one.kind == ProgramInput::Kind::Parameter;
+    }
+    for (std::size_t i = 0; i < graph_.nodes.size(); ++i) {
+      const Node& one = graph_.nodes[i];
+      bool closed = true;
+      bool needs_grad = false;
+      for_each_operand_value(one, [&](int operand) {
+        needs_grad = needs_grad || grad[index(operand)];
+        if (value(operand).kind != ValueKind::Tensor) return;
+        const int producer = value(operand).producer;
+        const bool again = producer >= 0 ? recomputable_[index(producer)] : is_held(operand);
+        closed = closed && again && written_in_[index(effects_.root_of(operand))].empty();
+      });
+      needs_grad = needs_grad && graph_.regions[index(one.region)].grad.value_or(true);
+      for_each_result(one, [&](int result) {
+        grad[index(result)] = needs_grad;
+        closed = closed && written_in_[index(effects_.root_of(result))].empty();
+      });
+      const auto* handle = std::get_if<c10::OperatorHandle>(&one.function);
+      recomputable_[i] = closed && !needs_grad && handle != nullptr && effects_.writes[i].empty() &&
+                         contains(kCheap, one.operator_name()) && !handle->hasTag(at::Tag::nondeterministic_seeded);
+    }
+  }
+
+  // What is written at the end is written where it is made, and held there.
+  void place_writes() {
+    for (std::size_t i = 0; i < exported_.outputs.size(); ++i) {
+      const ProgramOutput& output = exported_.outputs[i];
+      if (output.kind == ProgramOutput::Kind::User) continue;
+      const int stage = output.operand.is_value() ? home_[index(output.operand.value)] : 0;
+      parts_[index(stage)].writes.push_back(static_cast<int>(i));
+      if (output.kind == ProgramOutput::Kind::Input) {
+        if (stage == 0) continue;
+        throw ProgramError("the input '" + output.target + "' is written to, by stage " + std::to_string(stage) +
+                           "; only the first stage can do that.");
+      }
+      for (const ProgramInput& one : exported_.inputs) {
+        if (one.name != output.target || one.value < 0) continue;
+        for (const int user : users_[index(one.value)]) {
+          if (stages_[index(user)] != stage) fail_apart(one.name, stage, user);
+        }
+      }
+    }
+  }
+
+  // What a stage has while it is filled.
+  struct Filling {
+    int stage = 0;
+    std::set<int> nodes;
+    std::set<int> made;
+    std::set<int> held;
+    // In the order in which they are first needed.
+    std::vector<int> numbers;
+  };
+
+  void fill(int stage) {
+    StagePart& part = parts_[index(stage)];
+    Filling filling{.stage = stage};
+    for (const int argument : part.arguments) filling.made.insert(argument);
+    for (int number = 0; number < static_cast<int>(graph_.nodes.size()); ++number) {
+      if (stages_[index(number)] != stage) continue;
+      filling.nodes.insert(number);
+      for_each_result(node(number), [&](int result) { filling.made.insert(result); });
+    }
+    const std::vector<int> own(filling.nodes.begin(), filling.nodes.end());
+    for (const int number : own) need_operands(number, filling);
+    for (const int write : part.writes) need_output(exported_.outputs[index(write)], filling);
+    if (stage == count_ - 1) {
+      for (const ProgramOutput& output : exported_.outputs) {
+        if (output.kind == ProgramOutput::Kind::User) need_output(output, filling);
+      }
+    }
+    for (std::size_t i = 0; i < filling.numbers.size(); ++i) need_number(filling.numbers[i], filling);
+    part.nodes.assign(filling.nodes.begin(), filling.nodes.end());
+    part.held.assign(filling.held.begin(), filling.held.end());
+  }
+
+  void need_output(const ProgramOutput& output, Filling& filling) {
+    for_each_value(output.operand, [&](int operand) { need(operand, filling); });
+    if (output.kind != ProgramOutput::Kind::Buffer && output.kind != ProgramOutput::Kind::Parameter) return;
+    for (const ProgramInput& one : exported_.inputs) {
+      if (one.name == output.target && one.value >= 0) need(one.value, filling);
+    }
+  }
+
+  void need_operands(int number, Filling& filling) {
+    for_each_operand_value(node(number), [&](int operand) { need(operand, filling); });
+  }
+
+  // Lets the stage run a node that is another's too.
+  void run_again(int number, Filling& filling) {
+    if (!filling.nodes.insert(number).second) return;
+    for_each_result(node(number), [&](int result) { filling.made.insert(result); });
+    need_operands(number, filling);
+  }
+
+  void need(int operand, Filling& filling) {
+    if (filling.made.contains(operand)) return;
+    if (value(operand).kind != ValueKind::Tensor) {
+      filling.numbers.push_back(operand);
+      return;
+    }
+    if (is_held(operand)) {
+      const int holder = holder_for(filling.stage, operand);
+      if (holder == filling.stage) {
+        filling.held.insert(input_of_[index(operand)]);
+      } else {
+        take(operand, holder, filling);
+      }
+      return;
+    }
+    const int producer = value(operand).producer;
+    const int root = effects_.root_of(operand);
+    const bool is_view = operand != root && !written_in_[index(root)].empty();
+    if (is_view && (is_written_later(root) || is_held(root))) {
+      run_again(producer, filling);
+    } else if (producer >= 0 && recomputable_[index(producer)]) {
+      run_again(producer, filling);
+    } else {
+      take(operand, last_writer_before(filling.stage, operand), filling);
+    }
+  }
+
+  // The stage that a parameter, buffer or constant comes from: itself, unless it is written to elsewhere or sent.
+  int holder_for(int stage, int operand) const {
+    const std::set<int>& written = written_in_[index(operand)];
+    if (!written.empty()) return *written.rbegin();
+    if (!transmit_ || input(operand)->kind != ProgramInput::Kind::Parameter) return stage;
+    int first = stage;
+    for (const int user : users_[index(operand)]) first = std::min(first, stages_[index(user)]);
+    return first;
+  }
+
+  // The stage that has a value as it is before this one.
+  int last_writer_before(int stage, int operand) const {
+    int from = home_[index(operand)];
+    for (const int writer : written_in_[index(effects_.root_of(operand))]) {
+      if (writer < stage && writer > from && effects_.root_of(operand) == operand) from = writer;
+    }
+    return from;
+  }
+
+  void take(int operand, int from, Filling& filling) {
+    filling.made.insert(operand);
+    std::vector<int>& results = parts_[index(from)].results;
+    auto found = std::find(results.begin(), results.end(), operand);
+    if (found == results.end()) found = results.insert(results.end(), operand);
+    StagePart& part = parts_[index(filling.stage)];
+    part.arguments.push_back(operand);
+    part.sources.push_back({.stage = from, .output = static_cast<int>(found - results.begin())});
+  }
+
+  // A number is computed again if all that it comes from is there; otherwise it travels.
+  void need_number(int operand, Filling& filling) {
+    if (filling.made.contains(operand)) return;
+    std::set<int> nodes;
+    if (can_be_derived(operand, filling, nodes)) {
+      for (const int number : nodes) run_again(number, filling);
+    } else {
+      take(operand, home_[index(operand)], filling);
+    }
+  }
+
+  bool can_be_derived(int operand, const Filling& filling, std::set<int>& nodes) const {
+    if (filling.made.contains(operand) || filling.held.contains(input_of_[index(operand)])) return true;
+    const int producer = value(operand).producer;
+    if (producer < 0) return false;
+    if (nodes.contains(producer)) return true;
+    if (value(operand).kind == ValueKind::Tensor) return false;
+    const Node& made_by = node(producer);
+    if (made_by.is_operator() && !contains(kOfShape, made_by.operator_name())) return false;
+    bool all = true;
+    for_each_operand_value(made_by, [&](int one) { all = all && can_be_derived(one, filling, nodes); });
+    if (all) nodes.insert(producer);
+    return all;
+  }
+
+  const Exported& exported_;
+  bool transmit_;
+  const Graph& graph_;
+  Effects effects_;
+  // By node.
+  std::vector<int> stages_;
+  int count_;
+  std::vector<StagePart> parts_;
+  // By value: its number among the program's inputs, the stage that makes it, and those that write to it.
+  std::vector<int> input_of_;
+  std::vector<int> home_;
+  std::vector<std::set<int>> written_in_;
+  // By value that is no view: the nodes that use it or a view of it, and those that write to it.
+  std::vector<std::vector<int>> users_;
+  std::vector<std::vector<int>> writers_;
+  std::vector<bool> recomputable_;
+};
+
+}  // namespace
+
+std::vector<StagePart> partition(const Exported& exported, std::vector<int> stages, bool transmit) {
+  return Partitioner(exported, std::move(stages), transmit).run();
+}
+
+}  // namespace penstock

@@ -1,0 +1,367 @@
+#include "penstock/program/pipe.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/clone.h>
+#include <ATen/ops/scalar_tensor.h>
+
+#include <algorithm>
+#include <iomanip>
+#include <iterator>
+#include <ostream>
+#include <set>
+#include <sstream>
+#include <utility>
+
+#include "penstock/program/error.h"
+#include "penstock/program/part.h"
+#include "penstock/program/state.h"
+#include "penstock/tensor/nested.h"
+
+namespace penstock {
+namespace {
+
+std::size_t index(int number) {
+  return static_cast<std::size_t>(number);
+}
+
+// Numbers travel as tensors of one element.
+c10::IValue as_tensor(c10::IValue value) {
+  if (!value.isInt() && !value.isDouble() && !value.isBool()) return value;
+  const at::ScalarType dtype = value.isInt() ? at::kLong : value.isDouble() ? at::kDouble : at::kBool;
+  return at::scalar_tensor(value.toScalar(), at::TensorOptions(dtype));
+}
+
+c10::IValue as_value(const c10::IValue& tensor, ValueKind kind) {
+  switch (kind) {
+    case ValueKind::Int: return tensor.toTensor().item<std::int64_t>();
+    case ValueKind::Float: return tensor.toTensor().item<double>();
+    case ValueKind::Bool: return tensor.toTensor().item<bool>();
+    default: return tensor;
+  }
+}
+
+std::string type_text(const Value& value) {
+  switch (value.kind) {
+    case ValueKind::Int: return "int";
+    case ValueKind::Float: return "float";
+    case ValueKind::Bool: return "bool";
+    default: return value.type ? to_string(*value.type) : "tensor";
+  }
+}
+
+// The outermost modules that lie in a stage as a whole, and otherwise the innermost that have a part in it.
+std::vector<std::string> modules_of(const Graph& graph, const std::vector<int>& stages, int stage) {
+  // By call: whether all of it is in one stage.
+  std::vector<bool> whole(graph.calls.size(), true);
+  std::vector<int> home(graph.calls.size(), -1);
+  for (std::size_t i = 0; i < graph.nodes.size(); ++i) {
+    for (int call = graph.nodes[i].call; call >= 0; call = graph.calls[index(call)].parent) {
+      if (home[index(call)] < 0) home[index(call)] = stages[i];
+      if (home[index(call)] != stages[i]) whole[index(call)] = false;
+    }
+  }
+  std::vector<std::string> modules;
+  for (std::size_t i = 0; i < graph.nodes.size(); ++i) {
+    if (stages[i] != stage || graph.nodes[i].call < 0) continue;
+    int chosen = graph.nodes[i].call;
+    bool is_whole = whole[index(chosen)];
+    for (int call = graph.nodes[i].call; call >= 0; call = graph.calls[index(call)].parent) {
+      if (!whole[index(call)] || graph.calls[index(call)].path.empty()) break;
+      chosen = call;
+      is_whole = true;
+    }
+    const std::string& path = graph.calls[index(chosen)].path;
+    // Between modules the model computes something itself.
+    if (path.empty()) continue;
+    std::string name = is_whole ? path : "part of " + path;
+    if (std::find(modules.begin(), modules.end(), name) == modules.end()) modules.push_back(std::move(name));
+  }
+  return modules;
+}
+
+std::string amount(double number, const char* unit) {
+  constexpr std::array<const char*, 5> prefixes{"", "k", "M", "G", "T"};
+  std::size_t prefix = 0;
+  while (number >= 1000 && prefix + 1 < prefixes.size()) {
+    number /= 1000;
+    ++prefix;
+  }
+  std::ostringstream text;
+  text << std::setprecision(3) << number << " " << prefixes[prefix] << unit;
+  return std::move(text).str();
+}
+
+}  // namespace
+
+struct Pipe::State {
+  std::vector<StagePart> parts;
+  std::vector<StageModule> modules;
+  Wiring wiring{1};
+  SharedParameters shared;
+  PipeInfo info;
+
+  void make_modules(const Program& program);
+  void make_info(const Program& program, const std::vector<int>& stages);
+};
+
+namespace {
+
+// A tensor of the program under all its names, and the stages that hold it.
+struct Weight {
+  at::Tensor tensor;
+  std::vector<std::string> names;
+  bool is_parameter = false;
+  std::set<int> stages;
+};
+
+std::vector<Weight> weights_of(const Program& program, const std::vector<StagePart>& parts) {
+  std::vector<Weight> weights;
+  for (std::size_t i = 0; i < program.inputs().size(); ++i) {
+    const ProgramInput& input = program.inputs()[i];
+    if (input.kind != ProgramInput::Kind::Parameter && input.kind != ProgramInput::Kind::Buffer) continue;
+    const at::Tensor& tensor = program.tensor(input);
+    auto weight =
+        std::find_if(weights.begin(), weights.end(), [&](const Weight& one) { return one.tensor.is_same(tensor); });
+    if (weight == weights.end()) weight = weights.insert(weight, {.tensor = tensor});
+    weight->names.push_back(input.name);
+    weight->is_parameter = weight->is_parameter || input.kind == ProgramInput::Kind::Parameter;
+    for (std::size_t stage = 0; stage < parts.size(); ++stage) {
+      const auto& held = parts[stage].held;
+      if (std::find(held.begin(), held.end(), static_cast<int>(i)) != held.end()) {
+        weight->stages.insert(static_cast<int>(stage));
+      }
+    }
+  }
+  // What nobody uses stays with the first stage, so that a checkpoint has it.
+  for (Weight& weight : weights) {
+    if (weight.stages.empty()) weight.stages.insert(0);
+  }
+  return weights;
+}
+
+}  // namespace
+
+void Pipe::State::make_modules(const Program& program) {
+  const int count = static_cast<int>(parts.size());
+  const Program::State& state = *program.state();
+  modules.resize(parts.size());
+  // By the original: the tensors of each stage.
+  std::vector<std::map<const void*, at::Tensor>> own(parts.size());
+  for (const Weight& weight : weights_of(program, parts)) {
+    std::vector<SharedParameter> places;
+    std::map<int, std::string> replicated;
+    for (const int stage : weight.stages) {
+      at::Tensor tensor = weight.tensor;
+      if (stage != *weight.stages.begin()) {
+        tensor = weight.tensor.detach().clone().set_requires_grad(weight.tensor.requires_grad());
+      }
+      own[index(stage)].emplace(weight.tensor.unsafeGetTensorImpl(), tensor);
+      StageModule& module = modules[index(stage)];
+      (weight.is_parameter ? module.parameters : module.buffers).emplace_back(weight.names.front(), tensor);
+      places.push_back({.stage = stage, .name = weight.names.front()});
+      replicated.emplace(stage, weight.names.front());
+    }
+    if (weight.is_parameter && places.size() > 1) {
+      shared.push_back(std::move(places));
+      info.replicated_params.push_back(std::move(replicated));
+    }
+  }
+  for (int stage = 0; stage < count; ++stage) {
+    const StagePart& part = parts[index(stage)];
+    Part::Contents contents{.nodes = part.nodes, .inputs = part.arguments};
+    for (const int held : part.held) {
+      const ProgramInput& input = program.inputs()[index(held)];
+      const at::Tensor& original = program.tensor(input);
+      const auto found = own[index(stage)].find(original.unsafeGetTensorImpl());
+      contents.held.emplace_back(input.value, found == own[index(stage)].end() ? original : found->second);
+    }
+    for (const int write : part.writes) contents.writes.push_back(state.write_of(program.outputs()[index(write)]));
+    const bool is_last = stage == count - 1;
+    if (is_last) {
+      for (const ProgramOutput& output : program.outputs()) {
+        if (output.kind == ProgramOutput::Kind::User) contents.outputs.push_back(output.operand);
+      }
+    } else {
+      for (const int result : part.results) contents.outputs.push_back({.value = result});
+    }
+    std::vector<ValueKind> kinds;
+    for (const int argument : part.arguments) kinds.push_back(program.graph().values[index(argument)].kind);
+    const auto code = std::make_shared<const Part>(state.graph(), std::move(contents), state.mode);
+    modules[index(stage)].forward = [program, code, kinds, stage, is_last](const Args& args, const Kwargs& kwargs) {
+      std::vector<c10::IValue> inputs;
+      if (stage == 0) {
+        inputs = program.flatten_inputs(args, kwargs);
+      } else {
+        for (std::size_t i = 0; i < args.size(); ++i) inputs.push_back(as_value(args[i], kinds[i]));
+      }
+      std::vector<c10::IValue> outputs = code->run(std::move(inputs));
+      if (is_last) return program.out_spec().unflatten(outputs);
+      std::transform(outputs.begin(), outputs.end(), outputs.begin(), as_tensor);
+      return c10::IValue(c10::ivalue::Tuple::create(std::move(outputs)));
+    };
+  }
+  wiring = Wiring(count);
+  for (int stage = 1; stage < count; ++stage) wiring.connect(stage, parts[index(stage)].sources);
+}
+
+void Pipe::State::make_info(const Program& program, const std::vector<int>& stages) {
+  const Graph& graph = program.graph();
+  const std::vector<NodeCost> costs = estimated_costs(program);
+  const Effects effects = effects_of(graph);
+  info.name = program.name();
+  for (int stage = 0; stage < static_cast<int>(parts.size()); ++stage) {
+    const StagePart& part = parts[index(stage)];
+    PipeInfo::Stage one{.modules = modules_of(graph, stages, stage), .nodes = static_cast<int>(part.nodes.size())};
+    for (const auto& [name, tensor] : modules[index(stage)].parameters) one.parameters += tensor.numel();
+    for (const auto& [name, tensor] : modules[index(stage)].buffers) one.buffers += tensor.numel();
+    for (const int number : part.nodes) {
+      one.flops += costs[index(number)].flops;
+      one.seconds += costs[index(number)].seconds;
+      for_each_result(graph.nodes[index(number)], [&](int value) {
+        const auto& type = graph.values[index(value)].type;
+        if (type && effects.view_of[index(value)] < 0) one.kept_bytes += type->bytes();
+      });
+    }
+    info.stages.push_back(std::move(one));
+  }
+  for (const Wiring::Link& link : wiring.links()) {
+    if (!link.values) continue;
+    for (const StageOutput& output : *link.values) {
+      const Value& value = graph.values[index(parts[index(output.stage)].results[index(output.output)])];
+      info.crossings.push_back({.name = value.name,
+                                .from = link.from,
+                                .to = link.to,
+                                .type = type_text(value),
+                                .bytes = value.type ? value.type->bytes() : 8});
+    }
+  }
+}
+
+Pipe::Pipe(Program program, std::vector<int> stage_of_node, MultiUseParameterConfig multi_use)
+    : program_(std::move(program)), stage_of_node_(std::move(stage_of_node)) {
+  auto state = std::make_shared<State>();
+  state->parts = partition(*program_.state()->exported, stage_of_node_,
+                           /*transmit=*/multi_use == MultiUseParameterConfig::TRANSMIT);
+  state->make_modules(program_);
+  state->make_info(program_, stage_of_node_);
+  state_ = std::move(state);
+}
+
+int Pipe::num_stages() const {
+  return static_cast<int>(state_->parts.size());
+}
+
+const PipeInfo& Pipe::info() const {
+  return state_->info;
+}
+
+const Wiring& Pipe::wiring() const {
+  return state_->wiring;
+}
+
+const SharedParameters& Pipe::shared_parameters() const {
+  return state_->shared;
+}
+
+const StageModule& Pipe::get_stage_module(int stage) const {
+  if (stage < 0 || stage >= num_stages()) {
+    throw ProgramError("there is no stage " + std::to_string(stage) + " of " + std::to_string(num_stages()) +
+                       "; they go from 0 to " + std::to_string(num_stages() - 1) + ".");
+  }
+  return state_->modules[index(stage)];
+}
+
+PipelineStage Pipe::build_stage(int stage, StageOptions options) const {
+  return {get_stage_module(stage), stage, num_stages(), std::move(options)};
+}
+
+std::vector<PipelineStage> Pipe::build_stages() const {
+  std::vector<PipelineStage> stages;
+  for (int stage = 0; stage < num_stages(); ++stage) stages.push_back(build_stage(stage));
+  return stages;
+}
+
+c10::IValue Pipe::run(const Args& args, const Kwargs& kwargs) const {
+  std::vector<std::vector<c10::IValue>> given;
+  for (int stage = 0; stage < num_stages(); ++stage) {
+    Args own;
+    for (const StageOutput& source : state_->parts[index(stage)].sources) {
+      own.push_back(given[index(source.stage)][index(source.output)]);
+    }
+    const c10::IValue output =
+        state_->modules[index(stage)].forward(stage == 0 ? args : own, stage == 0 ? kwargs : Kwargs());
+    if (stage == num_stages() - 1) return output;
+    given.push_back(output.toTupleRef().elements().vec());
+  }
+  return {};
+}
+
+NamedTensors Pipe::state_dict(int stage) const {
+  get_stage_module(stage);
+  NamedTensors state;
+  const StageModule& module = get_stage_module(stage);
+  std::map<std::string, at::Tensor> own(module.parameters.begin(), module.parameters.end());
+  own.insert(module.buffers.begin(), module.buffers.end());
+  for (const Weight& weight : weights_of(program_, state_->parts)) {
+    if (!weight.stages.contains(stage)) continue;
+    for (const std::string& name : weight.names) {
+      const auto input = std::find_if(program_.inputs().begin(), program_.inputs().end(),
+                                      [&](const ProgramInput& one) { return one.name == name; });
+      if (input->persistent) state.emplace_back(name, own.at(weight.names.front()));
+    }
+  }
+  return state;
+}
+
+void Pipe::load_state_dict(int stage, const NamedTensors& state) const {
+  std::map<std::string, at::Tensor> given(state.begin(), state.end());
+  const NamedTensors own = state_dict(stage);
+  for (const auto& [name, tensor] : own) {
+    const auto found = given.find(name);
+    if (found == given.end()) throw ProgramError("stage " + std::to_string(stage) + ": '" + name + "' is missing.");
+    if (found->second.sizes() != tensor.sizes()) {
+      throw ProgramError("stage " + std::to_string(stage) + ": '" + name + "': found " + describe(found->second) +
+                         ", expected " + describe(tensor) + ".");
+    }
+  }
+  const at::NoGradGuard no_grad;
+  for (const auto& [name, tensor] : own) tensor.copy_(given.at(name));
+}
+
+std::ostream& operator<<(std::ostream& out, const Pipe& pipe) {
+  const PipeInfo& info = pipe.info();
+  out << info.name << ": " << info.stages.size() << (info.stages.size() == 1 ? " stage" : " stages") << "\n";
+  for (std::size_t i = 0; i < info.stages.size(); ++i) {
+    const PipeInfo::Stage& stage = info.stages[i];
+    out << "  stage " << i << ": ";
+    for (std::size_t k = 0; k < stage.modules.size(); ++k) out << (k == 0 ? "" : ", ") << stage.modules[k];
+    if (stage.modules.empty()) out << stage.nodes << " operations of the model itself";
+    out << "\n    " << amount(static_cast<double>(stage.parameters), "parameters") << ", "
+        << amount(stage.flops, "FLOP") << " a forward, " << amount(static_cast<double>(stage.kept_bytes), "B kept")
+        << "\n";
+    for (const PipeInfo::Crossing& crossing : info.crossings) {
+      if (crossing.from != static_cast<int>(i)) continue;
+      out << "    -> stage " << crossing.to << ": " << crossing.name << " " << crossing.type << "\n";
+    }
+  }
+  for (const std::map<int, std::string>& shared : info.replicated_params) {
+    out << "  shared: " << shared.begin()->second << " by stages";
+    for (const auto& [stage, name] : shared) out << (stage == shared.begin()->first ? " " : ", ") << stage;
+    out << "\n";
+  }
+  return out;
+}
+
+Pipe pipeline(const Program& program, const SplitSpec& split_spec) {
+  return {program, split_at(program, split_spec)};
+}
+
+Pipe pipeline(const Program& program, int stages) {
+  return {program, split_evenly(program, stages, estimated_costs(program))};
+}
+
+Pipe pipeline(const Program& program, const std::function<int(const Node& node)>& stage_of) {
+  return {program, split_by(program, stage_of)};
+}
+
+}  // namespace penstock

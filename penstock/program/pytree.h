@@ -1,0 +1,50 @@
+// The structure of a program's inputs and outputs, as Python has them: tuples, lists, dicts and what else was
+// registered, with leaves in a fixed order.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+
+#include <cstddef>
+#include <functional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace penstock {
+
+class TreeSpec {
+ public:
+  enum class Kind { Leaf, Tuple, List, Dict };
+
+  // What Python's treespec_dumps wrote. Throws ProgramError, which begins with `where`.
+  static TreeSpec parse(std::string_view text, const std::string& where);
+
+  Kind kind() const { return kind_; }
+  std::size_t leaves() const { return leaves_; }
+  const std::vector<TreeSpec>& children() const { return children_; }
+  // Of a dict, one for each child.
+  const std::vector<c10::IValue>& keys() const { return keys_; }
+
+  // The leaves of a value in order. Throws ProgramError where its structure is another; `where` names the value. A dict's
+  // keys may come in any order.
+  std::vector<c10::IValue> flatten(const c10::IValue& value, const std::string& where) const;
+  // The value with these leaves.
+  c10::IValue unflatten(std::span<const c10::IValue> values) const;
+  // The way to each leaf, such as "args.0" and "kwargs.mask", behind `root`.
+  std::vector<std::string> paths(const std::string& root) const;
+
+ private:
+  void flatten_into(const c10::IValue& value, const std::string& where, std::vector<c10::IValue>& leaves) const;
+  c10::IValue unflatten_from(std::span<const c10::IValue>& values) const;
+  void paths_into(const std::string& root, std::vector<std::string>& paths) const;
+
+  Kind kind_ = Kind::Leaf;
+  std::vector<TreeSpec> children_;
+  std::vector<c10::IValue> keys_;
+  std::size_t leaves_ = 1;
+
+  friend class TreeSpecReader;
+};
+
+}  // namespace penstock

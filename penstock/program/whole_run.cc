@@ -1,0 +1,91 @@
+#include "penstock/program/whole_run.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/ones_like.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <map>
+#include <utility>
+
+#include "penstock/tensor/nested.h"
+#include "penstock/tensor/random_scope.h"
+
+namespace penstock {
+namespace {
+
+// The number of threads of operators on this thread, for as long as this lives.
+class IntraOpThreads {
+ public:
+  explicit IntraOpThreads(int threads) : before_(at::get_num_threads()) { at::set_num_threads(threads); }
+  ~IntraOpThreads() { at::set_num_threads(before_); }
+  IntraOpThreads(const IntraOpThreads&) = delete;
+  IntraOpThreads& operator=(const IntraOpThreads&) = delete;
+
+ private:
+  int before_;
+};
+
+// By stage: the microbatches in the order in which their gradients come.
+std::vector<std::vector<int>> gradient_order(const Schedule& schedule) {
+  std::vector<std::vector<int>> order(static_cast<std::size_t>(schedule.stages()));
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    for (const Action& action : schedule.actions(rank)) {
+      for_each_part(action, [&](const Action& part) {
+        if (!part.is_compute() || !makes_weight_gradient(part)) return;
+        order[static_cast<std::size_t>(part.stage)].push_back(part.microbatch);
+      });
+    }
+  }
+  return order;
+}
+
+}  // namespace
+
+WholeRun run_whole(const Pipe& pipe, const Schedule& schedule, std::span<const Arguments> microbatches,
+                   const WholeRunOptions& options) {
+  const IntraOpThreads threads(options.intra_op_threads);
+  const NamedTensors parameters = pipe.program().parameters();
+  std::vector<at::Tensor> learning;
+  std::vector<std::string> names;
+  for (const auto& [name, parameter] : parameters) {
+    if (!parameter.requires_grad()) continue;
+    learning.push_back(parameter);
+    names.push_back(name);
+  }
+  WholeRun result;
+  // By microbatch and parameter.
+  std::vector<std::vector<at::Tensor>> gradients;
+  for (std::size_t i = 0; i < microbatches.size(); ++i) {
+    const RandomScope scope(options.seed, options.step, static_cast<std::int64_t>(i), /*place=*/0);
+    const c10::IValue output = pipe.program().run(microbatches[i].args, microbatches[i].kwargs);
+    const at::Tensor loss = options.loss(output);
+    auto& own = gradients.emplace_back(learning.size());
+    if (loss.requires_grad() && !learning.empty()) {
+      const at::Tensor seed = at::ones_like(loss) / static_cast<double>(microbatches.size());
+      own = torch::autograd::grad({loss}, learning, {seed}, /*retain_graph=*/false, /*create_graph=*/false,
+                                  /*allow_unused=*/true);
+    }
+    result.outputs.push_back(flatten_args_detach(output).value);
+    result.losses.push_back(loss.detach());
+  }
+  const std::vector<std::vector<int>> order = gradient_order(schedule);
+  // The first stage that has a parameter says in which order.
+  std::map<std::string, int> stage_of;
+  for (int stage = pipe.num_stages() - 1; stage >= 0; --stage) {
+    for (const auto& [name, tensor] : pipe.state_dict(stage)) stage_of[name] = stage;
+  }
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    at::Tensor sum;
+    for (const int microbatch : order[static_cast<std::size_t>(stage_of.at(names[i]))]) {
+      const at::Tensor& one = gradients[static_cast<std::size_t>(microbatch)][i];
+      if (one.defined()) sum = sum.defined() ? sum + one : one.clone();
+    }
+    if (sum.defined()) result.gradients.emplace(names[i], sum);
+  }
+  return result;
+}
+
+}  // namespace penstock

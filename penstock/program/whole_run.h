@@ -1,0 +1,42 @@
+// What one process computes for the microbatches of a step: the measure of every pipeline.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "penstock/program/inputs.h"
+#include "penstock/program/pipe.h"
+#include "penstock/schedule/schedule.h"
+
+namespace penstock {
+
+struct WholeRunOptions {
+  // Of a microbatch's output.
+  std::function<at::Tensor(const c10::IValue& output)> loss = nullptr;
+  // Of operators: their number changes how sums are rounded.
+  int intra_op_threads = 1;
+  // See RandomScope.
+  std::uint64_t seed = 0;
+  std::int64_t step = 0;
+};
+
+struct WholeRun {
+  // By microbatch. Detached.
+  std::vector<c10::IValue> outputs;
+  std::vector<at::Tensor> losses;
+  // By the model's own names; without those of parameters that got none.
+  TensorsByName gradients;
+};
+
+// Runs the program on one microbatch after the other, in this thread, with the backward of loss / microbatches; and adds
+// up the gradients of each stage's parameters in the order in which the schedule computes them there. What has a gradient
+// already keeps it as it is.
+WholeRun run_whole(const Pipe& pipe, const Schedule& schedule, std::span<const Arguments> microbatches,
+                   const WholeRunOptions& options);
+
+}  // namespace penstock

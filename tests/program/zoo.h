@@ -1,0 +1,119 @@
+// The models that zoo.py has exported, with what eager PyTorch made of them.
+#pragma once
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "penstock/program/inputs.h"
+#include "penstock/program/pipe.h"
+#include "penstock/program/program.h"
+#include "penstock/tensor/nested.h"
+#include "penstock/tensor/safetensors.h"
+
+namespace penstock {
+
+struct ZooCut {
+  SplitSpec at = {};
+  int stages = 0;
+  std::string why;
+};
+
+struct ZooModel {
+  std::string name;
+  int microbatches = 0;
+  bool training = false;
+  double tolerance = 0;
+  std::vector<ZooCut> cuts = {};
+
+  static std::string folder() {
+    const char* const folder = std::getenv("PENSTOCK_ZOO");
+    return folder == nullptr ? "" : std::string(folder) + "/";
+  }
+  std::string path(const std::string& ending) const { return folder() + name + ending; }
+  Program program() const {
+    Program read(path(".pt2"));
+    if (!training) read.eval();
+    return read;
+  }
+};
+
+inline nlohmann::json read_json(const std::string& path) {
+  std::ifstream file(path);
+  return nlohmann::json::parse(file);
+}
+
+inline ZooModel zoo_model(const std::string& name) {
+  const nlohmann::json read = read_json(ZooModel::folder() + name + ".json");
+  ZooModel model{.name = name,
+                 .microbatches = read.at("microbatches"),
+                 .training = read.at("mode") == "train",
+                 .tolerance = read.at("tolerance")};
+  for (const nlohmann::json& cut : read.at("cuts")) {
+    ZooCut one{.stages = cut.at("stages"), .why = cut.value("why", "")};
+    for (const std::string at : cut.at("at")) {
+      const bool end = at.ends_with(":end");
+      one.at.emplace_back(end ? at.substr(0, at.size() - 4) : at, end ? SplitPoint::END : SplitPoint::BEGINNING);
+    }
+    model.cuts.push_back(std::move(one));
+  }
+  return model;
+}
+
+inline std::vector<std::string> zoo_names() {
+  if (ZooModel::folder().empty()) return {};
+  return read_json(ZooModel::folder() + "zoo.json").get<std::vector<std::string>>();
+}
+
+inline TensorsByName tensors_of(const std::string& path) {
+  const NamedTensors read = read_safetensors(path);
+  return {read.begin(), read.end()};
+}
+
+inline std::vector<Arguments> microbatches_of(const ZooModel& model, const Program& program) {
+  std::vector<Arguments> microbatches;
+  const TensorsByName inputs = tensors_of(model.path(".inputs.safetensors"));
+  for (const TensorsByName& part : split_inputs(program, inputs, model.microbatches)) {
+    microbatches.push_back(arguments_from(program, part));
+  }
+  return microbatches;
+}
+
+// The sum of the means of the floating-point outputs.
+inline at::Tensor zoo_loss(const c10::IValue& output) {
+  at::Tensor loss = at::zeros({});
+  for (const at::Tensor& tensor : extract_tensor_args(output)) {
+    if (tensor.defined() && tensor.is_floating_point()) loss = loss + tensor.mean().to(at::kFloat);
+  }
+  return loss;
+}
+
+// Outputs of all microbatches by their numbers, as the expected ones are: behind each other, numbers in a row.
+inline TensorsByName merged_outputs(const std::vector<c10::IValue>& outputs) {
+  std::map<std::string, std::vector<at::Tensor>> rows;
+  for (const c10::IValue& output : outputs) {
+    const std::vector<c10::IValue> leaves = flatten_args(output);
+    for (std::size_t i = 0; i < leaves.size(); ++i) {
+      std::vector<at::Tensor>& row = rows["output." + std::to_string(i)];
+      if (leaves[i].isTensor()) row.push_back(leaves[i].toTensor().detach());
+      if (leaves[i].isInt()) row.push_back(at::zeros({}, at::kLong).fill_(leaves[i].toInt()));
+    }
+  }
+  TensorsByName merged;
+  for (const auto& [name, row] : rows) {
+    if (!row.empty()) merged.emplace(name, row.front().dim() == 0 ? at::stack(row) : at::cat(row));
+  }
+  return merged;
+}
+
+}  // namespace penstock
