@@ -16,4 +16,18 @@ enum ExitCode : int {
 // Adds `penstock schedule …`. What is asked for runs when the line has been parsed, and leaves its exit code in `exit`.
 void add_schedule_command(CLI::App& app, int& exit);
 
+// The commands that need libtorch; program/commands.cc adds them.
+struct ProgramCommand {
+  const char* name;
+  const char* description;
+};
+inline constexpr ProgramCommand kProgramCommands[] = {
+    {"split", "Cut an exported model into stages, and show them and what crosses"},
+    {"check", "Compare an exported model in a pipeline with one process: outputs and gradients"},
+    {"run", "Run an exported model in a pipeline: inference"},
+};
+// In the library that is loaded for them: adds what is needed for one of them, by its name.
+constexpr const char* kAddProgramCommand = "penstock_add_program_command";
+using AddProgramCommand = void(CLI::App* command, int* exit);
+
 }  // namespace penstock::cli

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "penstock/cli/command.h"
+#include "penstock/cli/load.h"
 #include "penstock/schedule/nearest.h"
 
 namespace penstock::cli {
@@ -64,6 +65,7 @@ int run(int argc, char** argv) {
   app.failure_message([](const CLI::App*, const CLI::Error&) { return std::string(); });
   int exit = kYes;
   add_schedule_command(app, exit);
+  add_program_commands(app, argc > 1 ? argv[1] : "", exit);
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& wanted) {

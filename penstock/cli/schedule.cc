@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <iomanip>
@@ -17,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/cli/checks.h"
 #include "penstock/cli/command.h"
 #include "penstock/cli/output.h"
 #include "penstock/schedule/csv.h"
@@ -30,39 +30,6 @@
 
 namespace penstock::cli {
 namespace {
-
-// Checks of numbers, with messages that say what would be right.
-CLI::Validator whole_number() {
-  return {[](const std::string& text) {
-            int value = 0;
-            const auto read = std::from_chars(text.data(), text.data() + text.size(), value);
-            const bool good = read.ec == std::errc() && read.ptr == text.data() + text.size() && value >= 1;
-            return good ? std::string() : "'" + text + "' should be a whole number from 1 on";
-          },
-          ""};
-}
-
-CLI::Validator cost() {
-  return {[](const std::string& text) {
-            double value = 0;
-            const auto read = std::from_chars(text.data(), text.data() + text.size(), value);
-            const bool good =
-                read.ec == std::errc() && read.ptr == text.data() + text.size() && std::isfinite(value) && value >= 0;
-            return good ? std::string() : "'" + text + "' should be a number that is not negative";
-          },
-          ""};
-}
-
-CLI::Validator one_of(std::vector<std::string> words) {
-  return {[words = std::move(words)](const std::string& word) {
-            if (std::ranges::find(words, word) != words.end()) return std::string();
-            std::string all;
-            for (const std::string& each : words) all += (all.empty() ? "" : ", ") + each;
-            const auto near = nearest(word, words);
-            return "'" + word + "' is none of " + all + (near ? "; did you mean " + *near + "?" : "");
-          },
-          ""};
-}
 
 // SPEC: which schedule is meant.
 struct Spec {

@@ -96,6 +96,18 @@ TensorsByName example_inputs(const Program& program, int microbatches, std::uint
   return tensors;
 }
 
+int microbatches_in(const Program& program, const TensorsByName& tensors) {
+  for (const ProgramInput& input : program.inputs()) {
+    const auto found = tensors.find(input.name);
+    if (input.kind != ProgramInput::Kind::User || found == tensors.end() || found->second.dim() == 0) continue;
+    const auto& type = program.graph().values[static_cast<std::size_t>(input.value)].type;
+    if (!type || (!type->sizes.empty() && !type->sizes.front().symbol.empty())) continue;
+    const std::int64_t rows = type->sizes.empty() ? 1 : type->sizes.front().example;
+    if (rows > 0 && found->second.size(0) % rows == 0) return static_cast<int>(found->second.size(0) / rows);
+  }
+  return 0;
+}
+
 std::vector<TensorsByName> split_inputs(const Program& program, const TensorsByName& tensors, int microbatches) {
   std::vector<TensorsByName> parts(static_cast<std::size_t>(microbatches));
   for (const ProgramInput& input : program.inputs()) {

@@ -28,6 +28,9 @@ Arguments arguments_from(const Program& program, const TensorsByName& tensors);
 // integers that are good as indices of the embeddings that take them.
 TensorsByName example_inputs(const Program& program, int microbatches, std::uint64_t seed);
 
+// How many microbatches of the example's size these inputs are; 0 where that leaves the number of rows open.
+int microbatches_in(const Program& program, const TensorsByName& tensors);
+
 // The part of each tensor that is a microbatch's: an equal share of dimension 0. Throws ProgramError for a tensor that has
 // no equal shares.
 std::vector<TensorsByName> split_inputs(const Program& program, const TensorsByName& tensors, int microbatches);

@@ -26,12 +26,12 @@ class Part {
   };
   struct Contents {
     // In the order in which they run.
-    std::vector<int> nodes;
+    std::vector<int> nodes = {};
     // What it takes, what it has, and what it gives.
-    std::vector<int> inputs;
-    std::vector<std::pair<int, at::Tensor>> held;
-    std::vector<Operand> outputs;
-    std::vector<Write> writes;
+    std::vector<int> inputs = {};
+    std::vector<std::pair<int, at::Tensor>> held = {};
+    std::vector<Operand> outputs = {};
+    std::vector<Write> writes = {};
   };
 
   Part(std::shared_ptr<const Graph> graph, Contents contents, std::shared_ptr<const Code::Mode> mode);

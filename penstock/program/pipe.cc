@@ -109,9 +109,9 @@ namespace {
 // A tensor of the program under all its names, and the stages that hold it.
 struct Weight {
   at::Tensor tensor;
-  std::vector<std::string> names;
+  std::vector<std::string> names = {};
   bool is_parameter = false;
-  std::set<int> stages;
+  std::set<int> stages = {};
 };
 
 std::vector<Weight> weights_of(const Program& program, const std::vector<StagePart>& parts) {
@@ -336,7 +336,7 @@ std::ostream& operator<<(std::ostream& out, const Pipe& pipe) {
     out << "  stage " << i << ": ";
     for (std::size_t k = 0; k < stage.modules.size(); ++k) out << (k == 0 ? "" : ", ") << stage.modules[k];
     if (stage.modules.empty()) out << stage.nodes << " operations of the model itself";
-    out << "\n    " << amount(static_cast<double>(stage.parameters), "parameters") << ", "
+    out << "\n    " << amount(static_cast<double>(stage.parameters), " parameters") << ", "
         << amount(stage.flops, "FLOP") << " a forward, " << amount(static_cast<double>(stage.kept_bytes), "B kept")
         << "\n";
     for (const PipeInfo::Crossing& crossing : info.crossings) {

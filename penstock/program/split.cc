@@ -81,8 +81,12 @@ std::vector<int> stages_from(const Graph& graph, const std::set<int>& beginnings
   throw ProgramError(text + ".");
 }
 
-// For each node, the bytes that would cross if a stage began with it.
-std::vector<double> crossing_bytes(const Program& program) {
+// For each node, how long it takes to send what would cross if a stage began with it, there and back.
+std::vector<double> crossing_seconds(const Program& program) {
+  // A message, a tensor in it, and a byte.
+  constexpr double kPerMessage = 2e-5;
+  constexpr double kPerTensor = 1e-5;
+  constexpr double kPerByte = 4e-10;
   const Graph& graph = program.graph();
   const std::size_t count = graph.nodes.size();
   std::vector<int> last_use(graph.values.size(), -1);
@@ -96,9 +100,9 @@ std::vector<double> crossing_bytes(const Program& program) {
   const auto add = [&](int value, int from) {
     const auto& type = graph.values[index(value)].type;
     if (!type || last_use[index(value)] <= from) return;
-    const auto bytes = static_cast<double>(type->bytes());
-    change[index(from + 1)] += bytes;
-    if (last_use[index(value)] < static_cast<int>(count)) change[index(last_use[index(value)] + 1)] -= bytes;
+    const double seconds = kPerTensor + kPerByte * static_cast<double>(type->bytes());
+    change[index(from + 1)] += seconds;
+    if (last_use[index(value)] < static_cast<int>(count)) change[index(last_use[index(value)] + 1)] -= seconds;
   };
   for (int number = 0; number < static_cast<int>(count); ++number) {
     for_each_result(graph.nodes[index(number)], [&](int value) { add(value, number); });
@@ -106,10 +110,10 @@ std::vector<double> crossing_bytes(const Program& program) {
   for (const ProgramInput& input : program.inputs()) {
     if (input.kind == ProgramInput::Kind::User) add(input.value, -1);
   }
-  std::vector<double> bytes(count, 0);
-  double crossing = 0;
-  for (std::size_t i = 0; i < count; ++i) bytes[i] = crossing += change[i];
-  return bytes;
+  std::vector<double> seconds(count, 0);
+  double crossing = kPerMessage;
+  for (std::size_t i = 0; i < count; ++i) seconds[i] = crossing += change[i];
+  return seconds;
 }
 
 }  // namespace
@@ -139,13 +143,8 @@ std::vector<int> split_evenly(const Program& program, int stages, std::span<cons
     throw ProgramError("the program cannot be cut into " + std::to_string(stages) + " stages: it has " +
                        std::to_string(work) + " operations on tensors, and a stage at least one.");
   }
-  // What a message costs beside the bytes in it, and those.
-  constexpr double kSecondsPerMessage = 2e-5;
-  constexpr double kSecondsPerByte = 4e-10;
-  const std::vector<double> crossing = crossing_bytes(program);
-  const auto border = [&](int at) {
-    return at <= 0 || at >= count ? 0 : kSecondsPerMessage + kSecondsPerByte * crossing[index(at)];
-  };
+  const std::vector<double> crossing = crossing_seconds(program);
+  const auto border = [&](int at) { return at <= 0 || at >= count ? 0 : crossing[index(at)]; };
   std::vector<double> before(index(count) + 1, 0);
   std::vector<int> work_before(index(count) + 1, 0);
   for (int i = 0; i < count; ++i) {

@@ -323,7 +323,7 @@ std::vector<at::Tensor> each_once(const std::vector<at::Tensor>& tensors) {
 
 }  // namespace
 
-SharedSum::SharedSum(std::vector<at::Tensor> own, Groups groups, int replicas)
+SharedSum::SharedSum(const std::vector<at::Tensor>& own, Groups groups, int replicas)
     : contribution_(each_once(own)), groups_(std::move(groups)), replicas_(replicas) {}
 
 void SharedSum::reduce(Deadline deadline) {

@@ -87,7 +87,7 @@ class SharedSum {
     std::shared_ptr<Group> speakers;
   };
   // This rank's tensors for it, of which those that are the same count once, and how many replicas there are.
-  SharedSum(std::vector<at::Tensor> own, Groups groups, int replicas);
+  SharedSum(const std::vector<at::Tensor>& own, Groups groups, int replicas);
 
   void begin_step() { contribution_.begin_step(); }
   // Waits for all ranks of the groups.

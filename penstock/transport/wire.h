@@ -92,7 +92,7 @@ Metas decode_header(std::string_view first, std::string_view rest);
 // A tensor as it is sent: its elements without gaps, in the order that they have in memory, so that a transposed one
 // arrives transposed. Throws std::invalid_argument for what has none on the CPU.
 struct Packed {
-  explicit Packed(const at::Tensor& tensor);
+  explicit Packed(const at::Tensor& given);
 
   std::optional<TensorMeta> meta() const;
   // The same as meta() == expected, without making one.

@@ -90,7 +90,8 @@ TEST(Failure, OfAStepLeavesNothingToTheNext) {
 
 struct ThrowsInBackward : torch::autograd::Function<ThrowsInBackward> {
   static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) { return x.clone(); }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, torch::autograd::variable_list) {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 const torch::autograd::variable_list&) {
     throw std::runtime_error("no way back");
   }
 };

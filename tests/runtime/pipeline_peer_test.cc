@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <iostream>
 #include <stdexcept>
@@ -25,8 +26,8 @@ using Record = c10::Dict<c10::IValue, c10::IValue>;
 
 // A stage of pipeline_peer.py, with its weights.
 StageModule stage_of(const std::string& model, const std::vector<at::Tensor>& weights, bool first, bool last) {
-  const at::Tensor w = weights[0];
-  const at::Tensor other = weights[1];
+  const at::Tensor& w = weights[0];
+  const at::Tensor& other = weights[1];
   if (model == "perceptron") {
     return {.forward = [=](const Args& args, const Kwargs&) -> c10::IValue {
               return at::tanh(at::addmm(other, tensor(args, 0), w));
@@ -45,7 +46,7 @@ StageModule stage_of(const std::string& model, const std::vector<at::Tensor>& we
 
 // Both ranks' records of one run, as one.
 struct PeerRun {
-  PeerRun(const c10::IValue& rank0, const c10::IValue& rank1) : ranks{rank0.toGenericDict(), rank1.toGenericDict()} {}
+  PeerRun(const c10::IValue& rank0, const c10::IValue& rank1) : ranks({rank0.toGenericDict(), rank1.toGenericDict()}) {}
 
   c10::IValue at(const char* key) const { return ranks[0].at(key); }
   Record stage(int index) const {
@@ -61,12 +62,12 @@ struct PeerRun {
     return own.empty() ? items(ranks[1].at("losses")) : own;
   }
 
-  Record ranks[2];
+  std::array<Record, 2> ranks;
 };
 
 void expect_near(const at::Tensor& expected, const at::Tensor& found, const std::string& where) {
   ASSERT_TRUE(found.defined()) << where;
-  const double worst = (expected - found).abs().max().item<double>();
+  const auto worst = (expected - found).abs().max().item<double>();
   EXPECT_LE(worst, kTolerance * std::max(1.0, expected.abs().max().item<double>()))
       << where << "\nthe peer's " << expected << "\nours " << found;
 }

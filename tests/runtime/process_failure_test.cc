@@ -49,7 +49,7 @@ struct Member {
     const auto own = schedule.placement().stages_of(rank);
     pipeline = std::make_unique<Pipeline>(model.pipeline_stages({own.begin(), own.end()}), schedule, options);
   }
-  void step() { pipeline->step({rows(8, "x")}, {}, rows(8, "y")); }
+  void step() const { pipeline->step({rows(8, "x")}, {}, rows(8, "y")); }
 
   c10::intrusive_ptr<c10d::Store> store;
   int rank;
@@ -104,7 +104,7 @@ TEST_F(ProcessFailure, InAForwardIsSaidInTheSameWordsByAllRanks) {
   failing().instead = [](const c10::IValue&) -> c10::IValue { throw std::runtime_error("hot bearings"); };
   const std::vector<std::string> errors = step();
   expect_on_all(errors, "rank 2, stage 2, 2F0 (microbatch 0): hot bearings\n  rank 0: was in ");
-  const auto without_times = [](std::string text) { return text.substr(0, text.find(" for ")); };
+  const auto without_times = [](const std::string& text) { return text.substr(0, text.find(" for ")); };
   for (const std::string& error : errors) EXPECT_EQ(without_times(error), without_times(errors.front()));
 }
 

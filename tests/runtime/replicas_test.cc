@@ -65,7 +65,7 @@ std::vector<std::map<std::string, at::Tensor>> whole_batch_gradients(const Model
 
 void expect_close(const at::Tensor& expected, const at::Tensor& found, const std::string& where) {
   ASSERT_TRUE(found.defined()) << where;
-  const double largest = expected.abs().max().item<double>();
+  const auto largest = expected.abs().max().item<double>();
   EXPECT_LE((expected - found.view(expected.sizes())).abs().max().item<double>(), 1e-6 * std::max(largest, 1e-2))
       << where << "\nexpected " << expected << "\nfound " << found;
 }
@@ -87,6 +87,7 @@ at::Tensor gradient_of(const Pipeline& pipeline, int replicas, std::size_t stage
 TEST_P(EveryScheduleWithReplicas, GivesTheGradientsOfOneProcessOnTheWholeBatch) {
   constexpr int kReplicas = 2;
   constexpr int kMicrobatches = 4;
+  constexpr std::int64_t kRows = kReplicas * kMicrobatches * 2;
   const Schedule schedule = generate(GetParam().schedule, {.ranks = 2, .microbatches = kMicrobatches});
   for (const NamedModel& named : {kModels[0], kModels[2], kModels[3], kModels[4], kModels[5]}) {
     SCOPED_TRACE(named.name);
@@ -94,8 +95,8 @@ TEST_P(EveryScheduleWithReplicas, GivesTheGradientsOfOneProcessOnTheWholeBatch) 
     auto replicas = copies(named, schedule.stages(), kReplicas, models);
     Pipeline pipeline(std::move(replicas), models.front().wiring, schedule,
                       {.loss = squared_error, .sharded = GetParam().sharded});
-    const at::Tensor x = weight("x", {kReplicas * kMicrobatches * 2, kWide}).detach();
-    const at::Tensor y = weight("y", {kReplicas * kMicrobatches * 2, kWide}).detach();
+    const at::Tensor x = weight("x", {kRows, kWide}).detach();
+    const at::Tensor y = weight("y", {kRows, kWide}).detach();
     const auto expected = whole_batch_gradients(named.make(schedule.stages()), x, y);
 
     // Two steps that are reduced, one after the other, give the sum; so do two of which only the second is.

@@ -209,7 +209,7 @@ TEST(Step, TakesLossesOfDifferentForms) {
   PipelineOptions options;
   options.loss = [losses = std::make_shared<int>()](const c10::IValue& output, const c10::IValue& target,
                                                     const Kwargs& kwargs) {
-    const at::Tensor loss = squared_error(output, target, kwargs);
+    at::Tensor loss = squared_error(output, target, kwargs);
     switch ((*losses)++) {
       case 1: return loss.to(at::kDouble);
       case 2: return loss.view({1, 1});

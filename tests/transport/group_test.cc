@@ -107,7 +107,7 @@ TEST_P(EveryGroup, AddsUpSmallTensorsInTheOrderOfMembers) {
       group.all_reduce({found})->wait(far());
       EXPECT_TRUE(same(expected, found));
 
-      at::Tensor part = at::empty({100 * group.size()}).narrow(0, 0, 100);
+      at::Tensor part = at::empty({std::int64_t{100} * group.size()}).narrow(0, 0, 100);
       group.reduce_scatter(part, rounded(group.member()).repeat({group.size()}))->wait(far());
       EXPECT_TRUE(same(expected, part));
     });

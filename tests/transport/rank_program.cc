@@ -91,7 +91,8 @@ int lose(Transport& transport, const std::string& what, double seconds) {
 int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "";
   const double seconds = argc > 2 ? std::atof(argv[2]) : 120;
-  const int rank = std::atoi(std::getenv("RANK"));
+  const char* const named = std::getenv("RANK");
+  const int rank = named == nullptr ? 0 : std::atoi(named);
   if (what == "code") return rank == 1 ? argc > 2 ? std::atoi(argv[2]) : 1 : 0;
   if (what == "sleep") {
     std::this_thread::sleep_for(std::chrono::hours(1));

@@ -1,0 +1,101 @@
+#include "penstock/cli/program/options.h"
+
+#include "penstock/cli/checks.h"
+#include "penstock/cli/output.h"
+#include "penstock/program/error.h"
+#include "penstock/schedule/csv.h"
+#include "penstock/schedule/generators.h"
+
+namespace penstock::cli {
+
+void CutOptions::add_to(CLI::App& command) {
+  command.add_option("MODEL.pt2", model, "What torch.export.save has written")->required();
+  auto* const places = command
+                           .add_option("--at", at,
+                                       "Cut before these modules, or behind them as NAME:end; besides the pipe_split() "
+                                       "marks of the model")
+                           ->option_text("NAME…")
+                           ->expected(1, CLI::detail::expected_max_vector_size);
+  command.add_option("--stages", stages, "Cut into so many stages that take about the same time")
+      ->option_text("N")
+      ->check(whole_number())
+      ->excludes(places);
+}
+
+Pipe CutOptions::cut(const Program& program, int otherwise) const {
+  if (stages > 0) return pipeline(program, stages);
+  if (at.empty() && program.graph().marks.empty() && otherwise > 1) return pipeline(program, otherwise);
+  SplitSpec spec;
+  for (const std::string& name : at) {
+    constexpr std::string_view end = ":end";
+    if (name.ends_with(end)) {
+      spec.emplace_back(name.substr(0, name.size() - end.size()), SplitPoint::END);
+    } else {
+      spec.emplace_back(name, SplitPoint::BEGINNING);
+    }
+  }
+  return pipeline(program, spec);
+}
+
+void RunOptions::add_to(CLI::App& command) {
+  command.add_option("--ranks", ranks, "How many ranks; by default as many as the schedule needs for the stages")
+      ->option_text("P")
+      ->check(whole_number());
+  auto* const by_name = command.add_option("--schedule", schedule, "A schedule; `penstock schedule list` names them")
+                            ->option_text("NAME [1F1B]");
+  auto* const by_file =
+      command.add_option("--csv", csv, "A file with a schedule, a row for each rank")->option_text("FILE");
+  by_file->excludes(by_name)->excludes(command.get_option("--ranks"));
+  command
+      .add_option("--microbatches", microbatches,
+                  "How many microbatches; by default as many as the inputs are, or two a rank")
+      ->option_text("M")
+      ->check(whole_number());
+  command.add_option("--transport", transport, "Ranks are threads, or processes that talk through gloo")
+      ->option_text("threads|gloo [threads]")
+      ->check(one_of({"threads", "gloo"}));
+  command.add_option("--threads", threads, "Threads of each rank's own operators")
+      ->option_text("N [1]")
+      ->check(whole_number());
+  command.add_option("--seed", seed, "Of random numbers: dropout, and inputs that are made up")->option_text("S [0]");
+  command.add_option("--timeout", timeout, "Seconds that a rank waits for another")
+      ->option_text("T [300]")
+      ->check(cost());
+}
+
+int RunOptions::stages_wanted() const {
+  if (!csv.empty()) return parse_csv(read_file(csv), {.source = csv}).stages();
+  return ranks == 0 ? 1 : ranks * find_generator(schedule).default_stages_per_rank();
+}
+
+Schedule RunOptions::make(int stages, int rows) const {
+  if (!csv.empty()) {
+    Schedule read = parse_csv(read_file(csv), {.source = csv});
+    if (read.stages() != stages) {
+      throw ProgramError(csv + ": has " + std::to_string(read.stages()) + " stages, and the model was cut into " +
+                         std::to_string(stages) + ".");
+    }
+    if (microbatches != 0 && microbatches != read.microbatches()) {
+      throw ProgramError(csv + ": has " + std::to_string(read.microbatches()) +
+                         " microbatches, and --microbatches is " + std::to_string(microbatches) + ".");
+    }
+    return read;
+  }
+  const Generator& generator = find_generator(schedule);
+  const std::string name(generator.name);
+  int per_rank = generator.stages_per_rank;
+  if (per_rank == 0) per_rank = ranks > 0 && stages % ranks == 0 ? stages / ranks : generator.default_stages_per_rank();
+  // One stage is one rank's, whatever the schedule would like.
+  if (generator.stages_per_rank == 0 && stages == 1) per_rank = 1;
+  const int found = ranks > 0 ? ranks : stages / per_rank;
+  if (found * per_rank != stages) {
+    throw ProgramError(name + " has " + std::to_string(per_rank) + (per_rank == 1 ? " stage" : " stages") +
+                       " a rank, and " + std::to_string(stages) + " stages do not go on " +
+                       (ranks > 0 ? std::to_string(ranks) + (ranks == 1 ? " rank" : " ranks") : "such ranks") +
+                       ".\n  Hint: cut the model with --stages N, or choose another schedule.");
+  }
+  const int count = microbatches > 0 ? microbatches : rows > 0 ? rows : 2 * found;
+  return generate(schedule, {.ranks = found, .stages_per_rank = per_rank, .microbatches = count});
+}
+
+}  // namespace penstock::cli

@@ -1,0 +1,46 @@
+// A batch through a pipeline, on threads or on processes.
+#pragma once
+
+#include <string>
+
+#include "penstock/cli/program/options.h"
+#include "penstock/program/inputs.h"
+#include "penstock/program/pipe.h"
+
+namespace penstock::cli {
+
+// The sum of the means of the floating-point outputs.
+at::Tensor sum_of_means(const c10::IValue& output);
+
+// Outputs of all microbatches by their numbers, "output.0": behind each other, and what is one number in a row.
+TensorsByName merged_outputs(const std::vector<c10::IValue>& outputs);
+
+// Outputs as above, and with `backward` the gradients of the mean of the microbatches' losses, "grad.NAME". When ranks are
+// processes, this one starts them as itself with the same words, and each of them comes here too: it does its part and
+// ends. Throws PipelineError and what else goes wrong; of processes, what the first of them said.
+class Pipelined {
+ public:
+  Pipelined(const Pipe& pipe, const Schedule& schedule, const RunOptions& options, bool backward);
+  ~Pipelined();
+  Pipelined(const Pipelined&) = delete;
+  Pipelined& operator=(const Pipelined&) = delete;
+
+  // Starts processes, if that is what ranks are: they work while this process does something else.
+  void start();
+  TensorsByName run(const TensorsByName& batch);
+
+  // Whether this process is a rank that another one has started.
+  static bool is_rank();
+
+ private:
+  struct Processes;
+  TensorsByName run_here(const TensorsByName& batch, std::shared_ptr<Transport> transport);
+
+  const Pipe& pipe_;
+  const Schedule& schedule_;
+  const RunOptions& options_;
+  bool backward_;
+  std::unique_ptr<Processes> processes_;
+};
+
+}  // namespace penstock::cli

@@ -1,0 +1,78 @@
+// penstock split: the stages of a model, and what crosses.
+#include <algorithm>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "penstock/cli/checks.h"
+#include "penstock/cli/output.h"
+#include "penstock/cli/program/commands.h"
+#include "penstock/cli/program/options.h"
+#include "penstock/cli/program/picture.h"
+
+namespace penstock::cli {
+namespace {
+
+void write_json(std::ostream& out, const PipeInfo& info) {
+  nlohmann::ordered_json json{{"version", 1}, {"model", info.name}};
+  json["stages"] = nlohmann::json::array();
+  for (const PipeInfo::Stage& stage : info.stages) {
+    json["stages"].push_back({{"modules", stage.modules},
+                              {"nodes", stage.nodes},
+                              {"parameters", stage.parameters},
+                              {"buffers", stage.buffers},
+                              {"flops", stage.flops},
+                              {"seconds", stage.seconds},
+                              {"kept_bytes", stage.kept_bytes}});
+  }
+  json["crossings"] = nlohmann::json::array();
+  for (const PipeInfo::Crossing& crossing : info.crossings) {
+    json["crossings"].push_back({{"name", crossing.name},
+                                 {"from", crossing.from},
+                                 {"to", crossing.to},
+                                 {"type", crossing.type},
+                                 {"bytes", crossing.bytes}});
+  }
+  json["shared"] = nlohmann::json::array();
+  for (const std::map<int, std::string>& shared : info.replicated_params) {
+    std::vector<int> stages;
+    for (const auto& [stage, name] : shared) stages.push_back(stage);
+    json["shared"].push_back({{"name", shared.begin()->second}, {"stages", stages}});
+  }
+  out << json.dump(2) << "\n";
+}
+
+}  // namespace
+
+void add_split(CLI::App& command, int& /*exit*/) {
+  struct Options {
+    CutOptions cut;
+    bool json = false;
+    std::string format = "text";
+    std::string output;
+  };
+  const auto options = std::make_shared<Options>();
+  options->cut.add_to(command);
+  auto* const json = command.add_flag("--json", options->json, "As JSON");
+  command.add_option("--format", options->format, "text, or svg: a picture")
+      ->check(one_of({"text", "svg"}))
+      ->option_text("FORMAT [text]")
+      ->excludes(json);
+  command.add_option("-o,--output", options->output, "Write to a file")->option_text("FILE");
+  command.callback([options] {
+    const Pipe pipe = options->cut.cut(Program(options->cut.model));
+    write_output(options->output, [&](std::ostream& out) {
+      if (options->json) {
+        write_json(out, pipe.info());
+      } else if (options->format == "svg") {
+        draw_pipe(out, pipe.info());
+      } else {
+        out << pipe;
+      }
+    });
+  });
+}
+
+}  // namespace penstock::cli
