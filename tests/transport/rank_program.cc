@@ -66,8 +66,9 @@ int lose(Transport& transport, const std::string& what, double seconds) {
   std::vector<int> everybody;
   for (int rank = 0; rank < transport.ranks(); ++rank) everybody.push_back(rank);
   const auto group = transport.group(everybody);
-  group->barrier()->wait(within(60));
   if (transport.rank() == victim) {
+    // Once all have come.
+    group->barrier()->wait(within(60));
     if (what == "kill") std::raise(SIGKILL);
     if (what == "stop") std::raise(SIGSTOP);
     if (what == "exit") std::_Exit(3);
@@ -75,6 +76,7 @@ int lose(Transport& transport, const std::string& what, double seconds) {
     return kAborter;
   }
   try {
+    group->barrier()->wait(within(60));
     wait_for(transport, *group, victim, seconds);
   } catch (const TransportError& error) {
     std::cerr << "rank " << transport.rank() << ": " << error.what() << "\n";
