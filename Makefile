@@ -52,7 +52,7 @@ format: ## the sources brought into form
 	@$(SOURCES) | xargs -r clang-format-19 -i
 
 bench: build ## timings, beside those of torch.distributed.pipelining
-	@for room in schedule microbatch attention runtime; do \
+	@for room in schedule microbatch attention runtime program; do \
 	  echo; .venv/bin/python bench/$$room.py --bench build/release/bin/penstock_$${room}_bench; \
 	done
 
@@ -73,7 +73,7 @@ fuzz: ## the fuzzers, FUZZ_RUNS inputs each
 	  tail -n 1 "$$corpora/log"; \
 	done
 
-soak: build ## what takes long: sanitizers, whole grids on processes, lost ranks, a million fuzzed inputs
+soak: build ## what takes long: sanitizers, whole grids on processes, Hugging Face, lost ranks, a million fuzzed inputs
 	@scripts/setup soak
 	$(call build,asan)
 	@ctest --preset asan --output-on-failure --no-tests=error -j $(JOBS)
@@ -84,6 +84,12 @@ soak: build ## what takes long: sanitizers, whole grids on processes, lost ranks
 	@for ranks in 1 2 4; do \
 	  PENSTOCK_GRID=whole build/release/bin/penstock_launch $$ranks build/release/bin/penstock_gloo_test --gtest_brief=1; \
 	done
+	@scripts/setup hf
+	@build/hugging_face/venv/bin/python tests/program/hugging_face.py write build/hugging_face/zoo
+	@PENSTOCK_ZOO=build/hugging_face/zoo ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 OMP_WAIT_POLICY=PASSIVE \
+	  build/release/bin/penstock_program_test --gtest_brief=1 --gtest_filter='*Zoo*'
+	@PENSTOCK_GRID=whole PENSTOCK=build/release/bin/penstock PENSTOCK_ZOO=build/release/tests/zoo \
+	  ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 OMP_WAIT_POLICY=PASSIVE python3 tests/cli/program_test.py OnProcesses
 	@PENSTOCK_KILLS=100 build/release/bin/penstock_runtime_test --gtest_filter='LostRank*'
 	@$(MAKE) fuzz FUZZ_RUNS=1000000
 	@PENSTOCK_CASES=200000 build/release/bin/penstock_schedule_test --gtest_filter='Mutation*'

@@ -1,25 +1,15 @@
 """Measures steps of torch.distributed.pipelining ("the peer") on two processes with Gloo, one thread each.
 
-Reads lines, answers each with a line, and ends with its input. bench/runtime.py talks to it.
+bench/runtime.py talks to it: see peer_ranks.py.
 
     overhead SCHEDULE MICROBATCHES STEPS   seconds for a step, the median of STEPS, on tiny stages
     transformer MICROBATCHES STEPS         the same for 1F1B with the transformer of bench/transformer.h
     memory MICROBATCHES                    bytes of memory that 1F1B had at most, both ranks together, without the batch
-
-Rank 1 is this program too, started by rank 0.
 """
 
-import os
 import pathlib
-import statistics
-import subprocess
-import sys
-import tempfile
-import time
-import warnings
 
-warnings.filterwarnings("ignore")
-
+import peer_ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -95,36 +85,17 @@ def transformer_schedule(rank, microbatches):
     return get_schedule_class("1F1B")(stage, microbatches, loss_fn=cross_entropy), [stage]
 
 
-def step(schedule, stages, x, y):
-    args = (x,) if any(stage.is_first for stage in stages) else ()
-    target = y if any(stage.is_last for stage in stages) else None
-    schedule.step(*args, target=target, return_outputs=False)
-
-
-def seconds_for_a_step(schedule, stages, x, y, steps):
-    times = []
-    for _ in range(steps + 2):
-        for stage in stages:
-            stage.submod.zero_grad()
-        dist.barrier()
-        start = time.perf_counter()
-        step(schedule, stages, x, y)
-        dist.barrier()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[2:])
-
-
 def time_overhead(rank, name, microbatches, steps):
     microbatches, wide = int(microbatches), 16
     schedule, stages = linear_schedule(name, rank, microbatches, 1, wide)
     x, y = torch.randn(microbatches, wide), torch.randn(microbatches, wide)
-    return seconds_for_a_step(schedule, stages, x, y, int(steps))
+    return peer_ranks.seconds_for_a_step(schedule, stages, x, y, int(steps))
 
 
 def time_transformer(rank, microbatches, steps):
     schedule, stages = transformer_schedule(rank, int(microbatches))
     text = torch.randint(BYTES, (TEXT_ROWS * int(microbatches), LENGTH + 1))
-    return seconds_for_a_step(schedule, stages, text[:, :-1], text[:, 1:], int(steps))
+    return peer_ranks.seconds_for_a_step(schedule, stages, text[:, :-1], text[:, 1:], int(steps))
 
 
 def peak_bytes():
@@ -143,7 +114,7 @@ def memory_of_steps(rank, microbatches):
     batch = torch.randn(MEMORY_ROWS * int(microbatches), MEMORY_WIDE)
     forget_peak()
     for _ in range(MEMORY_STEPS):
-        step(schedule, stages, batch, batch)
+        peer_ranks.step(schedule, stages, batch, batch)
     total = torch.tensor(peak_bytes() - batch.nbytes)
     dist.all_reduce(total)
     return total.item()
@@ -152,32 +123,5 @@ def memory_of_steps(rank, microbatches):
 ANSWERS = {"overhead": time_overhead, "transformer": time_transformer, "memory": memory_of_steps}
 
 
-def serve(rank, store, tell_other=lambda line: None):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    for line in sys.stdin:
-        tell_other(line)
-        what, *words = line.split()
-        answer = ANSWERS[what](rank, *words)
-        if rank == 0:
-            print(answer, flush=True)
-    dist.destroy_process_group()
-
-
-def main():
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if len(sys.argv) == 2:
-        serve(1, sys.argv[1])
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
-        other = subprocess.Popen([sys.executable, __file__, store], stdin=subprocess.PIPE, text=True)
-        try:
-            serve(0, store, lambda line: print(line, end="", file=other.stdin, flush=True))
-        finally:
-            other.stdin.close()
-            other.wait(timeout=60)
-
-
 if __name__ == "__main__":
-    main()
+    peer_ranks.answer(__file__, ANSWERS)

@@ -90,15 +90,15 @@ struct Code::Call {
     bool last = false;
     Operand::Conversion conversion = Operand::Conversion::None;
     Operand::ListKind list = Operand::ListKind::None;
-    std::vector<Argument> elements;
+    std::vector<Argument> elements = {};
   };
 
   int node = 0;
-  std::vector<Argument> arguments;
-  std::vector<Node::Result> results;
+  std::vector<Argument> arguments = {};
+  std::vector<Node::Result> results = {};
   // What is used no more after this, and was not taken as a last use.
-  std::vector<int> released;
-  std::optional<EvaluationChange> in_evaluation;
+  std::vector<int> released = {};
+  std::optional<EvaluationChange> in_evaluation = std::nullopt;
 };
 
 struct Code::Plan {
@@ -218,7 +218,12 @@ Code::Code(std::shared_ptr<const Graph> graph, std::span<const int> nodes, std::
       argument.place = place->second;
     }
     for (const Operand& element : operand.elements) argument.elements.push_back(self(element, self));
-    return argument;
+    const bool is_fixed =
+        argument.list != Operand::ListKind::None && std::ranges::all_of(operand.elements, &Operand::is_constant);
+    if (!is_fixed) return argument;
+    // A list of constants is made once.
+    std::vector<c10::IValue> none;
+    return {.constant = Plan::take(argument, none)};
   };
   for (const int number : nodes) {
     const Node& node = graph->nodes[static_cast<std::size_t>(number)];

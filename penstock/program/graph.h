@@ -95,13 +95,13 @@ struct Node {
     std::vector<int> values = {};
   };
 
-  std::string name;
+  std::string name = {};
   // As the export has it: "torch.ops.aten.add.Tensor".
-  std::string target;
+  std::string target = {};
   std::variant<c10::OperatorHandle, Arithmetic> function;
   // Of an operator: one for each argument of its schema.
-  std::vector<Operand> operands;
-  std::vector<Result> results;
+  std::vector<Operand> operands = {};
+  std::vector<Result> results = {};
   // The innermost call that it belongs to, or -1.
   int call = -1;
   int region = 0;

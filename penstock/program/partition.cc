@@ -219,6 +219,8 @@ class Partitioner {
       for (const int written : roots) {
         const int other = written == roots[0] ? roots[1] : roots[0];
         for (const int writer : writers_[index(written)]) {
+          // What was written before is in both.
+          if (writer < value(view).producer) continue;
           for (const int user : users_[index(other)]) {
             if (user < writer || stages_[index(user)] == stages_[index(writer)]) continue;
             throw ProgramError(named(writer) + " writes in place to what " + named(user) +
@@ -289,11 +291,11 @@ class Partitioner {
   // What a stage has while it is filled.
   struct Filling {
     int stage = 0;
-    std::set<int> nodes;
-    std::set<int> made;
-    std::set<int> held;
+    std::set<int> nodes = {};
+    std::set<int> made = {};
+    std::set<int> held = {};
     // In the order in which they are first needed.
-    std::vector<int> numbers;
+    std::vector<int> numbers = {};
   };
 
   void fill(int stage) {
@@ -396,7 +398,7 @@ class Partitioner {
   // A number is computed again if all that it comes from is there; otherwise it travels.
   void need_number(int operand, Filling& filling) {
     if (filling.made.contains(operand)) return;
-    std::set<int> nodes;
+    std::set<int> nodes = {};
     if (can_be_derived(operand, filling, nodes)) {
       for (const int number : nodes) run_again(number, filling);
     } else {

@@ -99,8 +99,19 @@ struct Pipe::State {
   Wiring wiring{1};
   SharedParameters shared;
   PipeInfo info;
+  // By stage and the program's tensor: its own.
+  std::vector<std::map<const void*, at::Tensor>> own;
 
+  // What a stage has for a tensor of the program: a constant is everybody's.
+  at::Tensor held_by(int stage, const at::Tensor& original) const {
+    const auto found = own[index(stage)].find(original.unsafeGetTensorImpl());
+    return found == own[index(stage)].end() ? original : found->second;
+  }
   void make_modules(const Program& program);
+  // What a stage computes, by a graph like the program's, on the weights that `tensor_of` gives for the program's.
+  std::function<c10::IValue(const Args&, const Kwargs&)> forward_of(
+      const Program& program, int stage, std::shared_ptr<const Graph> graph,
+      const std::function<at::Tensor(const at::Tensor&)>& tensor_of) const;
   void make_info(const Program& program, const std::vector<int>& stages);
 };
 
@@ -141,12 +152,47 @@ std::vector<Weight> weights_of(const Program& program, const std::vector<StagePa
 
 }  // namespace
 
+std::function<c10::IValue(const Args&, const Kwargs&)> Pipe::State::forward_of(
+    const Program& program, int stage, std::shared_ptr<const Graph> graph,
+    const std::function<at::Tensor(const at::Tensor&)>& tensor_of) const {
+  const StagePart& part = parts[index(stage)];
+  const bool is_last = stage == static_cast<int>(parts.size()) - 1;
+  Part::Contents contents{.nodes = part.nodes, .inputs = part.arguments};
+  for (const int held : part.held) {
+    const ProgramInput& input = program.inputs()[index(held)];
+    contents.held.emplace_back(input.value, tensor_of(program.tensor(input)));
+  }
+  for (const int write : part.writes) {
+    contents.writes.push_back(program.state()->write_of(program.outputs()[index(write)]));
+  }
+  if (is_last) {
+    for (const ProgramOutput& output : program.outputs()) {
+      if (output.kind == ProgramOutput::Kind::User) contents.outputs.push_back(output.operand);
+    }
+  } else {
+    for (const int result : part.results) contents.outputs.push_back({.value = result});
+  }
+  std::vector<ValueKind> kinds;
+  for (const int argument : part.arguments) kinds.push_back(program.graph().values[index(argument)].kind);
+  const auto code = std::make_shared<const Part>(std::move(graph), std::move(contents), program.state()->mode);
+  return [program, code, kinds, stage, is_last](const Args& args, const Kwargs& kwargs) {
+    std::vector<c10::IValue> inputs;
+    if (stage == 0) {
+      inputs = program.flatten_inputs(args, kwargs);
+    } else {
+      for (std::size_t i = 0; i < args.size(); ++i) inputs.push_back(as_value(args[i], kinds[i]));
+    }
+    std::vector<c10::IValue> outputs = code->run(std::move(inputs));
+    if (is_last) return program.out_spec().unflatten(outputs);
+    std::transform(outputs.begin(), outputs.end(), outputs.begin(), as_tensor);
+    return c10::IValue(c10::ivalue::Tuple::create(std::move(outputs)));
+  };
+}
+
 void Pipe::State::make_modules(const Program& program) {
   const int count = static_cast<int>(parts.size());
-  const Program::State& state = *program.state();
   modules.resize(parts.size());
-  // By the original: the tensors of each stage.
-  std::vector<std::map<const void*, at::Tensor>> own(parts.size());
+  own.resize(parts.size());
   for (const Weight& weight : weights_of(program, parts)) {
     std::vector<SharedParameter> places;
     std::map<int, std::string> replicated;
@@ -167,38 +213,8 @@ void Pipe::State::make_modules(const Program& program) {
     }
   }
   for (int stage = 0; stage < count; ++stage) {
-    const StagePart& part = parts[index(stage)];
-    Part::Contents contents{.nodes = part.nodes, .inputs = part.arguments};
-    for (const int held : part.held) {
-      const ProgramInput& input = program.inputs()[index(held)];
-      const at::Tensor& original = program.tensor(input);
-      const auto found = own[index(stage)].find(original.unsafeGetTensorImpl());
-      contents.held.emplace_back(input.value, found == own[index(stage)].end() ? original : found->second);
-    }
-    for (const int write : part.writes) contents.writes.push_back(state.write_of(program.outputs()[index(write)]));
-    const bool is_last = stage == count - 1;
-    if (is_last) {
-      for (const ProgramOutput& output : program.outputs()) {
-        if (output.kind == ProgramOutput::Kind::User) contents.outputs.push_back(output.operand);
-      }
-    } else {
-      for (const int result : part.results) contents.outputs.push_back({.value = result});
-    }
-    std::vector<ValueKind> kinds;
-    for (const int argument : part.arguments) kinds.push_back(program.graph().values[index(argument)].kind);
-    const auto code = std::make_shared<const Part>(state.graph(), std::move(contents), state.mode);
-    modules[index(stage)].forward = [program, code, kinds, stage, is_last](const Args& args, const Kwargs& kwargs) {
-      std::vector<c10::IValue> inputs;
-      if (stage == 0) {
-        inputs = program.flatten_inputs(args, kwargs);
-      } else {
-        for (std::size_t i = 0; i < args.size(); ++i) inputs.push_back(as_value(args[i], kinds[i]));
-      }
-      std::vector<c10::IValue> outputs = code->run(std::move(inputs));
-      if (is_last) return program.out_spec().unflatten(outputs);
-      std::transform(outputs.begin(), outputs.end(), outputs.begin(), as_tensor);
-      return c10::IValue(c10::ivalue::Tuple::create(std::move(outputs)));
-    };
+    modules[index(stage)].forward = forward_of(program, stage, program.state()->graph(),
+                                               [&](const at::Tensor& original) { return held_by(stage, original); });
   }
   wiring = Wiring(count);
   for (int stage = 1; stage < count; ++stage) wiring.connect(stage, parts[index(stage)].sources);
@@ -272,7 +288,33 @@ const StageModule& Pipe::get_stage_module(int stage) const {
 }
 
 PipelineStage Pipe::build_stage(int stage, StageOptions options) const {
-  return {get_stage_module(stage), stage, num_stages(), std::move(options)};
+  StageModule module = get_stage_module(stage);
+  if (options.device != at::Device(at::kCPU)) module = module_on(stage, options.device);
+  return {std::move(module), stage, num_stages(), std::move(options)};
+}
+
+StageModule Pipe::module_on(int stage, at::Device device) const {
+  StageModule module = get_stage_module(stage);
+  std::map<const void*, at::Tensor> moved;
+  for (StageModule::NamedTensors* tensors : {&module.parameters, &module.buffers}) {
+    for (auto& [name, tensor] : *tensors) {
+      at::Tensor there = tensor.detach().to(device).set_requires_grad(tensor.requires_grad());
+      moved.emplace(tensor.unsafeGetTensorImpl(), there);
+      tensor = std::move(there);
+    }
+  }
+  // Nodes that make tensors make them there, too.
+  auto graph = std::make_shared<Graph>(program_.graph());
+  for (Node& node : graph->nodes) {
+    for (Operand& operand : node.operands) {
+      if (operand.is_constant() && operand.constant.isDevice()) operand.constant = device;
+    }
+  }
+  module.forward = state_->forward_of(program_, stage, std::move(graph), [&](const at::Tensor& original) {
+    const auto found = moved.find(state_->held_by(stage, original).unsafeGetTensorImpl());
+    return found == moved.end() ? original.to(device) : found->second;
+  });
+  return module;
 }
 
 std::vector<PipelineStage> Pipe::build_stages() const {

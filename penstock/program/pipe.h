@@ -73,7 +73,8 @@ class Pipe {
   const std::vector<int>& stages() const { return stage_of_node_; }
 
   // A stage as a module, and as a stage of a Pipeline. Its parameters are the program's own, but of a parameter that
-  // several stages have each but the first has a copy. Throws ProgramError if there is no such stage.
+  // several stages have each but the first has a copy, and on another device than the CPU all are copies. Throws
+  // ProgramError if there is no such stage.
   const StageModule& get_stage_module(int stage) const;
   PipelineStage build_stage(int stage, StageOptions options = {}) const;
   std::vector<PipelineStage> build_stages() const;
@@ -96,6 +97,8 @@ class Pipe {
 
  private:
   struct State;
+  StageModule module_on(int stage, at::Device device) const;
+
   Program program_;
   std::vector<int> stage_of_node_;
   std::shared_ptr<const State> state_;

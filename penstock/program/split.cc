@@ -159,10 +159,13 @@ std::vector<int> split_evenly(const Program& program, int stages, std::span<cons
   best[0][0] = {0, 0};
   for (int k = 1; k <= stages; ++k) {
     for (int end = 1; end <= count; ++end) {
-      for (int begin = 0; begin < end; ++begin) {
+      for (int begin = end - 1; begin >= 0; --begin) {
+        // The stage grows from here on, and so does what it takes.
+        const double nodes = before[index(end)] - before[index(begin)];
+        if (nodes > best[index(k)][index(end)].first) break;
         const Best& so_far = best[index(k - 1)][index(begin)];
         if (so_far.first == never.first || work_before[index(end)] == work_before[index(begin)]) continue;
-        const double stage = before[index(end)] - before[index(begin)] + border(begin) + border(end);
+        const double stage = nodes + border(begin) + border(end);
         const Best candidate{std::max(so_far.first, stage), so_far.second + border(begin)};
         if (candidate < best[index(k)][index(end)]) {
           best[index(k)][index(end)] = candidate;

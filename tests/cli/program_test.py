@@ -1,0 +1,259 @@
+"""penstock split, check and run, as a user calls them. PENSTOCK names the command, PENSTOCK_ZOO what zoo.py has written;
+with PENSTOCK_GRID=whole, every model of the zoo runs on processes with every schedule."""
+
+import array
+import json
+import os
+import re
+import struct
+import subprocess
+import tempfile
+import unittest
+import xml.etree.ElementTree
+
+PENSTOCK = os.environ["PENSTOCK"]
+ZOO = os.environ["PENSTOCK_ZOO"]
+WHOLE_GRID = os.environ.get("PENSTOCK_GRID") == "whole"
+
+# A schedule, and the stages and ranks that it is run with.
+SCHEDULES = [
+    ("1F1B", 1, 1),
+    ("1F1B", 2, 2),
+    ("1F1B", 3, 3),
+    ("1F1B", 4, 4),
+    ("Interleaved1F1B", 2, 1),
+    ("Interleaved1F1B", 4, 2),
+    ("ZBVZeroBubble", 2, 1),
+    ("ZBVZeroBubble", 4, 2),
+    ("DualPipeV", 2, 1),
+    ("DualPipeV", 4, 2),
+]
+
+
+def read_tensors(path):
+    """The float32 and int64 tensors of a safetensors file, as lists; others by their bytes."""
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+        data = file.read()
+    header.pop("__metadata__", None)
+    codes = {"F32": "f", "F64": "d", "I64": "q"}
+    tensors = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        code = codes.get(entry["dtype"])
+        tensors[name] = list(array.array(code, data[begin:end])) if code else data[begin:end]
+    return tensors
+
+
+class Case(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = folder.name
+        # What the command leaves behind is seen here.
+        self.temporary = os.path.join(self.folder, "tmp")
+        os.mkdir(self.temporary)
+
+    def path(self, name):
+        return os.path.join(self.folder, name)
+
+    def penstock(self, *words):
+        environment = {**os.environ, "TMPDIR": self.temporary}
+        result = subprocess.run(
+            [PENSTOCK, *map(str, words)], capture_output=True, text=True, timeout=120, env=environment
+        )
+        self.assertEqual(os.listdir(self.temporary), [], words)
+        return result
+
+    def answers(self, *words, code=0):
+        result = self.penstock(*words)
+        self.assertEqual((result.returncode, result.stderr), (code, ""), (words, result.stdout))
+        return result.stdout
+
+    def refuses(self, *words, message):
+        result = self.penstock(*words)
+        self.assertEqual((result.returncode, result.stdout), (2, ""), words)
+        self.assertIn(message, result.stderr)
+
+    def model(self, name):
+        return os.path.join(ZOO, name + ".pt2")
+
+
+class Usage(Case):
+    def test_help_names_the_commands_and_their_options(self):
+        for command in ("split", "check", "run"):
+            self.assertIn(f"  {command} ", self.answers("--help"))
+            self.assertIn(f"Usage: penstock {command}", self.answers(command, "--help"))
+        self.assertIn("--tolerance T", self.answers("check", "--help"))
+
+    def test_schedules_need_no_libtorch(self):
+        for words, needed in ((("schedule", "list"), False), (("split", self.model("mlp")), True)):
+            loaded = subprocess.run(
+                [PENSTOCK, *words], capture_output=True, text=True, env={**os.environ, "LD_DEBUG": "files"}
+            ).stderr
+            self.assertEqual("libtorch" in loaded, needed, words)
+
+    def test_wrong_words(self):
+        self.refuses("split", message="MODEL.pt2 is required")
+        self.refuses("splt", message="did you mean split?")
+        self.refuses("check", self.model("mlp"), "--transport", "mpi", message="'mpi' is none of threads, gloo")
+        self.refuses("check", self.model("mlp"), "--schedule", "1F2B", message="1F1B")
+        self.refuses("check", self.model("mlp"), "--ranks", "0", message="should be a whole number from 1 on")
+        self.refuses("run", self.model("mlp"), message="--inputs is required")
+
+    def test_files_that_are_no_models(self):
+        self.refuses("split", self.path("none.pt2"), message="none.pt2: No such file or directory.")
+        self.refuses("split", self.folder, message="is not a regular file.")
+        with open(self.path("text.pt2"), "w") as file:
+            file.write("not a model")
+        self.refuses("split", self.path("text.pt2"), message="Hint: a .pt2 is what torch.export.save writes.")
+
+
+class Split(Case):
+    def test_shows_stages_and_what_crosses(self):
+        text = self.answers("split", self.model("gpt"), "--at", "blocks.1", "blocks.2")
+        self.assertRegex(text, r"gpt\.pt2: 3 stages\n  stage 0: embedding, position, dropout, blocks\.0\n")
+        self.assertRegex(text, r"    -> stage 1: add_\d float32\[2, 6, 16\]\n  stage 1: blocks\.1\n")
+        self.assertIn("  shared: embedding.weight by stages 0, 2\n", text)
+
+    def test_cuts_behind_a_module(self):
+        self.assertEqual(
+            self.answers("split", self.model("gpt"), "--at", "blocks.0:end"),
+            self.answers("split", self.model("gpt"), "--at", "blocks.1"),
+        )
+
+    def test_json_has_the_same(self):
+        read = json.loads(self.answers("split", self.model("gpt"), "--at", "blocks.1", "--json"))
+        self.assertEqual(read["version"], 1)
+        self.assertEqual(len(read["stages"]), 2)
+        self.assertEqual([(one["from"], one["to"]) for one in read["crossings"]], [(0, 1)])
+        self.assertEqual(read["shared"], [{"name": "embedding.weight", "stages": [0, 1]}])
+
+    def test_a_picture_is_whole_or_not_there(self):
+        self.assertEqual(self.answers("split", self.model("unet"), "--stages", 4, "--format", "svg", "-o", self.path("a.svg")), "")
+        picture = xml.etree.ElementTree.parse(self.path("a.svg")).getroot()
+        self.assertEqual(len([one for one in picture.iter() if one.get("class") == "box"]), 4)
+        self.refuses("split", self.model("unet"), "--at", "none", "-o", self.path("b.svg"), message="there is no module 'none'")
+        self.assertFalse(os.path.exists(self.path("b.svg")))
+
+    def test_marks_are_cuts(self):
+        self.assertIn("marks.pt2: 4 stages\n", self.answers("split", self.model("marks")))
+
+    def test_what_cannot_be_cut(self):
+        self.refuses("split", self.model("gpt"), "--at", "block.1", message="Hint: did you mean blocks.1?")
+        self.refuses("split", self.model("gpt"), "--at", "blocks", message="name one of those, such as blocks.0")
+        self.refuses("split", self.model("mlp"), "--stages", 1000, message="cannot be cut into 1000 stages: it has")
+        self.refuses("split", self.model("mlp"), "--stages", 2, "--at", "x", message="excludes")
+
+
+class Check(Case):
+    def test_says_that_it_is_bit_equal(self):
+        text = self.answers("check", self.model("mlp"), "--stages", 2)
+        self.assertRegex(
+            text,
+            r"^.*mlp\.pt2: 2 stages on 2 ranks \(threads\), 1F1B, 4 microbatches, training\n"
+            r"  outputs: 1, all bit-equal\n  gradients: \d+, all bit-equal\nbit-equal to one process\n$",
+        )
+
+    def test_what_is_shared_is_equal_but_for_rounding(self):
+        words = ("check", self.model("gpt"), "--stages", 2, "--eval", "--inputs", os.path.join(ZOO, "gpt.inputs.safetensors"))
+        text = self.answers(*words)
+        self.assertIn("1F1B, 4 microbatches, evaluation\n", text)
+        self.assertRegex(text, r"the largest difference is \S+ in grad\.\S+ \(\S+ of its largest element\)\n")
+        self.assertIn("equal to one process, but for rounding\n", text)
+        self.assertIn("NOT what one process gives\n", self.answers(*words, "--tolerance", 0, code=1))
+
+    def test_dumps_what_eager_pytorch_computes(self):
+        for name in ("gpt", "unet", "kwargs_none", "gpt_dynamic"):
+            with open(os.path.join(ZOO, name + ".json")) as file:
+                entry = json.load(file)
+            mode = ("--eval",) if entry["mode"] == "eval" else ()
+            self.answers("check", self.model(name), "--stages", 3, *mode, "--microbatches", entry["microbatches"],
+                         "--inputs", os.path.join(ZOO, name + ".inputs.safetensors"), "--dump", self.path("dump.safetensors"))
+            found = read_tensors(self.path("dump.safetensors"))
+            expected = read_tensors(os.path.join(ZOO, name + ".expected.safetensors"))
+            wanted = {one for one in expected if not one.startswith("buffer.")}
+            self.assertEqual(set(found), wanted)
+            for one in wanted:
+                if isinstance(expected[one], bytes):
+                    self.assertEqual(expected[one], found[one])
+                    continue
+                scale = max([1.0, *map(abs, expected[one])])
+                worst = max([0, *(abs(a - b) for a, b in zip(expected[one], found[one], strict=True))])
+                self.assertLessEqual(worst, entry["tolerance"] * scale, (name, one))
+
+    def test_a_schedule_from_a_file(self):
+        subprocess.run([PENSTOCK, "schedule", "export", "GPipe", "--ranks", "2", "--microbatches", "3", "-o", self.path("s.csv")], check=True)
+        text = self.answers("check", self.model("mlp"), "--stages", 2, "--csv", self.path("s.csv"))
+        self.assertIn("s.csv, 3 microbatches", text)
+        self.refuses("check", self.model("mlp"), "--stages", 3, "--csv", self.path("s.csv"),
+                     message="has 2 stages, and the model was cut into 3")
+
+    def test_ranks_that_do_not_fit(self):
+        self.refuses("check", self.model("mlp"), "--stages", 3, "--ranks", 2,
+                     message="1F1B has 1 stage a rank, and 3 stages do not go on 2 ranks")
+        self.refuses("check", self.model("mlp"), "--stages", 3, "--schedule", "ZBVZeroBubble",
+                     message="ZBVZeroBubble has 2 stages a rank, and 3 stages do not go on such ranks")
+
+    def test_ranks_say_how_many_stages(self):
+        self.assertIn(": 4 stages on 2 ranks", self.answers("check", self.model("mlp"), "--ranks", 2, "--schedule", "ZBVZeroBubble"))
+
+    def test_inputs_that_do_not_fit(self):
+        self.refuses("check", self.model("mlp"), "--inputs", os.path.join(ZOO, "gpt.inputs.safetensors"), message="args.0")
+        self.refuses("check", self.model("gpt"), "--inputs", os.path.join(ZOO, "gpt.expected.safetensors"), message="is missing")
+
+    def test_dropout_is_the_same_on_every_cut(self):
+        dumps = []
+        for stages, schedule, seed in ((1, "1F1B", 3), (3, "1F1B", 3), (2, "ZBVZeroBubble", 3), (1, "1F1B", 4)):
+            self.answers("check", self.model("gpt"), "--stages", stages, "--schedule", schedule, "--seed", seed,
+                         "--microbatches", 4, "--inputs", os.path.join(ZOO, "gpt.inputs.safetensors"),
+                         "--dump", self.path("dump.safetensors"))
+            dumps.append(read_tensors(self.path("dump.safetensors"))["output.0"])
+        self.assertEqual(dumps[0], dumps[1])
+        self.assertEqual(dumps[0], dumps[2])
+        self.assertNotEqual(dumps[0], dumps[3])
+
+
+class OnProcesses(Case):
+    def check(self, name, schedule, stages, ranks):
+        with open(os.path.join(ZOO, name + ".json")) as file:
+            entry = json.load(file)
+        text = self.answers("check", self.model(name), "--stages", stages, "--ranks", ranks, "--schedule", schedule,
+                            "--transport", "gloo", "--microbatches", entry["microbatches"],
+                            "--inputs", os.path.join(ZOO, name + ".inputs.safetensors"))
+        self.assertIn(f"{stages} stage", text)
+        # Only what several stages have is summed up in another order.
+        if not json.loads(self.answers("split", self.model(name), "--stages", stages, "--json"))["shared"]:
+            self.assertIn("bit-equal to one process\n", text, (name, schedule))
+
+    def test_models_of_the_zoo(self):
+        with open(os.path.join(ZOO, "zoo.json")) as file:
+            names = json.load(file)
+        for i, name in enumerate(names):
+            for schedule in SCHEDULES if WHOLE_GRID else (SCHEDULES[1 + i % (len(SCHEDULES) - 1)],):
+                with self.subTest(name=name, schedule=schedule):
+                    self.check(name, *schedule)
+
+    def test_an_error_is_said_once(self):
+        result = self.penstock("check", self.model("moe_capacity"), "--stages", 2, "--transport", "gloo", "--timeout", 0)
+        self.assertEqual(result.returncode, 2)
+        self.assertEqual(result.stdout, "")
+        self.assertEqual(len(re.findall(r"^penstock: ", result.stderr, re.M)), 1, result.stderr)
+
+
+class Run(Case):
+    def test_gives_the_outputs_on_threads_and_processes(self):
+        inputs = os.path.join(ZOO, "gpt.inputs.safetensors")
+        expected = read_tensors(os.path.join(ZOO, "gpt.expected.safetensors"))["output.0"]
+        for transport in ("threads", "gloo"):
+            text = self.answers("run", self.model("gpt"), "--stages", 2, "--transport", transport, "--inputs", inputs,
+                                "--output", self.path("out.safetensors"))
+            self.assertRegex(text, r"^output\.0 float32\[\d+, \d+, \d+\]\n$")
+            found = read_tensors(self.path("out.safetensors"))
+            self.assertEqual(list(found), ["output.0"])
+            self.assertLessEqual(max(abs(a - b) for a, b in zip(expected, found["output.0"], strict=True)), 1e-5)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,88 @@
+// The reader of exported programs: any bytes are a program or an error. An input that begins as a zip does is taken for an
+// archive as it is; any other one for the JSON of a model, or, where that begins with its config, of its weights, in an
+// archive that is well made around it. A program's graph names only values and nodes that there are, each value after the
+// node that makes it; and it can be cut and printed, or is refused. Nothing is run: operators are libtorch's.
+//
+// What is claimed is held against what is there before memory is taken: -malloc_limit_mb=64 holds for inputs of 64 kB.
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "penstock/program/archive.h"
+#include "penstock/program/error.h"
+#include "penstock/program/pipe.h"
+#include "penstock/program/program.h"
+#include "tests/program/archives.h"
+
+namespace penstock {
+namespace {
+
+void require(bool holds) {
+  if (!holds) std::abort();
+}
+
+void check(const Graph& graph) {
+  const auto values = static_cast<int>(graph.values.size());
+  const auto nodes = static_cast<int>(graph.nodes.size());
+  for (int number = 0; number < nodes; ++number) {
+    const Node& node = graph.nodes[static_cast<std::size_t>(number)];
+    require(node.call < static_cast<int>(graph.calls.size()));
+    require(node.region >= 0 && node.region < static_cast<int>(graph.regions.size()));
+    for_each_operand_value(node, [&](int value) {
+      require(value < values);
+      require(graph.values[static_cast<std::size_t>(value)].producer < number);
+    });
+    for_each_result(node, [&](int value) {
+      require(value < values);
+      require(graph.values[static_cast<std::size_t>(value)].producer == number);
+    });
+  }
+  for (const int mark : graph.marks) require(mark >= 0 && mark <= nodes);
+  for (std::size_t i = 0; i < graph.calls.size(); ++i) require(graph.calls[i].parent < static_cast<int>(i));
+}
+
+void try_cut(const Program& program, int stages) {
+  try {
+    std::ostringstream text;
+    text << (stages == 0 ? pipeline(program) : pipeline(program, stages));
+    require(!text.str().empty());
+  } catch (const ProgramError& error) {
+    require(!std::string_view(error.what()).empty());
+  }
+}
+
+void try_archive(std::string_view bytes) {
+  try {
+    const Program program(Archive(bytes, "fuzz"));
+    check(program.graph());
+    for (const int stages : {0, 2, 3}) try_cut(program, stages);
+  } catch (const ProgramError& error) {
+    require(std::string_view(error.what()).starts_with("fuzz: "));
+  }
+}
+
+// In place of a record of a program that is well made.
+void try_record(std::string_view name, std::string_view bytes) {
+  std::vector<testing::Record> records = testing::small_records();
+  testing::find(records, name)->bytes = bytes;
+  try_archive(testing::zipped(records));
+}
+
+}  // namespace
+}  // namespace penstock
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  const std::string_view bytes(reinterpret_cast<const char*>(data), size);
+  if (bytes.starts_with("PK")) {
+    penstock::try_archive(bytes);
+  } else if (bytes.starts_with("{\"config\"")) {
+    penstock::try_record("data/weights/model_weights_config.json", bytes);
+  } else {
+    penstock::try_record("models/model.json", bytes);
+  }
+  return 0;
+}

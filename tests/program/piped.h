@@ -1,0 +1,126 @@
+// A program in a Pipeline, beside the same program in one process.
+#pragma once
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "penstock/program/inputs.h"
+#include "penstock/program/pipe.h"
+#include "penstock/program/whole_run.h"
+#include "penstock/runtime/pipeline.h"
+#include "penstock/schedule/generators.h"
+#include "penstock/tensor/nested.h"
+#include "tests/program/zoo.h"
+#include "tests/tensor/values.h"
+
+namespace penstock::testing {
+
+// Makes a fresh program and cuts it.
+using MakePipe = std::function<Pipe()>;
+
+constexpr int kMicrobatches = 4;
+
+// The inputs of all microbatches, behind each other.
+inline Arguments batch_of(const Program& program) {
+  return arguments_from(program, example_inputs(program, kMicrobatches, /*seed=*/7));
+}
+
+inline std::vector<Arguments> microbatches_of(const Program& program) {
+  std::vector<Arguments> microbatches;
+  for (const TensorsByName& part :
+       split_inputs(program, example_inputs(program, kMicrobatches, /*seed=*/7), kMicrobatches)) {
+    microbatches.push_back(arguments_from(program, part));
+  }
+  return microbatches;
+}
+
+inline PipelineOptions options_of(const Pipe& pipe, std::uint64_t seed = 0) {
+  PipelineOptions options;
+  options.loss = [](const c10::IValue& output, const c10::IValue&, const Kwargs&) { return zoo_loss(output); };
+  options.shared = pipe.shared_parameters();
+  options.timeout = std::chrono::seconds(60);
+  options.seed = seed;
+  return options;
+}
+
+// What comes of a step: losses by microbatch, and gradients and buffers by stage and name.
+struct Outcome {
+  std::vector<at::Tensor> losses;
+  std::map<std::pair<int, std::string>, at::Tensor> gradients = {};
+  std::map<std::string, at::Tensor> buffers = {};
+};
+
+inline Outcome run_in_one_process(const Pipe& pipe, const Schedule& schedule, std::uint64_t seed = 0) {
+  const WholeRun run = run_whole(pipe, schedule, microbatches_of(pipe.program()), {.loss = zoo_loss, .seed = seed});
+  Outcome outcome{.losses = run.losses};
+  for (int stage = 0; stage < pipe.num_stages(); ++stage) {
+    for (const auto& [name, parameter] : pipe.get_stage_module(stage).parameters) {
+      const auto gradient = run.gradients.find(name);
+      if (gradient != run.gradients.end()) outcome.gradients.emplace(std::pair(stage, name), gradient->second);
+    }
+  }
+  for (const auto& [name, buffer] : pipe.program().buffers()) outcome.buffers.emplace(name, buffer);
+  return outcome;
+}
+
+inline Outcome run_in_stages(const Pipe& pipe, const Schedule& schedule, std::uint64_t seed = 0) {
+  Pipeline pipeline(pipe.build_stages(), pipe.wiring(), schedule, options_of(pipe, seed));
+  const Arguments batch = batch_of(pipe.program());
+  StepOptions step;
+  step.return_outputs = false;
+  Outcome outcome{.losses = pipeline.step(batch.args, batch.kwargs, {}, step).losses};
+  for (int stage = 0; stage < pipe.num_stages(); ++stage) {
+    for (const auto& [name, parameter] : pipe.get_stage_module(stage).parameters) {
+      if (parameter.grad().defined()) outcome.gradients.emplace(std::pair(stage, name), parameter.grad());
+    }
+    for (const auto& [name, buffer] : pipe.get_stage_module(stage).buffers) outcome.buffers.emplace(name, buffer);
+  }
+  return outcome;
+}
+
+// To the bit; of parameters that stages share, to 1e-6 of the largest gradient.
+inline void expect_same(const Outcome& expected, const Outcome& found, const SharedParameters& shared = {}) {
+  ASSERT_EQ(expected.losses.size(), found.losses.size());
+  for (std::size_t i = 0; i < expected.losses.size(); ++i) {
+    EXPECT_TRUE(same(expected.losses[i], found.losses[i])) << "the loss of microbatch " << i;
+  }
+  ASSERT_EQ(expected.gradients.size(), found.gradients.size());
+  for (const auto& [place, gradient] : expected.gradients) {
+    const std::string name = place.second + " of stage " + std::to_string(place.first);
+    const auto other = found.gradients.find(place);
+    ASSERT_NE(other, found.gradients.end()) << name;
+    bool is_shared = false;
+    for (const auto& places : shared) is_shared = is_shared || places.front().name == place.second;
+    if (is_shared) {
+      const double largest = gradient.abs().max().item<double>();
+      EXPECT_LE((gradient - other->second).abs().max().item<double>(), 1e-6 * largest) << name;
+    } else {
+      EXPECT_TRUE(same_bits(gradient, other->second))
+          << name << "\nexpected: " << text(gradient) << "\nfound:    " << text(other->second);
+    }
+  }
+  for (const auto& [name, buffer] : found.buffers) EXPECT_TRUE(same(expected.buffers.at(name), buffer)) << name;
+}
+
+// A step in stages gives what one process gives.
+inline void expect_what_one_process_gives(const MakePipe& make, const Schedule& schedule, std::uint64_t seed = 0) {
+  const Outcome expected = run_in_one_process(make(), schedule, seed);
+  const Pipe pipe = make();
+  ASSERT_EQ(pipe.num_stages(), schedule.stages());
+  expect_same(expected, run_in_stages(pipe, schedule, seed), pipe.shared_parameters());
+}
+
+inline Schedule in_a_row(const std::string& name, int ranks, int stages_per_rank = 1) {
+  return generate(name, {.ranks = ranks, .stages_per_rank = stages_per_rank, .microbatches = kMicrobatches});
+}
+
+}  // namespace penstock::testing

@@ -1,0 +1,44 @@
+// The programs that models.py has exported.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <functional>
+#include <map>
+#include <string>
+
+#include "penstock/program/program.h"
+#include "penstock/tensor/safetensors.h"
+
+namespace penstock::testing {
+
+inline std::string program_path(const std::string& file) {
+  const char* const folder = std::getenv("PENSTOCK_PROGRAMS");
+  EXPECT_NE(folder, nullptr) << "PENSTOCK_PROGRAMS should be a folder that models.py has written.";
+  return (folder == nullptr ? "" : folder) + ("/" + file);
+}
+
+inline Program exported(const std::string& name) {
+  return Program(program_path(name + ".pt2"));
+}
+
+// What eager PyTorch made of it, by name.
+inline std::map<std::string, at::Tensor> expected_of(const std::string& name) {
+  const NamedTensors read = read_safetensors(program_path(name + ".expected.safetensors"));
+  return {read.begin(), read.end()};
+}
+
+// `act` throws a ProgramError with these words in it.
+inline void expect_refused(const std::function<void()>& act, const std::string& words) {
+  try {
+    act();
+    ADD_FAILURE() << "no error, instead of: " << words;
+  } catch (const ProgramError& error) {
+    EXPECT_NE(std::string(error.what()).find(words), std::string::npos)
+        << "message: " << error.what() << "\nwanted:  " << words;
+  }
+}
+
+}  // namespace penstock::testing
