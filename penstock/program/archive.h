@@ -20,6 +20,8 @@ class Archive {
   // The same from bytes in memory, which must outlive it; `name` stands for the path in errors.
   Archive(std::string_view bytes, std::string name);
   ~Archive();
+  Archive(const Archive&) = delete;
+  Archive& operator=(const Archive&) = delete;
   Archive(Archive&&) noexcept;
   Archive& operator=(Archive&&) noexcept;
 

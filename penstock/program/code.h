@@ -26,6 +26,8 @@ class Code {
   Code(std::shared_ptr<const Graph> graph, std::span<const int> nodes, std::span<const int> inputs,
        std::vector<Held> held, std::span<const Operand> outputs);
   ~Code();
+  Code(const Code&) = delete;
+  Code& operator=(const Code&) = delete;
   Code(Code&&) noexcept;
   Code& operator=(Code&&) noexcept;
 

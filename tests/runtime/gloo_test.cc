@@ -17,19 +17,19 @@ namespace penstock::testing {
 namespace {
 
 const Rendezvous& meeting_place() {
-  static const Rendezvous place = rendezvous();
-  return place;
+  static const Rendezvous kPlace = rendezvous();
+  return kPlace;
 }
 
 // One for all tests: a pipeline may follow another on it.
 const std::shared_ptr<Transport>& world() {
-  static const std::shared_ptr<Transport> transport = c10d_transport(meeting_place());
-  return transport;
+  static const std::shared_ptr<Transport> kTransport = c10d_transport(meeting_place());
+  return kTransport;
 }
 
 class Gloo : public ::testing::Test {
  protected:
-  ~Gloo() override {
+  void TearDown() override {
     // The others would wait for a rank that left a test early.
     if (HasFailure()) world()->abort("a test has failed in rank " + std::to_string(world()->rank()));
   }
@@ -154,7 +154,7 @@ TEST_F(Gloo, ReplicasGiveTheGradientsOfOneProcessOnTheWholeBatch) {
   constexpr int kMicrobatches = 4;
   if (ranks() % 2 != 0) return;
   const int replicas = ranks() / 2;
-  const std::int64_t count = 2 * kMicrobatches * replicas;
+  const std::int64_t count = std::int64_t{2} * kMicrobatches * replicas;
   for (const Generator& generator : generators()) {
     const Schedule schedule = generate(generator.name, {.ranks = 2, .microbatches = kMicrobatches});
     if (!features_of(schedule).backward) continue;
