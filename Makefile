@@ -64,10 +64,10 @@ fuzz: ## the fuzzers, FUZZ_RUNS inputs each
 	@mkdir -p build/fuzz/found; \
 	corpora=$$(mktemp -d); \
 	trap 'rm -rf "$$corpora"' EXIT; \
-	for subject in action csv metadata safetensors; do \
+	for subject in action archive csv metadata safetensors; do \
 	  cp -r tests/fuzz/corpus/$$subject "$$corpora/$$subject"; \
 	  echo "fuzz_$$subject: $(FUZZ_RUNS) inputs"; \
-	  build/fuzz/bin/fuzz_$$subject -runs=$(FUZZ_RUNS) -max_len=4096 -timeout=10 \
+	  build/fuzz/bin/fuzz_$$subject -runs=$(FUZZ_RUNS) -max_len=8192 -timeout=10 \
 	    -artifact_prefix=build/fuzz/found/$$subject- "$$corpora/$$subject" >"$$corpora/log" 2>&1 || \
 	    { tail -n 60 "$$corpora/log"; echo "fuzz_$$subject: the input is in build/fuzz/found"; exit 1; }; \
 	  tail -n 1 "$$corpora/log"; \

@@ -1,4 +1,5 @@
-"""The GPT that bench/program.py exports for us and gives to the peer as it is."""
+"""The GPT that bench/program.py exports for us and gives to the peer as it is; its blocks are those of
+bench/transformer.h."""
 
 import torch
 import torch.nn.functional as F

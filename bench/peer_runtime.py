@@ -9,6 +9,7 @@ bench/runtime.py talks to it: see peer_ranks.py.
 
 import pathlib
 
+import gpt
 import peer_ranks
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-BYTES, LENGTH, WIDE, HEADS, TEXT_ROWS = 256, 128, 256, 4, 2
+BYTES, LENGTH, WIDE, TEXT_ROWS = 256, 128, 256, 2
 MEMORY_ROWS, MEMORY_WIDE, MEMORY_STEPS = 1024, 64, 3
 
 
@@ -28,30 +29,6 @@ class Embedding(torch.nn.Module):
 
     def forward(self, ids):
         return self.bytes(ids) + self.places
-
-
-class Block(torch.nn.Module):
-    """Attention to what came before, then a perceptron."""
-
-    def __init__(self):
-        super().__init__()
-        self.before_attention = torch.nn.LayerNorm(WIDE)
-        self.qkv = torch.nn.Linear(WIDE, 3 * WIDE)
-        self.out = torch.nn.Linear(WIDE, WIDE)
-        self.before_perceptron = torch.nn.LayerNorm(WIDE)
-        self.up = torch.nn.Linear(WIDE, 4 * WIDE)
-        self.down = torch.nn.Linear(4 * WIDE, WIDE)
-
-    def forward(self, x):
-        parts = self.qkv(self.before_attention(x)).chunk(3, -1)
-        heads = [part.view(*x.shape[:2], HEADS, WIDE // HEADS).transpose(1, 2) for part in parts]
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
-        y = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
-        return y + self.down(F.gelu(self.up(self.before_perceptron(y))))
-
-
-def cross_entropy(output, target):
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def indices_of(name, rank):
@@ -75,14 +52,14 @@ def linear_schedule(name, rank, microbatches, rows, wide):
 
 def transformer_schedule(rank, microbatches):
     if rank == 0:
-        layers, inputs = [Embedding(), Block(), Block()], torch.zeros(TEXT_ROWS, LENGTH, dtype=torch.int64)
+        layers, inputs = [Embedding(), gpt.Block(WIDE), gpt.Block(WIDE)], torch.zeros(TEXT_ROWS, LENGTH, dtype=torch.int64)
     else:
-        layers = [Block(), Block(), torch.nn.Linear(WIDE, BYTES)]
+        layers = [gpt.Block(WIDE), gpt.Block(WIDE), torch.nn.Linear(WIDE, BYTES)]
         inputs = torch.zeros(TEXT_ROWS, LENGTH, WIDE, requires_grad=True)
     outputs = torch.zeros(TEXT_ROWS, LENGTH, WIDE if rank == 0 else BYTES, requires_grad=True)
     module = torch.nn.Sequential(*layers)
     stage = PipelineStage(module, rank, 2, torch.device("cpu"), input_args=(inputs,), output_args=(outputs,))
-    return get_schedule_class("1F1B")(stage, microbatches, loss_fn=cross_entropy), [stage]
+    return get_schedule_class("1F1B")(stage, microbatches, loss_fn=gpt.cross_entropy), [stage]
 
 
 def time_overhead(rank, name, microbatches, steps):

@@ -23,7 +23,7 @@ namespace {
 class Mapping {
  public:
   explicit Mapping(const std::string& path) {
-    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (file < 0) throw ProgramError(path + ": " + reason() + ".");
     struct ::stat status = {};
     const bool known = ::fstat(file, &status) == 0;

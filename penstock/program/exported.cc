@@ -48,7 +48,8 @@ class Reader {
       const TreeSpec& in = exported_->in_spec;
       const bool right = in.kind() == TreeSpec::Kind::Tuple && in.children().size() == 2 &&
                          in.children()[0].kind() == TreeSpec::Kind::Tuple &&
-                         in.children()[1].kind() == TreeSpec::Kind::Dict;
+                         in.children()[1].kind() == TreeSpec::Kind::Dict &&
+                         std::ranges::all_of(in.children()[1].keys(), &c10::IValue::isString);
       if (!right) nodes_.fail("the inputs should be a tuple of arguments and a dict of keyword arguments.");
       return;
     }
@@ -102,6 +103,7 @@ class Reader {
         input.value = tensor(spec.get_tensor_constant().get_arg());
         break;
       case schema::InputSpec::Tag::USER_INPUT:
+        require_kind([&] { spec.get_user_input(); }, "is of an unknown kind.");
         input.name = next_user_path();
         input.value = read_user_input(argument, input, scope);
         break;
@@ -109,13 +111,16 @@ class Reader {
         input.kind = ProgramInput::Kind::Fixed;
         input.name = next_user_path();
         input.fixed = fixed_value(spec.get_constant_input().get_value());
-        scope.emplace(spec.get_constant_input().get_name(), constant(input.fixed));
+        introduce(spec.get_constant_input().get_name(), constant(input.fixed), scope);
         break;
       case schema::InputSpec::Tag::CUSTOM_OBJ:
         throw ProgramError("is the object '" + spec.get_custom_obj().get_custom_obj_name() +
                            "' of a class of Python's or TorchScript's, which cannot be read.");
       case schema::InputSpec::Tag::TOKEN:
         throw ProgramError("is a token of an operator with side effects, which cannot be run.");
+    }
+    for (const ProgramInput& other : exported_->inputs) {
+      if (other.name == input.name) throw ProgramError("is called '" + input.name + "', as another one is.");
     }
     exported_->inputs.push_back(std::move(input));
   }
@@ -183,6 +188,7 @@ class Reader {
     using Tag = schema::OutputSpec::Tag;
     switch (spec.tag()) {
       case Tag::USER_OUTPUT: {
+        require_kind([&] { spec.get_user_output(); }, "is of an unknown kind.");
         Operand operand = operand_of(spec.get_user_output().get_arg(), scope);
         if (operand.list != Operand::ListKind::None) throw ProgramError("is a list, and should be one value.");
         return {.kind = ProgramOutput::Kind::User, .operand = std::move(operand), .target = ""};
@@ -262,7 +268,9 @@ Exported read_exported(const Archive& archive) {
       known.most = constraint.get_max_val().value_or(known.most);
     }
     Reader(where, exported).read(program.at("graph_module"));
-  } catch (const json::exception& error) {
+  } catch (const ProgramError&) {
+    throw;
+  } catch (const std::exception& error) {
     throw ProgramError(where + ": is not as the schema has it: " + error.what());
   }
   return exported;

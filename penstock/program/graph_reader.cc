@@ -14,6 +14,13 @@ namespace {
 
 using nlohmann::json;
 
+at::ScalarType autocast_dtype(std::int64_t code) {
+  for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf, at::kFloat, at::kDouble}) {
+    if (code == static_cast<std::int64_t>(dtype)) return dtype;
+  }
+  throw ProgramError("autocast wants a dtype of floating-point numbers.");
+}
+
 // The operand that an operator in place writes to and gives back as a result; null for other results.
 const Operand* written_operand(const Node& node, std::size_t result) {
   const auto* handle = std::get_if<c10::OperatorHandle>(&node.function);
@@ -44,7 +51,7 @@ void bind_outputs(const json& outer, const json& inner, const Scope& inside, Sco
   }
   if (names.size() != results.size()) throw ProgramError("a region gives another number of values than are taken.");
   for (std::size_t i = 0; i < names.size(); ++i) {
-    if (!names[i].empty()) scope.emplace(names[i], results[i]);
+    if (!names[i].empty()) introduce(names[i], results[i], scope);
   }
 }
 
@@ -64,7 +71,7 @@ int GraphReader::define(const std::string& name, ValueKind kind, int producer, S
   if (const auto found = tensors.find(name); found != tensors.end()) made.type = found->second;
   graph_->values.push_back(std::move(made));
   const int value = static_cast<int>(graph_->values.size()) - 1;
-  if (!scope.emplace(name, Operand{.value = value}).second) throw ProgramError("there are two values '" + name + "'.");
+  introduce(name, {.value = value}, scope);
   return value;
 }
 
@@ -118,6 +125,10 @@ void GraphReader::read_node(const json& described, Scope& scope, int region) {
   node.name = read.get_name().value_or("");
   const auto stack = read.get_metadata().find("nn_module_stack");
   if (stack != read.get_metadata().end()) node.call = read_call(stack->second);
+  if (!may_be_called(target)) {
+    throw ProgramError(describe(*graph_, node) +
+                       ": reaches beyond the program, to files, other processes or bare memory; it is not run.");
+  }
   const auto function = find_function(target);
   if (!function) {
     throw ProgramError(describe(*graph_, node) +
@@ -131,7 +142,7 @@ void GraphReader::read_node(const json& described, Scope& scope, int region) {
     const Operand* written = written_operand(node, node.results.size());
     if (written != nullptr && output.tag() == schema::Argument::Tag::AS_TENSOR) {
       // The very tensor that was written to.
-      scope.emplace(output.get_as_tensor().get_name(), *written);
+      introduce(output.get_as_tensor().get_name(), *written, scope);
       node.results.push_back({.values = {-1}});
     } else {
       node.results.push_back(result_of(output, number, scope));
@@ -288,7 +299,7 @@ void GraphReader::read_region(const json& described, const std::string& name, Sc
     schema::Device named;
     named.set_type(device.constant.toStringRef());
     autocast.device = device_of(named).type();
-    if (dtype.constant.isInt()) autocast.dtype = static_cast<at::ScalarType>(dtype.constant.toInt());
+    if (dtype.constant.isInt()) autocast.dtype = autocast_dtype(dtype.constant.toInt());
     autocast.enabled = enabled.constant.toBool();
     inner.autocast = autocast;
     at_graph = 4;

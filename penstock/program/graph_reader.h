@@ -31,7 +31,10 @@ class GraphReader {
       act();
     } catch (const ProgramError& error) {
       fail(place + ": " + error.what());
-    } catch (const nlohmann::json::exception& error) {
+    } catch (const c10::Error& error) {
+      fail(place + ": " + error.what_without_backtrace());
+    } catch (const std::exception& error) {
+      // Also what the schema's types throw when they are asked for what they do not hold.
       fail(place + ": is not as the schema has it: " + error.what());
     }
   }

@@ -2,12 +2,15 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/stack.h>
 
 #include <algorithm>
 #include <set>
 #include <utility>
 
 #include "penstock/program/error.h"
+#include "penstock/tensor/nested.h"
 #include "penstock/tensor/random_scope.h"
 
 namespace penstock {
@@ -125,6 +128,26 @@ std::vector<TensorsByName> split_inputs(const Program& program, const TensorsByN
     }
   }
   return parts;
+}
+
+TensorsByName outputs_by_name(const std::vector<c10::IValue>& outputs) {
+  std::map<std::string, std::vector<at::Tensor>> rows;
+  for (const c10::IValue& output : outputs) {
+    const std::vector<c10::IValue> leaves = flatten_args(output);
+    for (std::size_t i = 0; i < leaves.size(); ++i) {
+      std::vector<at::Tensor>& row = rows["output." + std::to_string(i)];
+      const c10::IValue& leaf = leaves[i];
+      if (leaf.isTensor() && leaf.toTensor().defined()) row.push_back(leaf.toTensor().detach());
+      if (leaf.isInt()) row.push_back(at::scalar_tensor(leaf.toInt(), at::TensorOptions(at::kLong)));
+      if (leaf.isDouble()) row.push_back(at::scalar_tensor(leaf.toDouble(), at::TensorOptions(at::kDouble)));
+      if (leaf.isBool()) row.push_back(at::scalar_tensor(leaf.toBool(), at::TensorOptions(at::kBool)));
+    }
+  }
+  TensorsByName merged;
+  for (const auto& [name, row] : rows) {
+    if (!row.empty()) merged.emplace(name, row.front().dim() == 0 ? at::stack(row) : at::cat(row));
+  }
+  return merged;
 }
 
 }  // namespace penstock

@@ -1,4 +1,4 @@
-// Arguments of a program by their names: "args.0", "kwargs.mask", "args.1.ids".
+// Arguments of a program by their names, "args.0", "kwargs.mask", "args.1.ids", and its outputs, "output.0".
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,5 +34,9 @@ int microbatches_in(const Program& program, const TensorsByName& tensors);
 // The part of each tensor that is a microbatch's: an equal share of dimension 0. Throws ProgramError for a tensor that has
 // no equal shares.
 std::vector<TensorsByName> split_inputs(const Program& program, const TensorsByName& tensors, int microbatches);
+
+// The outputs of all microbatches, flattened, by their numbers: one microbatch behind the other along dimension 0, and what
+// is a single number in a row. What is None, or no number, is left out.
+TensorsByName outputs_by_name(const std::vector<c10::IValue>& outputs);
 
 }  // namespace penstock

@@ -24,7 +24,9 @@ bool is_flag(std::string_view name) {
 
 // Normalisations without statistics of their own take those of the batch in both modes.
 bool has_no_statistics(const Node& node) {
-  bool none = false;
+  bool none = node.operator_name().find("norm") != std::string::npos;
+  for_each_argument(node, [&](std::string_view name, std::size_t) { none = none && name != "running_mean"; });
+  if (none) return true;
   for_each_argument(node, [&](std::string_view name, std::size_t index) {
     const Operand& operand = node.operands[index];
     none = none || (name == "running_mean" && operand.is_constant() && operand.constant.isNone());

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <utility>
+#include <variant>
 
 #include "penstock/program/error.h"
 
@@ -43,6 +44,18 @@ Operand constant(c10::IValue value) {
   return {.constant = std::move(value)};
 }
 
+void require_kind(const std::function<void()>& get, const std::string& otherwise) {
+  try {
+    get();
+  } catch (const std::bad_variant_access&) {
+    throw ProgramError(otherwise);
+  }
+}
+
+void introduce(const std::string& name, Operand operand, Scope& scope) {
+  if (!scope.emplace(name, std::move(operand)).second) throw ProgramError("there are two values '" + name + "'.");
+}
+
 const Operand& look_up(const std::string& name, const Scope& scope) {
   const auto found = scope.find(name);
   if (found == scope.end()) throw ProgramError("uses '" + name + "', which nothing before it makes.");
@@ -57,7 +70,10 @@ Operand operand_of(const schema::Argument& argument, const Scope& scope) {
   using Tag = schema::Argument::Tag;
   using List = Operand::ListKind;
   switch (argument.tag()) {
-    case Tag::AS_NONE: return constant({});
+    case Tag::AS_NONE:
+      // What is of no kind that is known has this one too.
+      require_kind([&] { argument.get_as_none(); }, "takes something of an unknown kind.");
+      return constant({});
     case Tag::AS_TENSOR: return operand_of(argument.get_as_tensor(), scope);
     case Tag::AS_OPTIONAL_TENSOR: return optional_operand(argument.get_as_optional_tensor(), scope);
     case Tag::AS_TENSORS:

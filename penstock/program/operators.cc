@@ -308,7 +308,13 @@ bool fits(const c10::IValue& value, const c10::Type& type) {
     case c10::TypeKind::NumberType: return is_number(value) || value.isComplexDouble();
     case c10::TypeKind::StringType: return value.isString();
     case c10::TypeKind::DeviceObjType: return value.isDevice();
-    case c10::TypeKind::ListType: return value.isList();
+    case c10::TypeKind::ListType: {
+      if (!value.isList()) return false;
+      const auto list = value.toListRef();
+      return std::all_of(list.begin(), list.end(), [&](const c10::IValue& element) {
+        return fits(element, *type.castRaw<c10::ListType>()->getElementType());
+      });
+    }
     default: return true;
   }
 }
@@ -337,6 +343,15 @@ Operand list_of(Operand operand, const c10::Argument& argument, Operand::ListKin
 }
 
 }  // namespace
+
+bool may_be_called(std::string_view target) {
+  constexpr auto kRefused = std::to_array<std::string_view>(
+      {"torch.ops.aten.from_file.", "torch.ops.c10d.", "torch.ops._c10d_functional.", "torch.ops.c10d_functional.",
+       "torch.ops._c10d_functional_autograd.", "torch.ops.symm_mem.", "torch.ops.inductor.", "torch.ops.profiler.",
+       "torch.ops.aten._from_file.", "torch.ops.prim.", "torch.ops.static_runtime."});
+  return std::none_of(kRefused.begin(), kRefused.end(),
+                      [&](std::string_view prefix) { return target.starts_with(prefix); });
+}
 
 std::optional<std::variant<c10::OperatorHandle, Arithmetic>> find_function(std::string_view target) {
   const auto known = std::find_if(kArithmetic.begin(), kArithmetic.end(),
@@ -418,14 +433,16 @@ Operand adapted(Operand operand, const c10::Argument& argument) {
 bool fits(const Operand& operand, const c10::Type& type, const Graph& graph) {
   if (operand.is_constant()) return fits(operand.constant, type);
   if (operand.is_value()) {
-    return operand.conversion != Operand::Conversion::None ||
-           fits(graph.values[static_cast<std::size_t>(operand.value)].kind, type);
+    const ValueKind kind = graph.values[static_cast<std::size_t>(operand.value)].kind;
+    if (operand.conversion == Operand::Conversion::ToTensor) return kind != ValueKind::Object;
+    if (operand.conversion == Operand::Conversion::ToFloat) return kind == ValueKind::Int || kind == ValueKind::Float;
+    return fits(kind, type);
   }
   if (const auto* optional = type.castRaw<c10::OptionalType>())
     return fits(operand, *optional->getElementType(), graph);
   const auto* list = type.castRaw<c10::ListType>();
   if (list == nullptr) return type.kind() == c10::TypeKind::AnyType;
-  const bool floats = operand.list == Operand::ListKind::Floats;
+  const bool floats = list->getElementType()->kind() == c10::TypeKind::FloatType;
   return std::all_of(operand.elements.begin(), operand.elements.end(), [&](const Operand& element) {
     // Integers become floats in a list of floats.
     return (floats && element.is_constant() && is_number(element.constant)) ||

@@ -4,6 +4,9 @@
 #include <ATen/ops/clone.h>
 
 #include <algorithm>
+#include <string>
+
+#include "penstock/program/error.h"
 
 namespace penstock {
 namespace {
@@ -50,7 +53,11 @@ std::vector<c10::IValue> Part::run(std::vector<c10::IValue> inputs) const {
   const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < writes_.size(); ++i) {
     if (writes_[i].in_training_only && !mode_->training) continue;
-    targets[i].copy_(outputs[outputs_ + i].toTensor());
+    try {
+      targets[i].copy_(outputs[outputs_ + i].toTensor());
+    } catch (const c10::Error& error) {
+      throw ProgramError(std::string("what is written at the end does not fit: ") + error.what_without_backtrace());
+    }
   }
   outputs.resize(outputs_);
   return outputs;

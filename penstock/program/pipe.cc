@@ -79,15 +79,16 @@ std::vector<std::string> modules_of(const Graph& graph, const std::vector<int>& 
   return modules;
 }
 
-std::string amount(double number, const char* unit) {
-  constexpr std::array<const char*, 5> prefixes{"", "k", "M", "G", "T"};
+// "2.99 k" and the like: with the space that a unit wants.
+std::string amount(double number) {
+  constexpr std::array<const char*, 5> kPrefixes{"", "k", "M", "G", "T"};
   std::size_t prefix = 0;
-  while (number >= 1000 && prefix + 1 < prefixes.size()) {
+  while (number >= 999.5 && prefix + 1 < kPrefixes.size()) {
     number /= 1000;
     ++prefix;
   }
   std::ostringstream text;
-  text << std::setprecision(3) << number << " " << prefixes[prefix] << unit;
+  text << std::setprecision(3) << number << " " << kPrefixes[prefix];
   return std::move(text).str();
 }
 
@@ -375,12 +376,12 @@ std::ostream& operator<<(std::ostream& out, const Pipe& pipe) {
   out << info.name << ": " << info.stages.size() << (info.stages.size() == 1 ? " stage" : " stages") << "\n";
   for (std::size_t i = 0; i < info.stages.size(); ++i) {
     const PipeInfo::Stage& stage = info.stages[i];
+    const std::string parameters = amount(static_cast<double>(stage.parameters));
     out << "  stage " << i << ": ";
     for (std::size_t k = 0; k < stage.modules.size(); ++k) out << (k == 0 ? "" : ", ") << stage.modules[k];
     if (stage.modules.empty()) out << stage.nodes << " operations of the model itself";
-    out << "\n    " << amount(static_cast<double>(stage.parameters), " parameters") << ", "
-        << amount(stage.flops, "FLOP") << " a forward, " << amount(static_cast<double>(stage.kept_bytes), "B kept")
-        << "\n";
+    out << "\n    " << parameters << (parameters.ends_with(' ') ? "" : " ") << "parameters, " << amount(stage.flops)
+        << "FLOP a forward, " << amount(static_cast<double>(stage.kept_bytes)) << "B kept\n";
     for (const PipeInfo::Crossing& crossing : info.crossings) {
       if (crossing.from != static_cast<int>(i)) continue;
       out << "    -> stage " << crossing.to << ": " << crossing.name << " " << crossing.type << "\n";

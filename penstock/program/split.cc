@@ -19,7 +19,8 @@ std::size_t index(int number) {
 bool computes(const Graph& graph, const Node& node) {
   bool tensors = false;
   for_each_result(node, [&](int value) { tensors = tensors || graph.values[index(value)].kind == ValueKind::Tensor; });
-  return tensors && node.is_operator();
+  const auto* handle = std::get_if<c10::OperatorHandle>(&node.function);
+  return handle != nullptr && (tensors || handle->schema().is_mutable());
 }
 
 // The nodes of each call of a module, those of the calls inside of it too: the first and the last.

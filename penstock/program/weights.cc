@@ -1,5 +1,6 @@
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <unordered_map>
@@ -20,10 +21,11 @@ using nlohmann::json;
 bool lies_within(const std::vector<std::int64_t>& sizes, const std::vector<std::int64_t>& strides, std::int64_t offset,
                  std::int64_t element, std::int64_t bytes) {
   if (offset < 0 || sizes.size() != strides.size()) return false;
+  const auto is_negative = [](std::int64_t number) { return number < 0; };
+  if (std::ranges::any_of(sizes, is_negative) || std::ranges::any_of(strides, is_negative)) return false;
+  if (std::ranges::find(sizes, 0) != sizes.end()) return true;
   std::int64_t last = offset;
   for (std::size_t i = 0; i < sizes.size(); ++i) {
-    if (sizes[i] < 0 || strides[i] < 0) return false;
-    if (sizes[i] == 0) return true;
     std::int64_t step = 0;
     if (__builtin_mul_overflow(sizes[i] - 1, strides[i], &step) || __builtin_add_overflow(last, step, &last)) {
       return false;
@@ -80,10 +82,10 @@ void read_index(const Archive& archive, const std::string& folder, const std::st
       tensors.emplace(key, std::move(tensor));
     } catch (const ProgramError& error) {
       throw ProgramError(place + ": " + error.what());
-    } catch (const json::exception& error) {
-      throw ProgramError(place + ": is not as the schema has it: " + error.what());
     } catch (const c10::Error& error) {
       throw ProgramError(place + ": " + error.what_without_backtrace());
+    } catch (const std::exception& error) {
+      throw ProgramError(place + ": is not as the schema has it: " + error.what());
     }
   }
 }

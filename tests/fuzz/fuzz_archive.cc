@@ -1,7 +1,7 @@
-// The reader of exported programs: any bytes are a program or an error. An input that begins as a zip does is taken for an
-// archive as it is; any other one for the JSON of a model, or, where that begins with its config, of its weights, in an
-// archive that is well made around it. A program's graph names only values and nodes that there are, each value after the
-// node that makes it; and it can be cut and printed, or is refused. Nothing is run: operators are libtorch's.
+// The reader of exported programs: any bytes are a program or an error. An input that begins as a zip does is taken for
+// an archive as it is; any other one for the JSON of a model, or, where that begins with its config, of its weights, in
+// an archive that is well made around it. A program's graph names only values and nodes that there are, each value after
+// the node that makes it; and it can be cut and printed, or is refused. Nothing is run: operators are libtorch's.
 //
 // What is claimed is held against what is there before memory is taken: -malloc_limit_mb=64 holds for inputs of 64 kB.
 #include <cstddef>

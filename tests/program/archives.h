@@ -9,6 +9,7 @@
 #include <iterator>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <ranges>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -109,10 +110,10 @@ inline json tensor_meta(const std::vector<int>& sizes, bool requires_grad = fals
   json of_sizes = json::array();
   json of_strides = json::array();
   int stride = 1;
-  for (auto size = sizes.rbegin(); size != sizes.rend(); ++size) {
-    of_sizes.insert(of_sizes.begin(), json{{"as_int", *size}});
+  for (const int size : sizes | std::views::reverse) {
+    of_sizes.insert(of_sizes.begin(), json{{"as_int", size}});
     of_strides.insert(of_strides.begin(), json{{"as_int", stride}});
-    stride *= *size;
+    stride *= size;
   }
   return {{"dtype", 7},
           {"sizes", of_sizes},

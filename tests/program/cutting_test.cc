@@ -475,14 +475,13 @@ struct Shared {
   SplitSpec cut;
 };
 
-const std::vector<Shared>& shared_models() {
-  static const std::vector<Shared> models = {
+std::vector<Shared> shared_models() {
+  return {
       {"tied", exported, {{"head", kBegin}}},
       {"shared_across", from_zoo, {{"middle", kBegin}}},
       {"called_twice", from_zoo, {{"middle", kBegin}}},
       {"peer_example", from_zoo, {{"linear0", kEnd}}},
   };
-  return models;
 }
 
 TEST(MultiUse, OfAParameterInSeveralStagesIsReported) {

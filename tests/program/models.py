@@ -183,8 +183,9 @@ class Arithmetic(nn.Module):
 
     def forward(self, x):
         n = x.shape[0] - 700
-        rest = n // 7, n % 7, n // -7, n % -7, n**3, -n, torch.sym_max(n, -5), torch.sym_int(n / 7), n / 7, (n / 7) % 2.0
-        return x.sum(), *rest
+        seventh = n / 7
+        whole = n // 7, n % 7, n // -7, n % -7, n**3, -n, torch.sym_max(n, -5), torch.sym_int(seventh)
+        return x.sum(), *whole, seventh, seventh % 2.0
 
 
 @write("tied", torch.zeros(2, 3, dtype=torch.int64), expected=computed)

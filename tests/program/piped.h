@@ -101,7 +101,7 @@ inline void expect_same(const Outcome& expected, const Outcome& found, const Sha
     bool is_shared = false;
     for (const auto& places : shared) is_shared = is_shared || places.front().name == place.second;
     if (is_shared) {
-      const double largest = gradient.abs().max().item<double>();
+      const auto largest = gradient.abs().max().item<double>();
       EXPECT_LE((gradient - other->second).abs().max().item<double>(), 1e-6 * largest) << name;
     } else {
       EXPECT_TRUE(same_bits(gradient, other->second))

@@ -145,7 +145,7 @@ TEST(Archive, RefusesAZipThatIsNotOneOfPyTorchs) {
 
 TEST(Archive, IsRefusedWhereverItIsCutShort) {
   const std::string whole = zipped(small_records());
-  for (std::size_t size = 0; size < whole.size(); ++size) {
+  for (std::size_t size = 0; size < whole.size(); size += size < 40 || size + 100 > whole.size() ? 1 : 13) {
     SCOPED_TRACE(size);
     expect_refused([&] { read(whole.substr(0, size)); }, "small: is not a .pt2");
     if (HasFailure()) return;
@@ -153,7 +153,7 @@ TEST(Archive, IsRefusedWhereverItIsCutShort) {
 }
 
 // All that Python writes, at some lengths.
-TEST(Archive, OfPythonsIsRefusedWhereverItIsCutShort) {
+TEST(PythonsArchive, IsRefusedWhereverItIsCutShort) {
   const std::string whole = read_file(program_path("tied.pt2"));
   ASSERT_NO_THROW(read(whole));
   for (std::size_t size = 0; size < whole.size(); size += 97) {
@@ -174,7 +174,7 @@ TEST(Archive, WithAnyByteChangedIsRefusedOrReadsTheSame) {
   const std::string whole = zipped(small_records());
   const NamedTensors right = read(whole).state_dict();
   for (std::size_t at = 0; at < whole.size(); ++at) {
-    for (const unsigned change : {1U, 0x20U, 0x80U}) {
+    for (const unsigned change : {1U, 0x80U}) {
       SCOPED_TRACE(std::to_string(at) + " by " + std::to_string(change));
       std::string changed = whole;
       changed[at] = static_cast<char>(static_cast<unsigned char>(changed[at]) ^ change);
@@ -408,7 +408,7 @@ TEST(Reading, RefusesWhatIsNestedTooDeep) {
 
 TEST(Reading, RefusesAHundredMegabytesOfBrackets) {
   std::vector<Record> records = small_records();
-  find(records, "models/model.json")->bytes = std::string(100'000'000, '[');
+  find(records, "models/model.json")->bytes.assign(100'000'000, '[');
   expect_records_refused(records, "small: models/model.json: is nested more than 512 deep.");
 }
 
@@ -470,13 +470,16 @@ TEST(Reading, RefusesTwoParametersOfOneName) {
   expect_model_refused(model, ": input 1: ");
 }
 
-TEST(Reading, NamesAnOperatorThatThereIsNotWithItsModule) {
+TEST(PythonsArchive, NamesAnOperatorThatThereIsNotWithItsModule) {
   expect_refused(
       [] { exported("strange"); },
       "strange.pt2: models/model.json: node 1 'twice': node 'twice' (torch.ops.strange.twice.default) of "
       "module 'inner.odd' (__main__.Strange.Odd): there is no such operator in this process.\n  Hint: an "
       "operator of another library is there once that is loaded; one of another version of PyTorch has to be "
       "exported with 2.13.");
+}
+
+TEST(Reading, NamesAnOperatorThatThereIsNotWithItsModule) {
   for (const std::string target : {"torch.ops.aten.nothing.default", "torch.ops.aten.relu.nothing", "torch.ops.aten",
                                    "torch.ops..", "math.nonsense", "relu", "", "torch.ops.aten.relu.default.more"}) {
     json model = small_model();
@@ -486,7 +489,7 @@ TEST(Reading, NamesAnOperatorThatThereIsNotWithItsModule) {
   }
 }
 
-TEST(Reading, NamesAHigherOrderOperatorThatCannotBeRun) {
+TEST(PythonsArchive, NamesAHigherOrderOperatorThatCannotBeRun) {
   expect_refused([] { exported("cond"); },
                  "cond.pt2: models/model.json: node 2 'cond': node 'cond' (torch.ops.higher_order.cond) of module "
                  "'choice' (__main__.Cond.Choice): is a higher-order operator, of which regions of grad mode and of "
@@ -851,6 +854,16 @@ TEST(Reading, GivesWeightsThatAreOneTensorUnderAllNames) {
   EXPECT_TRUE(read.at("part").is_alias_of(read.at("layer.bias")));
   EXPECT_TRUE(same(at::arange(1, 3, at::kFloat), read.at("part")));
   EXPECT_TRUE(read.at("layer.bias").requires_grad());
+}
+
+// What is run stays in memory.
+TEST(Reading, RefusesOperatorsThatOpenFiles) {
+  json model = small_model();
+  const json name = {{"as_string", "/nowhere/that/there/is"}};
+  nodes_of(model).push_back(node("file", "torch.ops.aten.from_file.default",
+                                 {{"filename", name}, {"shared", {{"as_bool", true}}}, {"size", {{"as_int", 4}}}},
+                                 json::array({tensor_argument("file")})));
+  expect_model_refused(model, ": node 2 'file': ");
 }
 
 // Any change to the JSON gives a program or a ProgramError, in reading, in cutting and in running it.

@@ -3,8 +3,6 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
 #include <cstdlib>
@@ -96,24 +94,6 @@ inline at::Tensor zoo_loss(const c10::IValue& output) {
     if (tensor.defined() && tensor.is_floating_point()) loss = loss + tensor.mean().to(at::kFloat);
   }
   return loss;
-}
-
-// Outputs of all microbatches by their numbers, as the expected ones are: behind each other, numbers in a row.
-inline TensorsByName merged_outputs(const std::vector<c10::IValue>& outputs) {
-  std::map<std::string, std::vector<at::Tensor>> rows;
-  for (const c10::IValue& output : outputs) {
-    const std::vector<c10::IValue> leaves = flatten_args(output);
-    for (std::size_t i = 0; i < leaves.size(); ++i) {
-      std::vector<at::Tensor>& row = rows["output." + std::to_string(i)];
-      if (leaves[i].isTensor()) row.push_back(leaves[i].toTensor().detach());
-      if (leaves[i].isInt()) row.push_back(at::zeros({}, at::kLong).fill_(leaves[i].toInt()));
-    }
-  }
-  TensorsByName merged;
-  for (const auto& [name, row] : rows) {
-    if (!row.empty()) merged.emplace(name, row.front().dim() == 0 ? at::stack(row) : at::cat(row));
-  }
-  return merged;
 }
 
 }  // namespace penstock

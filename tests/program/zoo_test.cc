@@ -61,7 +61,7 @@ TEST_P(Zoo, RunsAsEagerPyTorchDoes) {
     outputs.push_back(program.run(arguments.args, arguments.kwargs));
     (zoo_loss(outputs.back()) / model.microbatches).backward();
   }
-  TensorsByName found = merged_outputs(outputs);
+  TensorsByName found = outputs_by_name(outputs);
   for (const auto& [name, parameter] : program.parameters()) {
     if (parameter.grad().defined()) found.emplace("grad." + name, parameter.grad());
   }
@@ -113,7 +113,7 @@ void expect_what_one_process_gives(const ZooModel& model, const std::function<Pi
 
   const Pipe pipe = cut(model.program());
   const Piped found = run_pipeline(model, pipe, schedule);
-  expect_equal(merged_outputs(expected.outputs), merged_outputs(found.outputs));
+  expect_equal(outputs_by_name(expected.outputs), outputs_by_name(found.outputs));
   ASSERT_EQ(expected.losses.size(), found.losses.size());
   for (std::size_t i = 0; i < found.losses.size(); ++i) {
     EXPECT_TRUE(at::equal(expected.losses[i], found.losses[i])) << "loss " << i;

@@ -181,7 +181,7 @@ void add_check(CLI::App& command, int& exit) {
       const WholeRun whole =
           run_whole(pipe, schedule, microbatches,
                     {.loss = sum_of_means, .intra_op_threads = options->run.threads, .seed = options->run.seed});
-      expected = merged_outputs(whole.outputs);
+      expected = outputs_by_name(whole.outputs);
       for (const auto& [name, gradient] : whole.gradients) expected.emplace("grad." + name, gradient);
     }
     const TensorsByName found = pipelined.run(batch);

@@ -2,9 +2,6 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/scalar_tensor.h>
-#include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
 #include <chrono>
@@ -82,26 +79,6 @@ at::Tensor sum_of_means(const c10::IValue& output) {
   return loss;
 }
 
-TensorsByName merged_outputs(const std::vector<c10::IValue>& outputs) {
-  std::map<std::string, std::vector<at::Tensor>> rows;
-  for (const c10::IValue& output : outputs) {
-    const std::vector<c10::IValue> leaves = flatten_args(output);
-    for (std::size_t i = 0; i < leaves.size(); ++i) {
-      std::vector<at::Tensor>& row = rows["output." + std::to_string(i)];
-      const c10::IValue& leaf = leaves[i];
-      if (leaf.isTensor() && leaf.toTensor().defined()) row.push_back(leaf.toTensor().detach());
-      if (leaf.isInt()) row.push_back(at::scalar_tensor(leaf.toInt(), at::TensorOptions(at::kLong)));
-      if (leaf.isDouble()) row.push_back(at::scalar_tensor(leaf.toDouble(), at::TensorOptions(at::kDouble)));
-      if (leaf.isBool()) row.push_back(at::scalar_tensor(leaf.toBool(), at::TensorOptions(at::kBool)));
-    }
-  }
-  TensorsByName merged;
-  for (const auto& [name, row] : rows) {
-    if (!row.empty()) merged.emplace(name, row.front().dim() == 0 ? at::stack(row) : at::cat(row));
-  }
-  return merged;
-}
-
 struct Pipelined::Processes {
   TemporaryFolder folder;
   ProcessRanks ranks;
@@ -160,7 +137,7 @@ TensorsByName Pipelined::run_here(const TensorsByName& batch, std::shared_ptr<Tr
     pipeline.eval(arguments.args, arguments.kwargs, numbers, step);
   }
   TensorsByName result;
-  if (has_outputs) result = merged_outputs(outputs);
+  if (has_outputs) result = outputs_by_name(outputs);
   if (!backward_) return result;
   for (const PipelineStage& stage : pipeline.stages()) {
     for (const auto& [name, tensor] : pipe_.state_dict(stage.stage_index())) {

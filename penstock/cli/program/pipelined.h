@@ -12,10 +12,7 @@ namespace penstock::cli {
 // The sum of the means of the floating-point outputs.
 at::Tensor sum_of_means(const c10::IValue& output);
 
-// Outputs of all microbatches by their numbers, "output.0": behind each other, and what is one number in a row.
-TensorsByName merged_outputs(const std::vector<c10::IValue>& outputs);
-
-// Outputs as above, and with `backward` the gradients of the mean of the microbatches' losses, "grad.NAME". When ranks are
+// Outputs (outputs_by_name), and with `backward` the gradients of the mean of the microbatches' losses, "grad.NAME". When ranks are
 // processes, this one starts them as itself with the same words, and each of them comes here too: it does its part and
 // ends. Throws PipelineError and what else goes wrong; of processes, what the first of them said.
 class Pipelined {
