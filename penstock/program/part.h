@@ -29,6 +29,8 @@ class Part {
     std::vector<int> nodes = {};
     // What it takes, what it has, and what it gives.
     std::vector<int> inputs = {};
+    // Whether these are the user's own, who is to see what is written to them.
+    bool inputs_are_given = false;
     std::vector<std::pair<int, at::Tensor>> held = {};
     std::vector<Operand> outputs = {};
     std::vector<Write> writes = {};
@@ -42,7 +44,8 @@ class Part {
  private:
   std::shared_ptr<const Code::Mode> mode_;
   std::vector<Write> writes_;
-  // Buffers that are written at the end. Their old contents may be kept for the backward, so a run takes copies.
+  // Buffers that are written to. What they held may be kept for the backward, so a run works on copies, and writes at the
+  // end.
   std::vector<at::Tensor> written_;
   std::size_t outputs_;
   Code code_;

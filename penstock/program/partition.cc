@@ -222,7 +222,10 @@ class Partitioner {
           // What was written before is in both.
           if (writer < value(view).producer) continue;
           for (const int user : users_[index(other)]) {
-            if (user < writer || stages_[index(user)] == stages_[index(writer)]) continue;
+            // In the stage that makes it, it is what it is.
+            const int stage = stages_[index(writer)];
+            const bool together = stages_[index(user)] == stage && stages_[index(value(view).producer)] == stage;
+            if (user < writer || together) continue;
             throw ProgramError(named(writer) + " writes in place to what " + named(user) +
                                " uses in another stage, and only in evaluation are these one tensor: '" +
                                value(base).name + "' and '" + value(view).name +

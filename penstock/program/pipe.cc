@@ -158,7 +158,7 @@ std::function<c10::IValue(const Args&, const Kwargs&)> Pipe::State::forward_of(
     const std::function<at::Tensor(const at::Tensor&)>& tensor_of) const {
   const StagePart& part = parts[index(stage)];
   const bool is_last = stage == static_cast<int>(parts.size()) - 1;
-  Part::Contents contents{.nodes = part.nodes, .inputs = part.arguments};
+  Part::Contents contents{.nodes = part.nodes, .inputs = part.arguments, .inputs_are_given = stage == 0};
   for (const int held : part.held) {
     const ProgramInput& input = program.inputs()[index(held)];
     contents.held.emplace_back(input.value, tensor_of(program.tensor(input)));
@@ -199,7 +199,7 @@ void Pipe::State::make_modules(const Program& program) {
     std::map<int, std::string> replicated;
     for (const int stage : weight.stages) {
       at::Tensor tensor = weight.tensor;
-      if (stage != *weight.stages.begin()) {
+      if (weight.is_parameter && stage != *weight.stages.begin()) {
         tensor = weight.tensor.detach().clone().set_requires_grad(weight.tensor.requires_grad());
       }
       own[index(stage)].emplace(weight.tensor.unsafeGetTensorImpl(), tensor);
@@ -256,6 +256,10 @@ void Pipe::State::make_info(const Program& program, const std::vector<int>& stag
 
 Pipe::Pipe(Program program, std::vector<int> stage_of_node, MultiUseParameterConfig multi_use)
     : program_(std::move(program)), stage_of_node_(std::move(stage_of_node)) {
+  if (stage_of_node_.size() != program_.graph().nodes.size()) {
+    throw ProgramError("there are stages for " + std::to_string(stage_of_node_.size()) +
+                       " nodes, and the program has " + std::to_string(program_.graph().nodes.size()) + ".");
+  }
   auto state = std::make_shared<State>();
   state->parts = partition(*program_.state()->exported, stage_of_node_,
                            /*transmit=*/multi_use == MultiUseParameterConfig::TRANSMIT);

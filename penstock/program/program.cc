@@ -106,6 +106,7 @@ template <class TensorOf>
 std::shared_ptr<const Part> whole_of(const Program::State& state, std::shared_ptr<const Code::Mode> mode,
                                      TensorOf tensor_of) {
   Part::Contents contents;
+  contents.inputs_are_given = true;
   contents.nodes.resize(state.exported->graph.nodes.size());
   std::iota(contents.nodes.begin(), contents.nodes.end(), 0);
   for (const ProgramInput& input : state.exported->inputs) {
