@@ -25,7 +25,7 @@ endef
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: build ## a small model trained, schedules drawn and compared
+demo: build ## a small model trained, an exported one cut, schedules drawn and compared
 	@scripts/demo
 
 test: build ## all tests, and those of the schedule room once more under the sanitizers

@@ -3,56 +3,30 @@
 #include <ATen/ops/empty.h>
 #include <caffe2/serialize/inline_container.h>
 #include <caffe2/serialize/read_adapter_interface.h>
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
+#include <zlib.h>
 
 #include <algorithm>
-#include <cerrno>
+#include <cstdint>
 #include <cstring>
+#include <map>
 #include <system_error>
 #include <utility>
 
 #include "penstock/program/error.h"
+#include "penstock/tensor/mapped_file.h"
 
 namespace penstock {
 namespace {
 
-// A file in memory, for as long as the archive is open.
-class Mapping {
- public:
-  explicit Mapping(const std::string& path) {
-    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (file < 0) throw ProgramError(path + ": " + reason() + ".");
-    struct ::stat status = {};
-    const bool known = ::fstat(file, &status) == 0;
-    if (!known || !S_ISREG(status.st_mode)) {
-      const std::string why = known ? "is not a regular file" : reason();
-      ::close(file);
-      throw ProgramError(path + ": " + why + ".");
-    }
-    size_ = static_cast<std::size_t>(status.st_size);
-    if (size_ > 0) memory_ = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, file, 0);
-    const bool mapped = memory_ != MAP_FAILED;
-    const std::string why = mapped ? "" : reason();
-    ::close(file);
-    if (!mapped) throw ProgramError(path + ": " + why + ".");
+std::unique_ptr<MappedFile> mapped(const std::string& path) {
+  try {
+    return std::make_unique<MappedFile>(path);
+  } catch (const MappingFailure& failure) {
+    const bool is_file = failure.why == MappingFailure::Why::Open || failure.why == MappingFailure::Why::Map;
+    throw ProgramError(path + ": " +
+                       (is_file ? std::generic_category().message(failure.code) : "is not a regular file") + ".");
   }
-  ~Mapping() {
-    if (memory_ != nullptr) ::munmap(memory_, size_);
-  }
-  Mapping(const Mapping&) = delete;
-  Mapping& operator=(const Mapping&) = delete;
-
-  std::string_view bytes() const { return {static_cast<const char*>(memory_), size_}; }
-
- private:
-  static std::string reason() { return std::generic_category().message(errno); }
-
-  void* memory_ = nullptr;
-  std::size_t size_ = 0;
-};
+}
 
 class ReadMemory final : public caffe2::serialize::ReadAdapterInterface {
  public:
@@ -76,19 +50,91 @@ std::string first_line(const std::exception& error) {
   return std::string(text.substr(0, text.find('\n')));
 }
 
+// Where a record lies: its header, and behind that its bytes.
+struct Place {
+  std::size_t header = 0;
+  std::size_t begin = 0;
+  std::size_t size = 0;
+
+  std::size_t end() const { return begin + size; }
+};
+
+std::uint32_t number_at(std::string_view bytes, std::size_t at, std::size_t count) {
+  std::uint32_t number = 0;
+  for (std::size_t i = count; i-- > 0;) number = number << 8U | static_cast<unsigned char>(bytes[at + i]);
+  return number;
+}
+
+// What the wheel's reader does not look at: whether a record is compressed, and the checksum of its bytes. It stands in
+// the record's header, or behind the record where the header says that it was written before the bytes were known.
+constexpr std::size_t kFlagsInHeader = 6;
+constexpr std::size_t kMethodInHeader = 8;
+constexpr std::size_t kChecksumInHeader = 14;
+constexpr std::uint32_t kChecksumIsBehind = 8;
+
+bool is_compressed(std::string_view archive, const Place& place) {
+  return number_at(archive, place.header + kMethodInHeader, 2) != 0;
+}
+
+bool is_as_written(std::string_view archive, const Place& place) {
+  std::size_t at = place.header + kChecksumInHeader;
+  if ((number_at(archive, place.header + kFlagsInHeader, 2) & kChecksumIsBehind) != 0) {
+    at = place.end() + (archive.substr(place.end()).starts_with("PK\7\10") ? 4 : 0);
+    if (archive.size() < at + 4) return false;
+  }
+  const std::string_view record = archive.substr(place.begin, place.size);
+  return crc32_z(0, reinterpret_cast<const Bytef*>(record.data()), record.size()) == number_at(archive, at, 4);
+}
+
 }  // namespace
 
 struct Archive::Content {
   std::string name;
-  std::unique_ptr<Mapping> mapping;
+  std::unique_ptr<MappedFile> mapping;
   std::string_view bytes;
   std::vector<std::string> records;
-  std::unique_ptr<caffe2::serialize::PyTorchStreamReader> reader;
+  std::map<std::string, Place, std::less<>> places;
+
+  [[noreturn]] void refuse(const std::string& why) const {
+    throw ProgramError(name + ": " + why + "\n  Hint: a .pt2 is what torch.export.save writes.");
+  }
+  // Throws unless `record` lies in the archive, as it is.
+  Place place_of(caffe2::serialize::PyTorchStreamReader& reader, const std::string& record) const;
+  void refuse_one_place_for_two() const;
 };
+
+Place Archive::Content::place_of(caffe2::serialize::PyTorchStreamReader& reader, const std::string& record) const {
+  Place place;
+  try {
+    place = {.header = reader.getRecordHeaderOffset(record),
+             .begin = reader.getRecordOffset(record),
+             .size = reader.getRecordSize(record)};
+  } catch (const std::exception& error) {
+    refuse(record + " cannot be read: " + first_line(error));
+  }
+  if (place.begin > bytes.size() || place.size > bytes.size() - place.begin) {
+    refuse(record + " claims " + std::to_string(place.size) + " bytes, and the whole archive has " +
+           std::to_string(bytes.size()) + ".");
+  }
+  if (is_compressed(bytes, place)) refuse(record + " is compressed, which torch.export.save does not do.");
+  return place;
+}
+
+// One place under many names would make much of a small archive.
+void Archive::Content::refuse_one_place_for_two() const {
+  std::vector<std::pair<Place, std::string_view>> in_order;
+  for (const auto& [record, place] : places) in_order.emplace_back(place, record);
+  std::ranges::sort(in_order, {}, [](const auto& one) { return one.first.header; });
+  for (std::size_t i = 1; i < in_order.size(); ++i) {
+    if (in_order[i].first.header >= in_order[i - 1].first.end()) continue;
+    refuse("its records '" + std::string(in_order[i - 1].second) + "' and '" + std::string(in_order[i].second) +
+           "' lie in one place.");
+  }
+}
 
 Archive::Archive(const std::string& path) : content_(std::make_unique<Content>()) {
   content_->name = path;
-  content_->mapping = std::make_unique<Mapping>(path);
+  content_->mapping = mapped(path);
   content_->bytes = content_->mapping->bytes();
   open();
 }
@@ -104,22 +150,23 @@ Archive::Archive(Archive&&) noexcept = default;
 Archive& Archive::operator=(Archive&&) noexcept = default;
 
 void Archive::open() {
-  const auto refuse = [&](const std::string& why) {
-    throw ProgramError(content_->name + ": " + why + "\n  Hint: a .pt2 is what torch.export.save writes.");
-  };
-  if (!content_->bytes.starts_with("PK")) refuse("is not a .pt2: it is not a zip archive.");
+  if (!content_->bytes.starts_with("PK")) content_->refuse("is not a .pt2: it is not a zip archive.");
+  std::unique_ptr<caffe2::serialize::PyTorchStreamReader> reader;
   try {
-    content_->reader =
-        std::make_unique<caffe2::serialize::PyTorchStreamReader>(std::make_shared<ReadMemory>(content_->bytes));
-    content_->records = content_->reader->getAllRecords();
+    reader = std::make_unique<caffe2::serialize::PyTorchStreamReader>(std::make_shared<ReadMemory>(content_->bytes));
+    content_->records = reader->getAllRecords();
   } catch (const std::exception& error) {
-    refuse("is not a .pt2, or is damaged: " + first_line(error));
+    content_->refuse("is not a .pt2, or is damaged: " + first_line(error));
   }
   for (const std::string& record : content_->records) {
     const bool leaves = record.starts_with('/') || record == ".." || record.starts_with("../") ||
                         record.find("/../") != std::string::npos || record.ends_with("/..");
-    if (leaves) refuse("its record '" + record + "' lies outside of the archive.");
+    if (leaves) content_->refuse("its record '" + record + "' lies outside of the archive.");
+    if (!content_->places.emplace(record, content_->place_of(*reader, record)).second) {
+      content_->refuse("it has two records '" + record + "'.");
+    }
   }
+  content_->refuse_one_place_for_two();
 }
 
 const std::string& Archive::name() const {
@@ -131,40 +178,26 @@ const std::vector<std::string>& Archive::records() const {
 }
 
 bool Archive::contains(std::string_view record) const {
-  return std::find(content_->records.begin(), content_->records.end(), record) != content_->records.end();
+  return content_->places.contains(record);
 }
 
-std::size_t Archive::size_of(const std::string& record) const {
-  if (!contains(record)) throw ProgramError(content_->name + ": has no record " + record + ".");
-  std::size_t size = 0;
-  try {
-    size = content_->reader->getRecordSize(record);
-  } catch (const std::exception& error) {
-    throw ProgramError(content_->name + ": " + record + " cannot be read: " + first_line(error));
+std::string_view Archive::view(const std::string& record) const {
+  const auto found = content_->places.find(record);
+  if (found == content_->places.end()) throw ProgramError(content_->name + ": has no record " + record + ".");
+  if (!is_as_written(content_->bytes, found->second)) {
+    throw ProgramError(content_->name + ": " + record + " is damaged: its bytes do not have their checksum.");
   }
-  // Records are stored as they are.
-  if (size > content_->bytes.size()) {
-    throw ProgramError(content_->name + ": " + record + " claims " + std::to_string(size) +
-                       " bytes, and the whole archive has " + std::to_string(content_->bytes.size()) +
-                       "; it is damaged, or compressed, which torch.export.save does not do.");
-  }
-  return size;
+  return content_->bytes.substr(found->second.begin, found->second.size);
 }
 
 std::string Archive::text(const std::string& record) const {
-  const at::Tensor content = bytes(record);
-  return {static_cast<const char*>(content.const_data_ptr()), static_cast<std::size_t>(content.numel())};
+  return std::string(view(record));
 }
 
 at::Tensor Archive::bytes(const std::string& record) const {
-  const std::size_t size = size_of(record);
-  at::Tensor result = at::empty({static_cast<std::int64_t>(size)}, at::kByte);
-  if (size == 0) return result;
-  try {
-    content_->reader->getRecord(record, result.mutable_data_ptr(), size);
-  } catch (const std::exception& error) {
-    throw ProgramError(content_->name + ": " + record + " cannot be read: " + first_line(error));
-  }
+  const std::string_view from = view(record);
+  at::Tensor result = at::empty({static_cast<std::int64_t>(from.size())}, at::kByte);
+  if (!from.empty()) std::memcpy(result.mutable_data_ptr(), from.data(), from.size());
   return result;
 }
 

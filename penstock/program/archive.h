@@ -5,7 +5,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstddef>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -31,15 +30,15 @@ class Archive {
   const std::vector<std::string>& records() const;
   bool contains(std::string_view record) const;
 
-  // The bytes of a record, as text or as a tensor of bytes that owns them. Throws ProgramError if there is none, if it
-  // is larger than the archive could hold, or if its bytes are not those that were written.
+  // The bytes of a record, as text or as a tensor of bytes that owns them. Throws ProgramError if there is none, or if
+  // they are not those that were written.
   std::string text(const std::string& record) const;
   at::Tensor bytes(const std::string& record) const;
 
  private:
   struct Content;
   void open();
-  std::size_t size_of(const std::string& record) const;
+  std::string_view view(const std::string& record) const;
 
   std::unique_ptr<Content> content_;
 };

@@ -158,7 +158,7 @@ std::vector<bool> nodes_with_grad(const Program& program) {
 std::vector<NodeCost> estimated_costs(const Program& program) {
   const Graph& graph = program.graph();
   const Estimate estimate(graph);
-  const Effects effects = effects_of(graph);
+  const Effects& effects = program.state()->exported->effects;
   const std::vector<bool> grad = nodes_with_grad(program);
   std::vector<NodeCost> costs(graph.nodes.size());
   for (std::size_t i = 0; i < costs.size(); ++i) {

@@ -114,6 +114,15 @@ Effects effects_of(const Graph& graph) {
     find_annotated(graph, number, handle->schema(), effects);
     find_unannotated(graph, number, *handle, effects);
   }
+  effects.users.resize(graph.values.size());
+  effects.writers.resize(graph.values.size());
+  for (std::size_t number = 0; number < graph.nodes.size(); ++number) {
+    const auto add_to = [&](std::vector<std::vector<int>>& nodes, int value) {
+      nodes[static_cast<std::size_t>(effects.root_of(value))].push_back(static_cast<int>(number));
+    };
+    for_each_operand_value(graph.nodes[number], [&](int operand) { add_to(effects.users, operand); });
+    for (const int written : effects.writes[number]) add_to(effects.writers, written);
+  }
   return effects;
 }
 

@@ -15,6 +15,9 @@ struct Effects {
   std::vector<int> maybe_of;
   // For each node, the values that it writes to.
   std::vector<std::vector<int>> writes;
+  // For each value that is no view, the nodes that use it or a view of it, and those of them that write to it.
+  std::vector<std::vector<int>> users;
+  std::vector<std::vector<int>> writers;
 
   // The value whose memory a value lies in: itself, unless it is a view.
   int root_of(int value) const;

@@ -268,6 +268,7 @@ Exported read_exported(const Archive& archive) {
       known.most = constraint.get_max_val().value_or(known.most);
     }
     Reader(where, exported).read(program.at("graph_module"));
+    exported.effects = effects_of(exported.graph);
   } catch (const ProgramError&) {
     throw;
   } catch (const std::exception& error) {

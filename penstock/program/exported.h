@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "penstock/program/archive.h"
+#include "penstock/program/effects.h"
 #include "penstock/program/graph.h"
 #include "penstock/program/pytree.h"
 
@@ -48,6 +49,8 @@ struct SymbolRange {
 
 struct Exported {
   Graph graph;
+  // What its nodes do to memory.
+  Effects effects;
   std::vector<ProgramInput> inputs;
   std::vector<ProgramOutput> outputs;
   // A tuple of the arguments and a dict of the keyword arguments, whose leaves are the inputs that are the user's or

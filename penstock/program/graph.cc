@@ -30,7 +30,7 @@ std::string to_string(const TensorType& type) {
   std::string text = dtype_name(type.dtype) + "[";
   for (std::size_t i = 0; i < type.sizes.size(); ++i) {
     const Dimension& size = type.sizes[i];
-    text.append(i == 0 ? "" : ", ").append(size.symbol.empty() ? std::to_string(size.example) : size.symbol);
+    text.append(i == 0 ? "" : ", ").append(size.is_fixed() ? std::to_string(size.example) : size.expression.text);
   }
   return text + "]";
 }

@@ -12,12 +12,16 @@
 #include <variant>
 #include <vector>
 
+#include "penstock/program/size_expression.h"
+
 namespace penstock {
 
-// A size as it was when the program was exported, and the symbol behind it: empty for one that is fixed.
+// A size as it was when the program was exported, and what it is in general: without text for one that is fixed.
 struct Dimension {
   std::int64_t example = 0;
-  std::string symbol = {};
+  SizeExpression expression = {};
+
+  bool is_fixed() const { return expression.text.empty(); }
 };
 
 struct TensorType {

@@ -50,6 +50,24 @@ at::Tensor example_of(const Program& program, const ProgramInput& input) {
   return tensor.random_(0, std::max<std::int64_t>(1, rows_behind(program, input.value).value_or(2)));
 }
 
+// The number that a tensor stands for, which may have it once for each microbatch.
+c10::IValue number_in(const std::string& name, ValueKind kind, const at::Tensor& tensor) {
+  if (tensor.numel() == 0 || !tensor.eq(tensor.flatten().select(0, 0)).all().item<bool>()) {
+    throw ProgramError(name + ": is a number, the same for all microbatches; found " +
+                       (tensor.numel() == 0 ? "none" : "several") + ".");
+  }
+  const at::Scalar number = tensor.flatten().select(0, 0).item();
+  switch (kind) {
+    case ValueKind::Bool: return number.toBool();
+    case ValueKind::Float: return number.toDouble();
+    default: break;
+  }
+  if (!c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true)) {
+    throw ProgramError(name + ": found " + dtype_name(tensor.scalar_type()) + ", expected an integer.");
+  }
+  return number.toLong();
+}
+
 }  // namespace
 
 Arguments arguments_from(const Program& program, const TensorsByName& tensors) {
@@ -61,7 +79,8 @@ Arguments arguments_from(const Program& program, const TensorsByName& tensors) {
     known.insert(input.name);
     const auto found = tensors.find(input.name);
     if (found == tensors.end()) throw ProgramError("the input '" + input.name + "' is missing.");
-    leaves.emplace_back(found->second);
+    const ValueKind kind = program.graph().values[static_cast<std::size_t>(input.value)].kind;
+    leaves.push_back(kind == ValueKind::Tensor ? found->second : number_in(input.name, kind, found->second));
   }
   for (const auto& [name, tensor] : tensors) {
     if (known.contains(name)) continue;
@@ -104,7 +123,7 @@ int microbatches_in(const Program& program, const TensorsByName& tensors) {
     const auto found = tensors.find(input.name);
     if (input.kind != ProgramInput::Kind::User || found == tensors.end() || found->second.dim() == 0) continue;
     const auto& type = program.graph().values[static_cast<std::size_t>(input.value)].type;
-    if (!type || (!type->sizes.empty() && !type->sizes.front().symbol.empty())) continue;
+    if (!type || (!type->sizes.empty() && !type->sizes.front().is_fixed())) continue;
     const std::int64_t rows = type->sizes.empty() ? 1 : type->sizes.front().example;
     if (rows > 0 && found->second.size(0) % rows == 0) return static_cast<int>(found->second.size(0) / rows);
   }
@@ -128,6 +147,14 @@ std::vector<TensorsByName> split_inputs(const Program& program, const TensorsByN
     }
   }
   return parts;
+}
+
+std::vector<Arguments> split_arguments(const Program& program, const TensorsByName& tensors, int microbatches) {
+  std::vector<Arguments> arguments;
+  for (const TensorsByName& part : split_inputs(program, tensors, microbatches)) {
+    arguments.push_back(arguments_from(program, part));
+  }
+  return arguments;
 }
 
 TensorsByName outputs_by_name(const std::vector<c10::IValue>& outputs) {

@@ -20,8 +20,8 @@ struct Arguments {
   Kwargs kwargs;
 };
 
-// The arguments that these tensors are; what the export has fixed is added. Throws ProgramError for a name that is missing
-// or that there is not, with the names that there are.
+// The arguments that these tensors are; what is a number is the one that its tensor is full of, and what the export has
+// fixed is added. Throws ProgramError for a name that is missing or that there is not, with the names that there are.
 Arguments arguments_from(const Program& program, const TensorsByName& tensors);
 
 // Random inputs for so many microbatches of the example's sizes, behind each other along dimension 0: normal numbers, and
@@ -34,6 +34,8 @@ int microbatches_in(const Program& program, const TensorsByName& tensors);
 // The part of each tensor that is a microbatch's: an equal share of dimension 0. Throws ProgramError for a tensor that has
 // no equal shares.
 std::vector<TensorsByName> split_inputs(const Program& program, const TensorsByName& tensors, int microbatches);
+// The same as arguments.
+std::vector<Arguments> split_arguments(const Program& program, const TensorsByName& tensors, int microbatches);
 
 // The outputs of all microbatches, flattened, by their numbers: one microbatch behind the other along dimension 0, and what
 // is a single number in a row. What is None, or no number, is left out.

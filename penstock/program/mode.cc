@@ -53,6 +53,10 @@ std::optional<bool> exported_mode(const Node& node) {
   return training;
 }
 
+bool drops_in_both_modes(const Node& node) {
+  return node.is_operator() && node.operator_name().starts_with("aten::bernoulli");
+}
+
 std::optional<EvaluationChange> evaluation_change(const Graph& graph, const Node& node) {
   EvaluationChange change;
   if (!has_no_statistics(node)) {

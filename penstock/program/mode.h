@@ -24,6 +24,9 @@ std::optional<EvaluationChange> evaluation_change(const Graph& graph, const Node
 // What a node says of the mode that it was exported in: true for training. None for most nodes.
 std::optional<bool> exported_mode(const Node& node);
 
+// Whether a node drops at random without a flag that says when: so does dropout in an export that has taken it apart.
+bool drops_in_both_modes(const Node& node);
+
 // Whether a buffer counts what a batch normalisation has seen, by its name.
 bool counts_batches(const std::string& buffer);
 

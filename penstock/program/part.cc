@@ -6,20 +6,16 @@
 #include <algorithm>
 #include <string>
 
-#include "penstock/program/effects.h"
 #include "penstock/program/error.h"
 #include "penstock/program/mode.h"
 
 namespace penstock {
 namespace {
 
-bool is_written(const std::vector<Part::Write>& writes, int value) {
-  return std::any_of(writes.begin(), writes.end(), [&](const Part::Write& write) { return write.value == value; });
-}
-
 // What nodes write to in place is written at the end, like what comes out of the program for it.
-void add_writes_in_place(const Graph& graph, Part::Contents& contents) {
-  const Effects effects = effects_of(graph);
+void add_writes_in_place(const Exported& exported, Part::Contents& contents) {
+  const Graph& graph = exported.graph;
+  const Effects& effects = exported.effects;
   for (const int number : contents.nodes) {
     const bool in_training_only = evaluation_change(graph, graph.nodes[static_cast<std::size_t>(number)]).has_value();
     for (const int value : effects.writes[static_cast<std::size_t>(number)]) {
@@ -46,31 +42,29 @@ void add_writes_in_place(const Graph& graph, Part::Contents& contents) {
   }
 }
 
-Code code_of(std::shared_ptr<const Graph> graph, Part::Contents& contents, std::vector<at::Tensor>& written) {
+// What is written to comes in as an input, in the order of the writes; what is written goes out behind the outputs.
+Code code_of(const std::shared_ptr<const Exported>& exported, Part::Contents& contents,
+             std::vector<at::Tensor>& written) {
+  add_writes_in_place(*exported, contents);
   std::vector<int> inputs = contents.inputs;
   std::vector<Code::Held> held;
-  for (Part::Write& write : contents.writes) {
-    if (write.value < 0) continue;
-    for (auto& [value, tensor] : contents.held) {
-      if (value != write.value) continue;
-      inputs.push_back(value);
-      written.push_back(tensor);
-    }
-  }
-  for (auto& [value, tensor] : contents.held) {
-    if (!is_written(contents.writes, value)) held.push_back({value, tensor});
+  for (const auto& [value, tensor] : contents.held) held.push_back({value, tensor});
+  for (const Part::Write& write : contents.writes) {
+    const auto target = std::ranges::find(held, write.value, &Code::Held::value);
+    if (target == held.end()) continue;
+    inputs.push_back(write.value);
+    written.push_back(target->content.toTensor());
+    held.erase(target);
   }
   std::vector<Operand> outputs = contents.outputs;
   for (const Part::Write& write : contents.writes) outputs.push_back(write.operand);
-  return {std::move(graph), contents.nodes, inputs, std::move(held), outputs};
+  return {{exported, &exported->graph}, contents.nodes, inputs, std::move(held), outputs};
 }
 
 }  // namespace
 
-Part::Part(std::shared_ptr<const Graph> graph, Contents contents, std::shared_ptr<const Code::Mode> mode)
-    : mode_(std::move(mode)),
-      outputs_(contents.outputs.size()),
-      code_((add_writes_in_place(*graph, contents), code_of(std::move(graph), contents, written_))) {
+Part::Part(const std::shared_ptr<const Exported>& exported, Contents contents, std::shared_ptr<const Code::Mode> mode)
+    : mode_(std::move(mode)), outputs_(contents.outputs.size()), code_(code_of(exported, contents, written_)) {
   writes_ = std::move(contents.writes);
 }
 
@@ -78,12 +72,13 @@ std::vector<c10::IValue> Part::run(std::vector<c10::IValue> inputs) const {
   std::vector<at::Tensor> targets;
   auto next_written = written_.begin();
   for (const Write& write : writes_) {
-    targets.push_back(write.value >= 0 ? *next_written++ : inputs[static_cast<std::size_t>(write.input)].toTensor());
-  }
-  for (const Write& write : writes_) {
-    if (write.input < 0) continue;
+    if (write.value >= 0) {
+      targets.push_back(*next_written++);
+      continue;
+    }
     c10::IValue& input = inputs[static_cast<std::size_t>(write.input)];
-    input = input.toTensor().clone();
+    targets.push_back(input.toTensor());
+    input = targets.back().clone();
   }
   for (const at::Tensor& tensor : written_) inputs.emplace_back(tensor.clone());
   std::vector<c10::IValue> outputs = code_.run(std::move(inputs), *mode_);

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "penstock/program/code.h"
+#include "penstock/program/exported.h"
 #include "penstock/program/graph.h"
 
 namespace penstock {
@@ -36,7 +37,7 @@ class Part {
     std::vector<Write> writes = {};
   };
 
-  Part(std::shared_ptr<const Graph> graph, Contents contents, std::shared_ptr<const Code::Mode> mode);
+  Part(const std::shared_ptr<const Exported>& exported, Contents contents, std::shared_ptr<const Code::Mode> mode);
 
   // Throws ProgramError, which names the node that failed.
   std::vector<c10::IValue> run(std::vector<c10::IValue> inputs) const;

@@ -10,6 +10,7 @@
 #include <string_view>
 #include <utility>
 
+#include "penstock/program/bonds.h"
 #include "penstock/program/error.h"
 
 namespace penstock {
@@ -90,15 +91,14 @@ class Partitioner {
       : exported_(exported),
         transmit_(transmit),
         graph_(exported.graph),
-        effects_(effects_of(graph_)),
+        effects_(exported.effects),
         stages_(std::move(stages)),
         count_(stages_.empty() ? 1 : *std::max_element(stages_.begin(), stages_.end()) + 1),
         parts_(static_cast<std::size_t>(count_)),
         input_of_(graph_.values.size(), -1),
         home_(graph_.values.size(), 0),
         written_in_(graph_.values.size()),
-        users_(graph_.values.size()),
-        writers_(graph_.values.size()) {
+        bonds_(bonds_of(exported)) {
     for (std::size_t i = 0; i < exported_.inputs.size(); ++i) {
       if (exported_.inputs[i].value >= 0) input_of_[index(exported_.inputs[i].value)] = static_cast<int>(i);
     }
@@ -108,6 +108,7 @@ class Partitioner {
     move_checks();
     find_homes();
     require_order();
+    require_together();
     find_recomputable();
     place_writes();
     for (const ProgramInput& input : exported_.inputs) {
@@ -134,12 +135,14 @@ class Partitioner {
   }
 
   // What gives nothing and writes nothing only checks something: it does so as early as it can, so that nothing has to
-  // travel for it.
+  // travel for it. What is written to is checked where it is.
   void move_checks() {
+    std::set<int> bound;
+    for (const Bond& bond : bonds_) bound.insert(bond.user);
     for (std::size_t i = 0; i < graph_.nodes.size(); ++i) {
       bool gives = !effects_.writes[i].empty();
       for_each_result(graph_.nodes[i], [&](int) { gives = true; });
-      if (gives) continue;
+      if (gives || bound.contains(static_cast<int>(i))) continue;
       stages_[i] = 0;
       for_each_operand_value(graph_.nodes[i], [&](int operand) {
         const int producer = value(operand).producer;
@@ -151,15 +154,8 @@ class Partitioner {
   // The stage in which each value is made, and those in which it is written to.
   void find_homes() {
     for (std::size_t i = 0; i < graph_.nodes.size(); ++i) {
-      const int number = static_cast<int>(i);
       for_each_result(graph_.nodes[i], [&](int result) { home_[index(result)] = stages_[i]; });
-      for_each_operand_value(graph_.nodes[i],
-                             [&](int operand) { users_[index(effects_.root_of(operand))].push_back(number); });
-      for (const int written : effects_.writes[i]) {
-        const int root = effects_.root_of(written);
-        writers_[index(root)].push_back(number);
-        written_in_[index(root)].insert(stages_[i]);
-      }
+      for (const int written : effects_.writes[i]) written_in_[index(effects_.root_of(written))].insert(stages_[i]);
     }
   }
 
@@ -187,53 +183,34 @@ class Partitioner {
         last_node[index(root)] = number;
       });
     }
-    require_held_in_place();
-    require_no_doubt();
   }
 
-  // A buffer that is written to lives in one stage: the next microbatch is to see what was written.
-  void require_held_in_place() const {
-    for (const ProgramInput& one : exported_.inputs) {
-      if (one.value < 0 || one.kind == ProgramInput::Kind::User || written_in_[index(one.value)].empty()) continue;
-      const int writer = *written_in_[index(one.value)].rbegin();
-      for (const int user : users_[index(one.value)]) {
-        if (stages_[index(user)] < writer) fail_apart(one.name, writer, user);
-      }
+  void require_together() const {
+    for (const Bond& bond : bonds_) {
+      const int writing = bond.writer < 0 ? 0 : stages_[index(bond.writer)];
+      const int using_it = bond.user < 0 ? 0 : stages_[index(bond.user)];
+      if (writing != using_it) fail_apart(bond, writing, using_it);
     }
   }
 
-  [[noreturn]] void fail_apart(const std::string& name, int writer, int user) const {
-    throw ProgramError("'" + name + "' is written to in stage " + std::to_string(writer) + ", and " + named(user) +
-                       " uses it in stage " + std::to_string(stages_[index(user)]) +
-                       ": the next microbatch would not see what was written.\n  Hint: cut so that both are in one "
-                       "stage.");
-  }
-
-  // Dropout gives its input itself in evaluation. Where one of the two is written to in another stage than the other is
-  // used in after that, what is used would depend on the mode.
-  void require_no_doubt() const {
-    for (int view = 0; view < static_cast<int>(graph_.values.size()); ++view) {
-      const int base = effects_.maybe_of[index(view)];
-      if (base < 0) continue;
-      const std::array roots{effects_.root_of(base), effects_.root_of(view)};
-      for (const int written : roots) {
-        const int other = written == roots[0] ? roots[1] : roots[0];
-        for (const int writer : writers_[index(written)]) {
-          // What was written before is in both.
-          if (writer < value(view).producer) continue;
-          for (const int user : users_[index(other)]) {
-            // In the stage that makes it, it is what it is.
-            const int stage = stages_[index(writer)];
-            const bool together = stages_[index(user)] == stage && stages_[index(value(view).producer)] == stage;
-            if (user < writer || together) continue;
-            throw ProgramError(named(writer) + " writes in place to what " + named(user) +
-                               " uses in another stage, and only in evaluation are these one tensor: '" +
-                               value(base).name + "' and '" + value(view).name +
-                               "'.\n  Hint: cut so that both are in one stage.");
-          }
-        }
-      }
+  [[noreturn]] void fail_apart(const Bond& bond, int writing, int using_it) const {
+    std::string text;
+    switch (bond.kind) {
+      case Bond::Kind::Held:
+        text = "'" + bond.name + "' is written to in stage " + std::to_string(writing) + ", and " + named(bond.user) +
+               " uses it in stage " + std::to_string(using_it) +
+               ": the next microbatch would not see what was written.";
+        break;
+      case Bond::Kind::Given:
+        text = "the input '" + bond.name + "' is written to, by stage " + std::to_string(writing) +
+               "; only the first stage can do that.";
+        break;
+      case Bond::Kind::Doubtful:
+        text = named(bond.writer) + " writes in place to what " + named(bond.user) +
+               " uses in another stage, and only in evaluation are these one tensor: " + bond.name + ".";
+        break;
     }
+    throw ProgramError(text + "\n  Hint: cut so that both are in one stage.");
   }
 
   // Whether a later stage than that which makes it writes to it.
@@ -277,17 +254,6 @@ class Partitioner {
       if (output.kind == ProgramOutput::Kind::User) continue;
       const int stage = output.operand.is_value() ? home_[index(output.operand.value)] : 0;
       parts_[index(stage)].writes.push_back(static_cast<int>(i));
-      if (output.kind == ProgramOutput::Kind::Input) {
-        if (stage == 0) continue;
-        throw ProgramError("the input '" + output.target + "' is written to, by stage " + std::to_string(stage) +
-                           "; only the first stage can do that.");
-      }
-      for (const ProgramInput& one : exported_.inputs) {
-        if (one.name != output.target || one.value < 0) continue;
-        for (const int user : users_[index(one.value)]) {
-          if (stages_[index(user)] != stage) fail_apart(one.name, stage, user);
-        }
-      }
     }
   }
 
@@ -375,7 +341,7 @@ class Partitioner {
     if (!written.empty()) return *written.rbegin();
     if (!transmit_ || input(operand)->kind != ProgramInput::Kind::Parameter) return stage;
     int first = stage;
-    for (const int user : users_[index(operand)]) first = std::min(first, stages_[index(user)]);
+    for (const int user : effects_.users[index(operand)]) first = std::min(first, stages_[index(user)]);
     return first;
   }
 
@@ -426,7 +392,7 @@ class Partitioner {
   const Exported& exported_;
   bool transmit_;
   const Graph& graph_;
-  Effects effects_;
+  const Effects& effects_;
   // By node.
   std::vector<int> stages_;
   int count_;
@@ -435,9 +401,7 @@ class Partitioner {
   std::vector<int> input_of_;
   std::vector<int> home_;
   std::vector<std::set<int>> written_in_;
-  // By value that is no view: the nodes that use it or a view of it, and those that write to it.
-  std::vector<std::vector<int>> users_;
-  std::vector<std::vector<int>> writers_;
+  std::vector<Bond> bonds_;
   std::vector<bool> recomputable_;
 };
 

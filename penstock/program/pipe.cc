@@ -109,9 +109,9 @@ struct Pipe::State {
     return found == own[index(stage)].end() ? original : found->second;
   }
   void make_modules(const Program& program);
-  // What a stage computes, by a graph like the program's, on the weights that `tensor_of` gives for the program's.
+  // What a stage computes, by an export like the program's, on the weights that `tensor_of` gives for the program's.
   std::function<c10::IValue(const Args&, const Kwargs&)> forward_of(
-      const Program& program, int stage, std::shared_ptr<const Graph> graph,
+      const Program& program, int stage, const std::shared_ptr<const Exported>& exported,
       const std::function<at::Tensor(const at::Tensor&)>& tensor_of) const;
   void make_info(const Program& program, const std::vector<int>& stages);
 };
@@ -154,7 +154,7 @@ std::vector<Weight> weights_of(const Program& program, const std::vector<StagePa
 }  // namespace
 
 std::function<c10::IValue(const Args&, const Kwargs&)> Pipe::State::forward_of(
-    const Program& program, int stage, std::shared_ptr<const Graph> graph,
+    const Program& program, int stage, const std::shared_ptr<const Exported>& exported,
     const std::function<at::Tensor(const at::Tensor&)>& tensor_of) const {
   const StagePart& part = parts[index(stage)];
   const bool is_last = stage == static_cast<int>(parts.size()) - 1;
@@ -175,7 +175,7 @@ std::function<c10::IValue(const Args&, const Kwargs&)> Pipe::State::forward_of(
   }
   std::vector<ValueKind> kinds;
   for (const int argument : part.arguments) kinds.push_back(program.graph().values[index(argument)].kind);
-  const auto code = std::make_shared<const Part>(std::move(graph), std::move(contents), program.state()->mode);
+  const auto code = std::make_shared<const Part>(exported, std::move(contents), program.state()->mode);
   return [program, code, kinds, stage, is_last](const Args& args, const Kwargs& kwargs) {
     std::vector<c10::IValue> inputs;
     if (stage == 0) {
@@ -214,7 +214,7 @@ void Pipe::State::make_modules(const Program& program) {
     }
   }
   for (int stage = 0; stage < count; ++stage) {
-    modules[index(stage)].forward = forward_of(program, stage, program.state()->graph(),
+    modules[index(stage)].forward = forward_of(program, stage, program.state()->exported,
                                                [&](const at::Tensor& original) { return held_by(stage, original); });
   }
   wiring = Wiring(count);
@@ -224,7 +224,7 @@ void Pipe::State::make_modules(const Program& program) {
 void Pipe::State::make_info(const Program& program, const std::vector<int>& stages) {
   const Graph& graph = program.graph();
   const std::vector<NodeCost> costs = estimated_costs(program);
-  const Effects effects = effects_of(graph);
+  const Effects& effects = program.state()->exported->effects;
   info.name = program.name();
   for (int stage = 0; stage < static_cast<int>(parts.size()); ++stage) {
     const StagePart& part = parts[index(stage)];
@@ -309,13 +309,13 @@ StageModule Pipe::module_on(int stage, at::Device device) const {
     }
   }
   // Nodes that make tensors make them there, too.
-  auto graph = std::make_shared<Graph>(program_.graph());
-  for (Node& node : graph->nodes) {
+  const auto exported = std::make_shared<Exported>(*program_.state()->exported);
+  for (Node& node : exported->graph.nodes) {
     for (Operand& operand : node.operands) {
       if (operand.is_constant() && operand.constant.isDevice()) operand.constant = device;
     }
   }
-  module.forward = state_->forward_of(program_, stage, std::move(graph), [&](const at::Tensor& original) {
+  module.forward = state_->forward_of(program_, stage, exported, [&](const at::Tensor& original) {
     const auto found = moved.find(state_->held_by(stage, original).unsafeGetTensorImpl());
     return found == moved.end() ? original.to(device) : found->second;
   });
@@ -375,17 +375,22 @@ void Pipe::load_state_dict(int stage, const NamedTensors& state) const {
   for (const auto& [name, tensor] : own) tensor.copy_(given.at(name));
 }
 
+std::string figures_of(const PipeInfo::Stage& stage) {
+  std::string parameters = amount(static_cast<double>(stage.parameters));
+  if (!parameters.ends_with(' ')) parameters += " ";
+  return parameters + "parameters, " + amount(stage.flops) + "FLOP a forward, " +
+         amount(static_cast<double>(stage.kept_bytes)) + "B kept";
+}
+
 std::ostream& operator<<(std::ostream& out, const Pipe& pipe) {
   const PipeInfo& info = pipe.info();
   out << info.name << ": " << info.stages.size() << (info.stages.size() == 1 ? " stage" : " stages") << "\n";
   for (std::size_t i = 0; i < info.stages.size(); ++i) {
     const PipeInfo::Stage& stage = info.stages[i];
-    const std::string parameters = amount(static_cast<double>(stage.parameters));
     out << "  stage " << i << ": ";
     for (std::size_t k = 0; k < stage.modules.size(); ++k) out << (k == 0 ? "" : ", ") << stage.modules[k];
     if (stage.modules.empty()) out << stage.nodes << " operations of the model itself";
-    out << "\n    " << parameters << (parameters.ends_with(' ') ? "" : " ") << "parameters, " << amount(stage.flops)
-        << "FLOP a forward, " << amount(static_cast<double>(stage.kept_bytes)) << "B kept\n";
+    out << "\n    " << figures_of(stage) << "\n";
     for (const PipeInfo::Crossing& crossing : info.crossings) {
       if (crossing.from != static_cast<int>(i)) continue;
       out << "    -> stage " << crossing.to << ": " << crossing.name << " " << crossing.type << "\n";

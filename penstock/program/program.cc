@@ -73,27 +73,40 @@ class InputCheck {
   }
 
   void check_size(const std::string& place, const Dimension& dimension, std::int64_t size) {
-    if (dimension.symbol.empty()) {
-      if (size != dimension.example) {
-        throw ProgramError(place + ": found " + std::to_string(size) + ", expected " +
-                           std::to_string(dimension.example) +
-                           ", which is fixed.\n  Hint: torch.export.export(…, dynamic_shapes=…) leaves it open.");
-      }
-      return;
+    const auto refuse = [&](const std::string& expected) {
+      throw ProgramError(place + ": found " + std::to_string(size) + ", expected " + expected);
+    };
+    if (dimension.is_fixed()) {
+      if (size == dimension.example) return;
+      refuse(std::to_string(dimension.example) +
+             ", which is fixed.\n  Hint: torch.export.export(…, dynamic_shapes=…) leaves it open.");
     }
-    const auto [known, is_new] = seen_.try_emplace(dimension.symbol, size, place);
-    if (!is_new && known->second.first != size) {
-      throw ProgramError(place + ": found " + std::to_string(size) + ", expected " +
-                         std::to_string(known->second.first) + ", as in " + known->second.second + " (both are " +
-                         dimension.symbol + ").");
+    const std::string& text = dimension.expression.text;
+    // What is of another form is a symbol by itself.
+    const auto linear = dimension.expression.linear.value_or(SizeExpression::Linear{.symbol = text, .factor = 1});
+    const bool is_symbol = linear.symbol == text;
+    if (const auto known = seen_.find(linear.symbol); known != seen_.end()) {
+      const auto& [number, where] = known->second;
+      std::int64_t expected = 0;
+      const bool is_too_large = __builtin_mul_overflow(linear.factor, number, &expected) ||
+                                __builtin_add_overflow(expected, linear.offset, &expected);
+      if (!is_too_large && size == expected) return;
+      refuse((is_too_large ? "more than there are" : std::to_string(expected)) +
+             (is_symbol ? ", as in " + where + " (both are " + text + ")."
+                        : ": it is " + text + ", and " + linear.symbol + " is " + std::to_string(number) + " by " +
+                              where + "."));
     }
-    const auto range = exported_->ranges.find(dimension.symbol);
-    if (range == exported_->ranges.end()) return;
-    if (size < range->second.least || size > range->second.most) {
-      throw ProgramError(place + ": found " + std::to_string(size) + ", expected " +
-                         std::to_string(range->second.least) + " to " + std::to_string(range->second.most) + " (" +
-                         dimension.symbol + ").");
+    std::int64_t multiple = 0;
+    const bool is_of_form =
+        !__builtin_sub_overflow(size, linear.offset, &multiple) && linear.factor > 0 && multiple % linear.factor == 0;
+    if (!is_of_form) refuse("one that is " + text + ".");
+    const std::int64_t number = multiple / linear.factor;
+    const auto range = exported_->ranges.find(linear.symbol);
+    if (range != exported_->ranges.end() && (number < range->second.least || number > range->second.most)) {
+      const std::string limits = std::to_string(range->second.least) + " to " + std::to_string(range->second.most);
+      refuse(is_symbol ? limits + " (" + text + ")." : text + " with " + linear.symbol + " from " + limits + ".");
     }
+    seen_.emplace(linear.symbol, std::pair(number, place));
   }
 
   const Exported* exported_;
@@ -120,7 +133,7 @@ std::shared_ptr<const Part> whole_of(const Program::State& state, std::shared_pt
       contents.writes.push_back(state.write_of(output));
     }
   }
-  return std::make_shared<Part>(state.graph(), std::move(contents), std::move(mode));
+  return std::make_shared<Part>(state.exported, std::move(contents), std::move(mode));
 }
 
 std::shared_ptr<Program::State> read_state(const Archive& archive) {
@@ -142,6 +155,24 @@ std::shared_ptr<Program::State> read_state(const Archive& archive) {
   state->mode->training = state->exported_in_training.value_or(true);
   state->whole = whole_of(*state, state->mode, [&](const ProgramInput& input) { return *state->find_tensor(input); });
   return state;
+}
+
+// A line for each of the first nodes for which `belongs` is true, and how many more there are.
+template <class Belongs>
+std::string first_of(const Graph& graph, Belongs belongs) {
+  constexpr int kNamed = 3;
+  std::string lines;
+  int count = 0;
+  for (const Node& node : graph.nodes) {
+    if (belongs(node) && ++count <= kNamed) lines += "\n  " + describe(graph, node);
+  }
+  if (count > kNamed) lines += "\n  and " + std::to_string(count - kNamed) + " more";
+  return lines;
+}
+
+bool is_of_dropout(const Graph& graph, const Node& node) {
+  return node.call >= 0 &&
+         graph.calls[static_cast<std::size_t>(node.call)].type.starts_with("torch.nn.modules.dropout.");
 }
 
 }  // namespace
@@ -236,21 +267,24 @@ c10::IValue Program::run(const Args& args, const Kwargs& kwargs) const {
 
 void Program::train() {
   if (state_->exported_in_training == false) {
-    std::string lost;
-    int more = 0;
-    for (const Node& node : graph().nodes) {
-      if (exported_mode(node) != false) continue;
-      constexpr int kNamed = 3;
-      if (++more <= kNamed) lost += "\n  " + describe(graph(), node);
-    }
-    if (more > 3) lost += "\n  and " + std::to_string(more - 3) + " more";
-    throw ProgramError(name() + ": was exported in evaluation mode, and has lost what training needs:" + lost +
+    throw ProgramError(name() + ": was exported in evaluation mode, and has lost what training needs:" +
+                       first_of(graph(), [](const Node& node) { return exported_mode(node) == false; }) +
                        "\n  Hint: call model.train() before torch.export.export.");
   }
   state_->mode->training = true;
 }
 
 void Program::eval() {
+  const bool has_modes = state_->exported_in_training == true;
+  const auto stays_on = [&](const Node& node) {
+    return drops_in_both_modes(node) && (has_modes || is_of_dropout(graph(), node));
+  };
+  if (state_->exported_in_training != false && std::ranges::any_of(graph().nodes, stays_on)) {
+    throw ProgramError(name() +
+                       ": was exported in training mode, and has no flag left for what evaluation leaves out:" +
+                       first_of(graph(), stays_on) + "\n  Hint: export it again, without run_decompositions() or " +
+                       "after model.eval().");
+  }
   state_->mode->training = false;
 }
 

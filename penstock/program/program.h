@@ -37,7 +37,8 @@ class Program {
   c10::IValue run(const Args& args, const Kwargs& kwargs = {}) const;
 
   // Dropout drops and batch normalisation learns, or not; as the program was exported, until one of them is called. Of a
-  // program that was exported in evaluation mode, train() throws ProgramError, which names what it has lost.
+  // program that was exported in evaluation mode, train() throws ProgramError, which names what it has lost; so does
+  // eval() of one that drops without a flag for it.
   void train();
   void eval();
   bool is_training() const;

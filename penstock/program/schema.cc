@@ -8,19 +8,6 @@
 #include "penstock/program/error.h"
 
 namespace penstock {
-namespace {
-
-// "Symbol('s77', positive=True, integer=True)" is s77; other expressions stay as they are.
-std::string symbol_of(const std::string& expression) {
-  constexpr std::string_view begin = "Symbol('";
-  if (!expression.starts_with(begin)) return expression;
-  const std::size_t end = expression.find('\'', begin.size());
-  // One symbol, and not a sum of several.
-  if (end == std::string::npos || expression.find('(', end) != std::string::npos) return expression;
-  return expression.substr(begin.size(), end - begin.size());
-}
-
-}  // namespace
 
 at::ScalarType dtype_of(schema::ScalarType code) {
   switch (code) {
@@ -88,7 +75,7 @@ at::Device device_of(const schema::Device& device) {
 Dimension dimension_of(const schema::SymInt& size) {
   if (size.tag() == schema::SymInt::Tag::AS_INT) return {.example = size.get_as_int()};
   const schema::SymExpr& expression = size.get_as_expr();
-  Dimension dimension{.symbol = symbol_of(expression.get_expr_str())};
+  Dimension dimension{.expression = read_size_expression(expression.get_expr_str())};
   const auto& hint = expression.get_hint();
   if (hint && hint->tag() == schema::SymExprHint::Tag::AS_INT) dimension.example = hint->get_as_int();
   return dimension;

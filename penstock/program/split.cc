@@ -5,7 +5,8 @@
 #include <map>
 #include <set>
 
-#include "penstock/program/effects.h"
+#include "penstock/program/bonds.h"
+#include "penstock/program/state.h"
 #include "penstock/schedule/nearest.h"
 
 namespace penstock {
@@ -117,6 +118,22 @@ std::vector<double> crossing_seconds(const Program& program) {
   return seconds;
 }
 
+// For each node, whether a stage may begin with it.
+std::vector<bool> possible_beginnings(const Exported& exported) {
+  const std::size_t count = exported.graph.nodes.size();
+  std::vector<int> change(count + 1, 0);
+  for (const Bond& bond : bonds_of(exported)) {
+    // Something in the first stage is there from the beginning.
+    const auto [first, last] = std::minmax({std::max(bond.writer, 0), std::max(bond.user, 0)});
+    ++change[index(first + 1)];
+    --change[index(last + 1)];
+  }
+  std::vector<bool> possible(count, true);
+  int bonds = 0;
+  for (std::size_t i = 0; i < count; ++i) possible[i] = (bonds += change[i]) == 0;
+  return possible;
+}
+
 }  // namespace
 
 std::vector<int> split_at(const Program& program, const SplitSpec& spec) {
@@ -144,6 +161,7 @@ std::vector<int> split_evenly(const Program& program, int stages, std::span<cons
     throw ProgramError("the program cannot be cut into " + std::to_string(stages) + " stages: it has " +
                        std::to_string(work) + " operations on tensors, and a stage at least one.");
   }
+  const std::vector<bool> possible = possible_beginnings(*program.state()->exported);
   const std::vector<double> crossing = crossing_seconds(program);
   const auto border = [&](int at) { return at <= 0 || at >= count ? 0 : crossing[index(at)]; };
   std::vector<double> before(index(count) + 1, 0);
@@ -165,7 +183,9 @@ std::vector<int> split_evenly(const Program& program, int stages, std::span<cons
         const double nodes = before[index(end)] - before[index(begin)];
         if (nodes > best[index(k)][index(end)].first) break;
         const Best& so_far = best[index(k - 1)][index(begin)];
-        if (so_far.first == never.first || work_before[index(end)] == work_before[index(begin)]) continue;
+        if (!possible[index(begin)] || so_far.first == never.first ||
+            work_before[index(end)] == work_before[index(begin)])
+          continue;
         const double stage = nodes + border(begin) + border(end);
         const Best candidate{std::max(so_far.first, stage), so_far.second + border(begin)};
         if (candidate < best[index(k)][index(end)]) {
@@ -174,6 +194,13 @@ std::vector<int> split_evenly(const Program& program, int stages, std::span<cons
         }
       }
     }
+  }
+  if (count > 0 && best[index(stages)][index(count)].first == never.first) {
+    int most = stages;
+    while (best[index(most)][index(count)].first == never.first) --most;
+    throw ProgramError("the program cannot be cut into " + std::to_string(stages) +
+                       " stages: what is written to in place keeps nodes together, and " + std::to_string(most) +
+                       (most == 1 ? " stage is" : " stages are") + " the most.");
   }
   std::set<int> beginnings;
   int end = count;

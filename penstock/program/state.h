@@ -22,7 +22,6 @@ struct Program::State {
   std::shared_ptr<Code::Mode> mode = std::make_shared<Code::Mode>();
   std::shared_ptr<const Part> whole;
 
-  std::shared_ptr<const Graph> graph() const { return {exported, &exported->graph}; }
   // Null for what the user gives.
   const at::Tensor* find_tensor(const ProgramInput& input) const;
   c10::IValue number_for(const ProgramInput& input, const c10::IValue& given) const;

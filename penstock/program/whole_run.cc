@@ -4,6 +4,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <map>
@@ -41,7 +42,25 @@ std::vector<std::vector<int>> gradient_order(const Schedule& schedule) {
   return order;
 }
 
+Arguments copied(const Arguments& arguments) {
+  const auto copy = [](const c10::IValue& leaf) {
+    return leaf.isTensor() && leaf.toTensor().defined() ? c10::IValue(leaf.toTensor().clone()) : leaf;
+  };
+  Arguments copies = arguments;
+  for (c10::IValue& value : copies.args) value = map_leaves(value, copy);
+  for (auto& [name, value] : copies.kwargs) value = map_leaves(value, copy);
+  return copies;
+}
+
 }  // namespace
+
+at::Tensor sum_of_means(const c10::IValue& output) {
+  at::Tensor loss = at::zeros({});
+  for (const at::Tensor& tensor : extract_tensor_args(output)) {
+    if (tensor.defined() && tensor.is_floating_point()) loss = loss + tensor.mean().to(at::kFloat);
+  }
+  return loss;
+}
 
 WholeRun run_whole(const Pipe& pipe, const Schedule& schedule, std::span<const Arguments> microbatches,
                    const WholeRunOptions& options) {
@@ -59,7 +78,8 @@ WholeRun run_whole(const Pipe& pipe, const Schedule& schedule, std::span<const A
   std::vector<std::vector<at::Tensor>> gradients;
   for (std::size_t i = 0; i < microbatches.size(); ++i) {
     const RandomScope scope(options.seed, options.step, static_cast<std::int64_t>(i), /*place=*/0);
-    const c10::IValue output = pipe.program().run(microbatches[i].args, microbatches[i].kwargs);
+    const Arguments arguments = copied(microbatches[i]);
+    const c10::IValue output = pipe.program().run(arguments.args, arguments.kwargs);
     const at::Tensor loss = options.loss(output);
     auto& own = gradients.emplace_back(learning.size());
     if (loss.requires_grad() && !learning.empty()) {

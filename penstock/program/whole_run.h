@@ -15,9 +15,12 @@
 
 namespace penstock {
 
+// The loss of an output about which nothing is known: the sum of the means of its floating-point tensors.
+at::Tensor sum_of_means(const c10::IValue& output);
+
 struct WholeRunOptions {
   // Of a microbatch's output.
-  std::function<at::Tensor(const c10::IValue& output)> loss = nullptr;
+  std::function<at::Tensor(const c10::IValue& output)> loss = sum_of_means;
   // Of operators: their number changes how sums are rounded.
   int intra_op_threads = 1;
   // See RandomScope.
@@ -35,7 +38,7 @@ struct WholeRun {
 
 // Runs the program on one microbatch after the other, in this thread, with the backward of loss / microbatches; and adds
 // up the gradients of each stage's parameters in the order in which the schedule computes them there. What has a gradient
-// already keeps it as it is.
+// already keeps it as it is, and so do the arguments, although a program may write to them.
 WholeRun run_whole(const Pipe& pipe, const Schedule& schedule, std::span<const Arguments> microbatches,
                    const WholeRunOptions& options);
 

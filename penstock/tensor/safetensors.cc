@@ -4,7 +4,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <fcntl.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -15,6 +14,8 @@
 #include <filesystem>
 #include <system_error>
 #include <unordered_map>
+
+#include "penstock/tensor/mapped_file.h"
 
 namespace penstock {
 namespace {
@@ -44,36 +45,20 @@ class Descriptor {
   int number_;
 };
 
-// All bytes of a file. They may be written; the file does not change by it.
-class Mapping {
- public:
-  explicit Mapping(const std::string& path) {
-    // Without O_NONBLOCK, a pipe would be waited for.
-    const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
-    struct stat status = {};
-    if (*file < 0 || ::fstat(*file, &status) != 0) fail_system(path, "could not be opened");
-    if (S_ISDIR(status.st_mode)) fail(path, "is a folder; give the name of a file.");
-    if (!S_ISREG(status.st_mode)) fail(path, "is no regular file, and so cannot be mapped.");
-    size_ = static_cast<std::size_t>(status.st_size);
-    if (size_ == 0) return;
-    // Pages count against the memory that the system promises only when they are written.
-    void* const data = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, *file, 0);
-    if (data == MAP_FAILED) fail_system(path, "could not be mapped");
-    data_ = static_cast<char*>(data);
+std::unique_ptr<MappedFile> mapped(const std::string& path) {
+  try {
+    return std::make_unique<MappedFile>(path);
+  } catch (const MappingFailure& failure) {
+    errno = failure.code;
+    switch (failure.why) {
+      case MappingFailure::Why::Open: fail_system(path, "could not be opened");
+      case MappingFailure::Why::Folder: fail(path, "is a folder; give the name of a file.");
+      case MappingFailure::Why::NotRegular: fail(path, "is no regular file, and so cannot be mapped.");
+      case MappingFailure::Why::Map: break;
+    }
+    fail_system(path, "could not be mapped");
   }
-  Mapping(const Mapping&) = delete;
-  Mapping& operator=(const Mapping&) = delete;
-  ~Mapping() {
-    if (data_ != nullptr) ::munmap(data_, size_);
-  }
-
-  char* data() const { return data_; }
-  std::string_view bytes() const { return {data_, size_}; }
-
- private:
-  char* data_ = nullptr;
-  std::size_t size_ = 0;
-};
+}
 
 // A file in the folder of its target that takes the target's name when it is whole, and goes away otherwise.
 class Aside {
@@ -199,7 +184,7 @@ void write_safetensors(const std::string& path, const NamedTensors& tensors,
 
 struct SafetensorsFile::Content {
   explicit Content(std::string source)
-      : path(std::move(source)), mapping(path), header(parse_safetensors_header(mapping.bytes(), path)) {
+      : path(std::move(source)), mapping(mapped(path)), header(parse_safetensors_header(mapping->bytes(), path)) {
     for (const SafetensorsEntry& entry : header.entries) {
       names.push_back(entry.name);
       by_name.emplace(entry.name, &entry);
@@ -207,7 +192,7 @@ struct SafetensorsFile::Content {
   }
 
   std::string path;
-  Mapping mapping;
+  std::unique_ptr<MappedFile> mapping;
   SafetensorsHeader header;
   std::vector<std::string> names;
   std::unordered_map<std::string_view, const SafetensorsEntry*> by_name;
@@ -240,7 +225,7 @@ at::Tensor SafetensorsFile::tensor(std::string_view name) const {
   const auto options = at::TensorOptions().dtype(entry.dtype);
   if (entry.begin == entry.end) return at::empty(entry.shape, options);
 
-  char* const begin = content_->mapping.data() + content_->header.data_begin + entry.begin;
+  char* const begin = content_->mapping->data() + content_->header.data_begin + entry.begin;
   const std::string_view bytes(begin, entry.end - entry.begin);
   if (reinterpret_cast<std::uintptr_t>(begin) % safetensors_element_size(entry.dtype) != 0) {
     at::Tensor copy = at::empty(entry.shape, options);

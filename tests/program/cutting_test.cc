@@ -102,7 +102,6 @@ TEST(SplitAt, CutsAtMarksOfWhichSomeStandForNothing) {
 TEST(SplitAt, TakesWhatWorksInPlaceForSomethingToCompute) {
   const Program program = exported("doubtful");
   EXPECT_EQ(row_of(program, {{"doubles", kBegin}, {"last", kBegin}}), "linear dropout | mul_ | linear_1 mul");
-  EXPECT_EQ(pipeline(program, 5).num_stages(), 5);
 }
 
 TEST(SplitAt, CutsInsideOfModules) {
@@ -211,6 +210,19 @@ TEST(SplitEvenly, CutsWhereItCan) {
   EXPECT_EQ(pipeline(program, 2).num_stages(), 2);
 }
 
+// What dropout is given is used after what it gave was written to.
+TEST(SplitEvenly, SaysHowManyStagesThereCanBe) {
+  const Program program = exported("doubtful");
+  EXPECT_EQ(row_of(program, pipeline(program, 2).stages()), "linear | dropout mul_ linear_1 mul");
+  EXPECT_EQ(row_of(program, pipeline(program, 3).stages()), "linear | dropout mul_ linear_1 | mul");
+  for (const int stages : {4, 5}) {
+    expect_error<ProgramError>([&] { pipeline(program, stages); },
+                               "the program cannot be cut into " + std::to_string(stages) +
+                                   " stages: what is written to in place keeps nodes together, and 3 stages are the "
+                                   "most.");
+  }
+}
+
 TEST(SplitBy, TakesAnyNumbersThatGoUp) {
   const Program program = exported("pair");
   const auto by_name = [&](int linear, int relu, int last) {
@@ -232,6 +244,22 @@ TEST(SplitBy, NamesAValueThatIsUsedBeforeItsStage) {
       [&] { pipeline(program, [](const Node& node) { return node.name == "relu" ? 0 : 1; }); },
       "node 'relu' (torch.ops.aten.relu.default) of the model itself (__main__.Pair) is in stage 0 and uses 'linear', "
       "which stage 1 makes; stages take values of earlier ones alone.");
+}
+
+TEST(Cutting, SendsANumberToTheStageThatUsesIt) {
+  const auto make = [] { return pipeline(exported("number"), {{"second", kBegin}}); };
+  const Program program = make().program();
+  EXPECT_EQ(crossings_of(make()), (Words{"relu 0 -> 1", "times 0 -> 1"}));
+  const TensorsByName inputs{{"args.0", counting({12, 4})}, {"args.1", at::full({4}, 3, at::kLong)}};
+  expect_what_one_process_gives(make, in_a_row("1F1B", 2), inputs);
+
+  const auto expect_error_for = [&](const at::Tensor& number, const std::string& message) {
+    expect_error<ProgramError>([&] { arguments_from(program, {{"args.0", counting({3, 4})}, {"args.1", number}}); },
+                               message);
+  };
+  expect_error_for(at::arange(4), "args.1: is a number, the same for all microbatches; found several.");
+  expect_error_for(at::empty({0}, at::kLong), "args.1: is a number, the same for all microbatches; found none.");
+  expect_error_for(at::ones({1}), "args.1: found float32, expected an integer.");
 }
 
 TEST(Cutting, LeavesTheProgramAsItWas) {

@@ -100,6 +100,19 @@ class Pair(nn.Module):
         return self.second(torch.relu(self.first(x)))
 
 
+@write("number", torch.ones(3, 4), 5, dynamic={"x": None, "times": Dim.DYNAMIC})
+class Number(nn.Module):
+    """Takes a number, which the last stage uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 2)
+
+    def forward(self, x, times):
+        return self.second(torch.relu(self.first(x))) * times
+
+
 @write("cond", torch.ones(3, 4))
 class Cond(nn.Module):
     """A branch, which is a higher-order operator."""

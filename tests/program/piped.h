@@ -3,12 +3,15 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/equal.h>
 #include <gtest/gtest.h>
 
 #include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,7 +22,6 @@
 #include "penstock/runtime/pipeline.h"
 #include "penstock/schedule/generators.h"
 #include "penstock/tensor/nested.h"
-#include "tests/program/zoo.h"
 #include "tests/tensor/values.h"
 
 namespace penstock::testing {
@@ -30,38 +32,39 @@ using MakePipe = std::function<Pipe()>;
 constexpr int kMicrobatches = 4;
 
 // The inputs of all microbatches, behind each other.
+inline TensorsByName inputs_of(const Program& program) {
+  return example_inputs(program, kMicrobatches, /*seed=*/7);
+}
 inline Arguments batch_of(const Program& program) {
-  return arguments_from(program, example_inputs(program, kMicrobatches, /*seed=*/7));
+  return arguments_from(program, inputs_of(program));
 }
 
 inline std::vector<Arguments> microbatches_of(const Program& program) {
-  std::vector<Arguments> microbatches;
-  for (const TensorsByName& part :
-       split_inputs(program, example_inputs(program, kMicrobatches, /*seed=*/7), kMicrobatches)) {
-    microbatches.push_back(arguments_from(program, part));
-  }
-  return microbatches;
+  return split_arguments(program, inputs_of(program), kMicrobatches);
 }
 
 inline PipelineOptions options_of(const Pipe& pipe, std::uint64_t seed = 0) {
   PipelineOptions options;
-  options.loss = [](const c10::IValue& output, const c10::IValue&, const Kwargs&) { return zoo_loss(output); };
+  options.loss = [](const c10::IValue& output, const c10::IValue&, const Kwargs&) { return sum_of_means(output); };
   options.shared = pipe.shared_parameters();
   options.timeout = std::chrono::seconds(60);
   options.seed = seed;
   return options;
 }
 
-// What comes of a step: losses by microbatch, and gradients and buffers by stage and name.
+// What comes of a step: outputs, losses by microbatch, and gradients and buffers by stage and name.
 struct Outcome {
-  std::vector<at::Tensor> losses;
+  TensorsByName outputs = {};
+  std::vector<at::Tensor> losses = {};
   std::map<std::pair<int, std::string>, at::Tensor> gradients = {};
   std::map<std::string, at::Tensor> buffers = {};
 };
 
-inline Outcome run_in_one_process(const Pipe& pipe, const Schedule& schedule, std::uint64_t seed = 0) {
-  const WholeRun run = run_whole(pipe, schedule, microbatches_of(pipe.program()), {.loss = zoo_loss, .seed = seed});
-  Outcome outcome{.losses = run.losses};
+inline Outcome run_in_one_process(const Pipe& pipe, const Schedule& schedule, const TensorsByName& inputs,
+                                  std::uint64_t seed) {
+  const WholeRun run =
+      run_whole(pipe, schedule, split_arguments(pipe.program(), inputs, schedule.microbatches()), {.seed = seed});
+  Outcome outcome{.outputs = outputs_by_name(run.outputs), .losses = run.losses};
   for (int stage = 0; stage < pipe.num_stages(); ++stage) {
     for (const auto& [name, parameter] : pipe.get_stage_module(stage).parameters) {
       const auto gradient = run.gradients.find(name);
@@ -72,12 +75,28 @@ inline Outcome run_in_one_process(const Pipe& pipe, const Schedule& schedule, st
   return outcome;
 }
 
-inline Outcome run_in_stages(const Pipe& pipe, const Schedule& schedule, std::uint64_t seed = 0) {
-  Pipeline pipeline(pipe.build_stages(), pipe.wiring(), schedule, options_of(pipe, seed));
-  const Arguments batch = batch_of(pipe.program());
+inline Outcome run_in_one_process(const Pipe& pipe, const Schedule& schedule, std::uint64_t seed = 0) {
+  return run_in_one_process(pipe, schedule, inputs_of(pipe.program()), seed);
+}
+
+inline Outcome run_in_stages(const Pipe& pipe, const Schedule& schedule, const TensorsByName& inputs,
+                             std::uint64_t seed) {
+  std::vector<c10::IValue> outputs(static_cast<std::size_t>(schedule.microbatches()));
+  std::mutex mutex;
+  PipelineOptions options = options_of(pipe, seed);
+  // The target of a microbatch is its number.
+  options.loss = [&](const c10::IValue& output, const c10::IValue& target, const Kwargs&) {
+    const std::scoped_lock lock(mutex);
+    outputs[static_cast<std::size_t>(target.toTensor().item<std::int64_t>())] = flatten_args_detach(output).value;
+    return sum_of_means(output);
+  };
+  Pipeline pipeline(pipe.build_stages(), pipe.wiring(), schedule, options);
+  const Arguments batch = arguments_from(pipe.program(), inputs);
   StepOptions step;
   step.return_outputs = false;
-  Outcome outcome{.losses = pipeline.step(batch.args, batch.kwargs, {}, step).losses};
+  const at::Tensor numbers = at::arange(schedule.microbatches(), at::kLong);
+  Outcome outcome{.losses = pipeline.step(batch.args, batch.kwargs, numbers, step).losses};
+  outcome.outputs = outputs_by_name(outputs);
   for (int stage = 0; stage < pipe.num_stages(); ++stage) {
     for (const auto& [name, parameter] : pipe.get_stage_module(stage).parameters) {
       if (parameter.grad().defined()) outcome.gradients.emplace(std::pair(stage, name), parameter.grad());
@@ -87,8 +106,16 @@ inline Outcome run_in_stages(const Pipe& pipe, const Schedule& schedule, std::ui
   return outcome;
 }
 
+inline Outcome run_in_stages(const Pipe& pipe, const Schedule& schedule, std::uint64_t seed = 0) {
+  return run_in_stages(pipe, schedule, inputs_of(pipe.program()), seed);
+}
+
 // To the bit; of parameters that stages share, to 1e-6 of the largest gradient.
 inline void expect_same(const Outcome& expected, const Outcome& found, const SharedParameters& shared = {}) {
+  ASSERT_EQ(expected.outputs.size(), found.outputs.size());
+  for (const auto& [name, output] : expected.outputs) {
+    EXPECT_TRUE(at::equal(output, found.outputs.at(name))) << name;
+  }
   ASSERT_EQ(expected.losses.size(), found.losses.size());
   for (std::size_t i = 0; i < expected.losses.size(); ++i) {
     EXPECT_TRUE(same(expected.losses[i], found.losses[i])) << "the loss of microbatch " << i;
@@ -112,11 +139,15 @@ inline void expect_same(const Outcome& expected, const Outcome& found, const Sha
 }
 
 // A step in stages gives what one process gives.
-inline void expect_what_one_process_gives(const MakePipe& make, const Schedule& schedule, std::uint64_t seed = 0) {
-  const Outcome expected = run_in_one_process(make(), schedule, seed);
+inline void expect_what_one_process_gives(const MakePipe& make, const Schedule& schedule, const TensorsByName& inputs,
+                                          std::uint64_t seed = 0) {
+  const Outcome expected = run_in_one_process(make(), schedule, inputs, seed);
   const Pipe pipe = make();
   ASSERT_EQ(pipe.num_stages(), schedule.stages());
-  expect_same(expected, run_in_stages(pipe, schedule, seed), pipe.shared_parameters());
+  expect_same(expected, run_in_stages(pipe, schedule, inputs, seed), pipe.shared_parameters());
+}
+inline void expect_what_one_process_gives(const MakePipe& make, const Schedule& schedule, std::uint64_t seed = 0) {
+  expect_what_one_process_gives(make, schedule, inputs_of(make().program()), seed);
 }
 
 inline Schedule in_a_row(const std::string& name, int ranks, int stages_per_rank = 1) {

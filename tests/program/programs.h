@@ -1,4 +1,4 @@
-// The programs that models.py has exported.
+// The programs that models.py has exported, and their weights.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,10 +7,12 @@
 #include <cstdlib>
 #include <functional>
 #include <map>
+#include <set>
 #include <string>
 
 #include "penstock/program/program.h"
 #include "penstock/tensor/safetensors.h"
+#include "tests/tensor/values.h"
 
 namespace penstock::testing {
 
@@ -38,6 +40,30 @@ inline void expect_refused(const std::function<void()>& act, const std::string& 
   } catch (const ProgramError& error) {
     EXPECT_NE(std::string(error.what()).find(words), std::string::npos)
         << "message: " << error.what() << "\nwanted:  " << words;
+  }
+}
+
+inline std::map<std::string, at::Tensor> by_name(const NamedTensors& tensors) {
+  return {tensors.begin(), tensors.end()};
+}
+
+inline std::set<std::string> names_in(const NamedTensors& tensors) {
+  std::set<std::string> names;
+  for (const auto& [name, tensor] : tensors) names.insert(name);
+  return names;
+}
+
+inline NamedTensors copies(const NamedTensors& tensors) {
+  NamedTensors result;
+  for (const auto& [name, tensor] : tensors) result.emplace_back(name, tensor.detach().clone());
+  return result;
+}
+
+inline void expect_equal(const NamedTensors& expected, const NamedTensors& found) {
+  ASSERT_EQ(names_in(expected), names_in(found));
+  const std::map<std::string, at::Tensor> of_found = by_name(found);
+  for (const auto& [name, tensor] : expected) {
+    EXPECT_TRUE(same(tensor.detach(), of_found.at(name).detach())) << name;
   }
 }
 

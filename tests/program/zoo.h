@@ -1,9 +1,7 @@
 // The models that zoo.py has exported, with what eager PyTorch made of them.
 #pragma once
 
-#include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/zeros.h>
 
 #include <cstdlib>
 #include <fstream>
@@ -16,6 +14,7 @@
 #include "penstock/program/inputs.h"
 #include "penstock/program/pipe.h"
 #include "penstock/program/program.h"
+#include "penstock/program/whole_run.h"
 #include "penstock/tensor/nested.h"
 #include "penstock/tensor/safetensors.h"
 
@@ -79,21 +78,7 @@ inline TensorsByName tensors_of(const std::string& path) {
 }
 
 inline std::vector<Arguments> microbatches_of(const ZooModel& model, const Program& program) {
-  std::vector<Arguments> microbatches;
-  const TensorsByName inputs = tensors_of(model.path(".inputs.safetensors"));
-  for (const TensorsByName& part : split_inputs(program, inputs, model.microbatches)) {
-    microbatches.push_back(arguments_from(program, part));
-  }
-  return microbatches;
-}
-
-// The sum of the means of the floating-point outputs.
-inline at::Tensor zoo_loss(const c10::IValue& output) {
-  at::Tensor loss = at::zeros({});
-  for (const at::Tensor& tensor : extract_tensor_args(output)) {
-    if (tensor.defined() && tensor.is_floating_point()) loss = loss + tensor.mean().to(at::kFloat);
-  }
-  return loss;
+  return split_arguments(program, tensors_of(model.path(".inputs.safetensors")), model.microbatches);
 }
 
 }  // namespace penstock

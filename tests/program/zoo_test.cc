@@ -2,18 +2,12 @@
 #include "tests/program/zoo.h"
 
 #include <ATen/ops/abs.h>
-#include <ATen/ops/arange.h>
-#include <ATen/ops/equal.h>
 #include <gtest/gtest.h>
 
 #include <limits>
-#include <mutex>
-#include <set>
 
-#include "penstock/program/whole_run.h"
-#include "penstock/runtime/pipeline.h"
 #include "penstock/schedule/generators.h"
-#include "penstock/tensor/random_scope.h"
+#include "tests/program/piped.h"
 
 namespace penstock {
 namespace {
@@ -49,7 +43,7 @@ TEST(ZooFolder, HasModels) {
   EXPECT_FALSE(zoo_names().empty()) << "PENSTOCK_ZOO should be a folder that zoo.py has written.";
 }
 
-class Zoo : public testing::TestWithParam<std::string> {
+class Zoo : public ::testing::TestWithParam<std::string> {
  protected:
   const ZooModel model = zoo_model(GetParam());
 };
@@ -59,7 +53,7 @@ TEST_P(Zoo, RunsAsEagerPyTorchDoes) {
   std::vector<c10::IValue> outputs;
   for (const Arguments& arguments : microbatches_of(model, program)) {
     outputs.push_back(program.run(arguments.args, arguments.kwargs));
-    (zoo_loss(outputs.back()) / model.microbatches).backward();
+    (sum_of_means(outputs.back()) / model.microbatches).backward();
   }
   TensorsByName found = outputs_by_name(outputs);
   for (const auto& [name, parameter] : program.parameters()) {
@@ -69,77 +63,11 @@ TEST_P(Zoo, RunsAsEagerPyTorchDoes) {
   expect_near(tensors_of(model.path(".expected.safetensors")), found, model.tolerance);
 }
 
-// What came of a step in a pipeline.
-struct Piped {
-  std::vector<c10::IValue> outputs;
-  std::vector<at::Tensor> losses;
-};
-
-// The batch whole, its outputs by microbatch: the target says which one it is.
-Piped run_pipeline(const ZooModel& model, const Pipe& pipe, const Schedule& schedule) {
-  Piped result;
-  result.outputs.resize(static_cast<std::size_t>(model.microbatches));
-  std::mutex mutex;
-  PipelineOptions options;
-  options.loss = [&](const c10::IValue& output, const c10::IValue& target, const Kwargs&) {
-    const std::scoped_lock lock(mutex);
-    const auto microbatch = target.toTensor().item<std::int64_t>();
-    result.outputs[static_cast<std::size_t>(microbatch)] = flatten_args_detach(output).value;
-    return zoo_loss(output);
-  };
-  options.shared = pipe.shared_parameters();
-  options.timeout = std::chrono::seconds(60);
-  Pipeline pipeline(pipe.build_stages(), pipe.wiring(), schedule, options);
-  const Arguments batch = arguments_from(pipe.program(), tensors_of(model.path(".inputs.safetensors")));
-  StepOptions step;
-  step.return_outputs = false;
-  result.losses = pipeline.step(batch.args, batch.kwargs, at::arange(model.microbatches, at::kLong), step).losses;
-  return result;
-}
-
-void expect_equal(const TensorsByName& expected, const TensorsByName& found) {
-  ASSERT_EQ(expected.size(), found.size());
-  for (const auto& [name, tensor] : expected) {
-    EXPECT_TRUE(at::equal(tensor, found.at(name))) << name << ": " << difference(tensor, found.at(name));
-  }
-}
-
 // A step gives what one process gives, bit for bit; of a parameter that stages share, to 1e-6 of its largest gradient.
 void expect_what_one_process_gives(const ZooModel& model, const std::function<Pipe(const Program&)>& cut,
                                    const Schedule& schedule) {
-  const Pipe whole = cut(model.program());
-  const std::vector<Arguments> microbatches = microbatches_of(model, whole.program());
-  const WholeRun expected = run_whole(whole, schedule, microbatches, {.loss = zoo_loss});
-
-  const Pipe pipe = cut(model.program());
-  const Piped found = run_pipeline(model, pipe, schedule);
-  expect_equal(outputs_by_name(expected.outputs), outputs_by_name(found.outputs));
-  ASSERT_EQ(expected.losses.size(), found.losses.size());
-  for (std::size_t i = 0; i < found.losses.size(); ++i) {
-    EXPECT_TRUE(at::equal(expected.losses[i], found.losses[i])) << "loss " << i;
-  }
-  std::set<std::string> shared;
-  for (const auto& places : pipe.shared_parameters()) shared.insert(places.front().name);
-  for (int stage = 0; stage < pipe.num_stages(); ++stage) {
-    SCOPED_TRACE("stage " + std::to_string(stage));
-    for (const auto& [name, parameter] : pipe.get_stage_module(stage).parameters) {
-      const auto gradient = expected.gradients.find(name);
-      ASSERT_EQ(gradient != expected.gradients.end(), parameter.grad().defined()) << name;
-      if (gradient == expected.gradients.end()) continue;
-      if (shared.contains(name)) {
-        const double largest = gradient->second.abs().max().item<double>();
-        EXPECT_LE((gradient->second - parameter.grad()).abs().max().item<double>(), 1e-6 * largest) << name;
-      } else {
-        EXPECT_TRUE(at::equal(gradient->second, parameter.grad()))
-            << name << ": " << difference(gradient->second, parameter.grad());
-      }
-    }
-    // Statistics that the stage has learnt.
-    for (const auto& [name, buffer] : pipe.get_stage_module(stage).buffers) {
-      const TensorsByName learnt = renamed("", whole.program().buffers());
-      EXPECT_TRUE(at::equal(learnt.at(name), buffer)) << name;
-    }
-  }
+  penstock::testing::expect_what_one_process_gives([&] { return cut(model.program()); }, schedule,
+                                                   tensors_of(model.path(".inputs.safetensors")));
 }
 
 TEST_P(Zoo, GivesTheSameInStagesWhereverItIsCut) {
@@ -179,7 +107,7 @@ TEST_P(Zoo, GivesTheSameWithEverySchedule) {
 }
 
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(Zoo);
-INSTANTIATE_TEST_SUITE_P(All, Zoo, testing::ValuesIn(zoo_names()), [](const auto& one) { return one.param; });
+INSTANTIATE_TEST_SUITE_P(All, Zoo, ::testing::ValuesIn(zoo_names()), [](const auto& one) { return one.param; });
 
 }  // namespace
 }  // namespace penstock

@@ -174,13 +174,8 @@ void add_check(CLI::App& command, int& exit) {
     TensorsByName expected;
     if (!Pipelined::is_rank()) {
       const KeptBuffers kept(program);
-      std::vector<Arguments> microbatches;
-      for (const TensorsByName& part : split_inputs(program, batch, schedule.microbatches())) {
-        microbatches.push_back(arguments_from(program, part));
-      }
-      const WholeRun whole =
-          run_whole(pipe, schedule, microbatches,
-                    {.loss = sum_of_means, .intra_op_threads = options->run.threads, .seed = options->run.seed});
+      const WholeRun whole = run_whole(pipe, schedule, split_arguments(program, batch, schedule.microbatches()),
+                                       {.intra_op_threads = options->run.threads, .seed = options->run.seed});
       expected = outputs_by_name(whole.outputs);
       for (const auto& [name, gradient] : whole.gradients) expected.emplace("grad." + name, gradient);
     }

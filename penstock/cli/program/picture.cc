@@ -1,13 +1,13 @@
 #include "penstock/cli/program/picture.h"
 
 #include <algorithm>
-#include <cmath>
 #include <map>
 #include <ostream>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "penstock/schedule/draw.h"
 
 namespace penstock::cli {
 namespace {
@@ -21,35 +21,8 @@ constexpr int kLeft = 24;
 constexpr int kLane = 22;
 constexpr int kLabel = 300;
 
-std::string escaped(const std::string& text) {
-  std::string result;
-  for (const char letter : text) {
-    switch (letter) {
-      case '<': result += "&lt;"; break;
-      case '>': result += "&gt;"; break;
-      case '&': result += "&amp;"; break;
-      case '"': result += "&quot;"; break;
-      default: result += letter; break;
-    }
-  }
-  return result;
-}
-
 std::string shortened(const std::string& text, std::size_t most) {
   return text.size() <= most ? text : text.substr(0, most - 3) + "...";
-}
-
-std::string amount(double number) {
-  const char* const prefixes[] = {"", " k", " M", " G", " T"};
-  int prefix = 0;
-  while (number >= 1000 && prefix < 4) {
-    number /= 1000;
-    ++prefix;
-  }
-  std::ostringstream text;
-  text.precision(3);
-  text << number << prefixes[prefix];
-  return std::move(text).str();
 }
 
 // Names in a row, in lines of a width.
@@ -86,8 +59,7 @@ void draw_pipe(std::ostream& out, const PipeInfo& info) {
     const PipeInfo::Stage& stage = info.stages[i];
     Box box{.top = top};
     box.lines = lines_of(stage.modules, 56, 3);
-    box.lines.push_back(amount(static_cast<double>(stage.parameters)) + " parameters, " + amount(stage.flops) +
-                        "FLOP a forward, " + amount(static_cast<double>(stage.kept_bytes)) + "B kept");
+    box.lines.push_back(figures_of(stage));
     box.height = kLine * static_cast<int>(box.lines.size() + 1) + 2 * kPadding - 4;
     const auto next = edges.find({static_cast<int>(i), static_cast<int>(i) + 1});
     const std::size_t labels = next == edges.end() ? 0 : next->second.size();
@@ -110,7 +82,7 @@ void draw_pipe(std::ostream& out, const PipeInfo& info) {
          "<defs><marker id=\"head\" viewBox=\"0 0 8 8\" refX=\"7\" refY=\"4\" markerWidth=\"7\" markerHeight=\"7\" "
          "orient=\"auto\"><path class=\"head\" d=\"M0 0 8 4 0 8z\"/></marker></defs>\n"
       << "<rect class=\"ground\" width=\"100%\" height=\"100%\"/>\n"
-      << "<text class=\"name\" x=\"" << kLeft << "\" y=\"28\">" << escaped(info.name) << "</text>\n";
+      << "<text class=\"name\" x=\"" << kLeft << "\" y=\"28\">" << xml_text(info.name) << "</text>\n";
   for (std::size_t i = 0; i < boxes.size(); ++i) {
     const Box& box = boxes[i];
     out << "<rect class=\"box\" rx=\"6\" x=\"" << kLeft << "\" y=\"" << box.top << "\" width=\"" << kBoxWidth
@@ -119,7 +91,7 @@ void draw_pipe(std::ostream& out, const PipeInfo& info) {
     for (std::size_t line = 0; line < box.lines.size(); ++line) {
       out << "<text" << (line + 1 == box.lines.size() ? " class=\"small\"" : "") << " x=\"" << kLeft + kPadding
           << "\" y=\"" << box.top + kPadding + 10 + kLine * static_cast<int>(line + 1) << "\">"
-          << escaped(box.lines[line]) << "</text>\n";
+          << xml_text(box.lines[line]) << "</text>\n";
     }
   }
   int lane = 0;
@@ -128,7 +100,7 @@ void draw_pipe(std::ostream& out, const PipeInfo& info) {
     const Box& to = boxes[static_cast<std::size_t>(edge.second)];
     const auto label = [&](int x, int y, const PipeInfo::Crossing& crossing) {
       out << "<text class=\"small\" x=\"" << x << "\" y=\"" << y << "\">"
-          << escaped(shortened(crossing.name + " " + crossing.type, 52)) << "</text>\n";
+          << xml_text(shortened(crossing.name + " " + crossing.type, 52)) << "</text>\n";
     };
     if (edge.second == edge.first + 1) {
       const int x = kLeft + 40;
@@ -156,7 +128,7 @@ void draw_pipe(std::ostream& out, const PipeInfo& info) {
   }
   int y = shared_top + 4;
   for (const std::map<int, std::string>& shared : info.replicated_params) {
-    out << "<text class=\"small\" x=\"" << kLeft << "\" y=\"" << y << "\">shared: " << escaped(shared.begin()->second)
+    out << "<text class=\"small\" x=\"" << kLeft << "\" y=\"" << y << "\">shared: " << xml_text(shared.begin()->second)
         << " by stages";
     for (const auto& [stage, name] : shared) out << (stage == shared.begin()->first ? " " : ", ") << stage;
     out << "</text>\n";

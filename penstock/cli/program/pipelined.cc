@@ -1,8 +1,6 @@
 #include "penstock/cli/program/pipelined.h"
 
-#include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
-#include <ATen/ops/zeros.h>
 
 #include <chrono>
 #include <cstdlib>
@@ -15,6 +13,7 @@
 #include "penstock/cli/command.h"
 #include "penstock/cli/output.h"
 #include "penstock/program/error.h"
+#include "penstock/program/whole_run.h"
 #include "penstock/runtime/pipeline.h"
 #include "penstock/tensor/nested.h"
 #include "penstock/transport/c10d.h"
@@ -70,14 +69,6 @@ std::chrono::milliseconds in_milliseconds(double seconds) {
 }
 
 }  // namespace
-
-at::Tensor sum_of_means(const c10::IValue& output) {
-  at::Tensor loss = at::zeros({});
-  for (const at::Tensor& tensor : extract_tensor_args(output)) {
-    if (tensor.defined() && tensor.is_floating_point()) loss = loss + tensor.mean().to(at::kFloat);
-  }
-  return loss;
-}
 
 struct Pipelined::Processes {
   TemporaryFolder folder;

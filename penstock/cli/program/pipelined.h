@@ -9,9 +9,6 @@
 
 namespace penstock::cli {
 
-// The sum of the means of the floating-point outputs.
-at::Tensor sum_of_means(const c10::IValue& output);
-
 // Outputs (outputs_by_name), and with `backward` the gradients of the mean of the microbatches' losses, "grad.NAME". When ranks are
 // processes, this one starts them as itself with the same words, and each of them comes here too: it does its part and
 // ends. Throws PipelineError and what else goes wrong; of processes, what the first of them said.

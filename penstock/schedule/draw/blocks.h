@@ -49,8 +49,6 @@ Colour colour_of(const Drawing& drawing, const Action& part);
 
 // "51.5", "0.0667": up to six digits, none of them in vain.
 std::string number_text(double value);
-// With & < > " escaped, and control characters replaced.
-std::string xml_text(std::string_view text);
 // "makespan 51.5   bubble 6.8 %   peak activations 16", with `between` in between.
 std::string figures_of(const Drawing& drawing, std::string_view between);
 // "skip 0 -> 3   shared by stages 0 7", or nothing.

@@ -1,0 +1,38 @@
+#include "penstock/tensor/mapped_file.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+
+namespace penstock {
+
+MappedFile::MappedFile(const std::string& path) {
+  // Without O_NONBLOCK, a pipe would be waited for.
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+  struct stat status = {};
+  const auto give_up = [&](MappingFailure::Why why) {
+    const int code = errno;
+    if (file >= 0) ::close(file);
+    throw MappingFailure{why, code};
+  };
+  if (file < 0 || ::fstat(file, &status) != 0) give_up(MappingFailure::Why::Open);
+  if (S_ISDIR(status.st_mode)) give_up(MappingFailure::Why::Folder);
+  if (!S_ISREG(status.st_mode)) give_up(MappingFailure::Why::NotRegular);
+  size_ = static_cast<std::size_t>(status.st_size);
+  if (size_ > 0) {
+    // Pages count against the memory that the system promises only when they are written.
+    void* const data = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, file, 0);
+    if (data == MAP_FAILED) give_up(MappingFailure::Why::Map);
+    data_ = static_cast<char*>(data);
+  }
+  ::close(file);
+}
+
+MappedFile::~MappedFile() {
+  if (data_ != nullptr) ::munmap(data_, size_);
+}
+
+}  // namespace penstock

@@ -1,0 +1,231 @@
+// Archives that may come from anybody: each is read as it was written, or refused with what is wrong in it.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <csignal>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "penstock/program/exported.h"
+#include "penstock/program/pipe.h"
+#include "penstock/program/program.h"
+#include "penstock/program/pytree.h"
+#include "tests/program/refused.h"
+#include "tests/program/tensor_bytes.h"
+#include "tests/tensor/values.h"
+
+namespace penstock::testing {
+namespace {
+
+const std::string kHint = "\n  Hint: a .pt2 is what torch.export.save writes.";
+
+TEST(Archive, ReadsWhatWasWritten) {
+  const std::string bytes = zipped(small_records());
+  const Archive archive(bytes, "small");
+  EXPECT_EQ(archive.name(), "small");
+  EXPECT_EQ(archive.records().size(), 8U);
+  EXPECT_EQ(archive.records().front(), "data/weights/weight_0");
+  EXPECT_TRUE(archive.contains("byteorder"));
+  EXPECT_FALSE(archive.contains("archive/byteorder"));
+  EXPECT_EQ(archive.text("byteorder"), "little");
+  EXPECT_EQ(archive.bytes("data/weights/weight_1").numel(), 16);
+  EXPECT_EQ(read(bytes).run({at::ones({2, 3})}).toTensor().sum().item<double>(), 2.0 * (3 + 13 + 23 + 33));
+}
+
+TEST(Archive, IsNotNeededByTheProgramThatWasReadFromIt) {
+  auto bytes = std::make_unique<std::string>(zipped(small_records()));
+  const Program program = read(*bytes);
+  std::fill(bytes->begin(), bytes->end(), 'x');
+  bytes.reset();
+  EXPECT_EQ(program.run({at::ones({2, 3})}).toTensor()[0][3].item<double>(), 33);
+}
+
+TEST(Archive, NamesAFileThatIsNotThere) {
+  expect_error<ProgramError>([] { const Archive archive("/nowhere/model.pt2"); },
+                             "/nowhere/model.pt2: No such file or directory.");
+}
+
+TEST(Archive, NamesAFolder) {
+  const Folder folder;
+  expect_error<ProgramError>([&] { const Archive archive(folder.path().string()); },
+                             folder.path().string() + ": is not a regular file.");
+}
+
+TEST(Archive, DoesNotWaitForAPipe) {
+  const Folder folder;
+  const std::string path = folder / "model.pt2";
+  ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0);
+  const auto open = [&] {
+    ::alarm(5);
+    try {
+      const Archive archive(path);
+    } catch (const ProgramError& error) {
+      ::_exit(std::string(error.what()) == path + ": is not a regular file." ? 0 : 1);
+    }
+    ::_exit(2);
+  };
+  GTEST_FLAG_SET(death_test_style, "fast");
+  EXPECT_EXIT(open(), ::testing::ExitedWithCode(0), "");
+}
+
+TEST(Archive, SaysWhatIsNoZip) {
+  const Folder folder;
+  for (const std::string bytes : {"", "P", "{\"model\": 1}", "\x80\x02}q"}) {
+    const std::string path = folder.write("model.pt2", bytes);
+    expect_error<ProgramError>([&] { const Archive archive(path); },
+                               path + ": is not a .pt2: it is not a zip archive." + kHint);
+  }
+}
+
+TEST(Archive, RefusesAZipThatIsNotOneOfPyTorchs) {
+  for (const std::string& bytes : {std::string("PK"), std::string("PK\3\4 and no more"), zipped({})}) {
+    expect_refused([&] { read(bytes); }, "small: is not a .pt2, or is damaged: ");
+  }
+  // Without the folder, or without a version.
+  std::string outside = zipped(small_records());
+  for (std::size_t at = outside.find("archive/"); at != std::string::npos; at = outside.find("archive/", at)) {
+    outside.replace(at, 8, "archive_");
+  }
+  expect_refused([&] { read(outside); }, "small: is not a .pt2, or is damaged: ");
+}
+
+TEST(Archive, IsRefusedWhereverItIsCutShort) {
+  const std::string whole = zipped(small_records());
+  for (std::size_t size = 0; size < whole.size(); size += size < 40 || size + 100 > whole.size() ? 1 : 13) {
+    SCOPED_TRACE(size);
+    expect_refused([&] { read(whole.substr(0, size)); }, "small: is not a .pt2");
+    if (HasFailure()) return;
+  }
+}
+
+// All that Python writes, at some lengths.
+TEST(PythonsArchive, IsRefusedWhereverItIsCutShort) {
+  const std::string whole = read_file(program_path("tied.pt2"));
+  ASSERT_NO_THROW(read(whole));
+  for (std::size_t size = 0; size < whole.size(); size += 97) {
+    expect_refused([&] { read(whole.substr(0, size)); }, "small: is not a .pt2");
+  }
+}
+
+TEST(Archive, WithAPieceCutOutIsRefused) {
+  const std::string whole = zipped(small_records());
+  for (std::size_t begin = 0; begin + 40 < whole.size(); begin += 61) {
+    SCOPED_TRACE(begin);
+    expect_refused([&] { read(std::string(whole).erase(begin, 40)); }, "small: ");
+  }
+}
+
+// A checksum stands behind each record: what is read is what was written.
+TEST(Archive, WithAnyByteChangedIsRefusedOrReadsTheSame) {
+  const std::string whole = zipped(small_records());
+  const NamedTensors right = read(whole).state_dict();
+  for (std::size_t at = 0; at < whole.size(); ++at) {
+    for (const unsigned change : {1U, 0x80U}) {
+      SCOPED_TRACE(std::to_string(at) + " by " + std::to_string(change));
+      std::string changed = whole;
+      changed[at] = static_cast<char>(static_cast<unsigned char>(changed[at]) ^ change);
+      try {
+        const NamedTensors found = read(changed).state_dict();
+        ASSERT_EQ(found.size(), right.size());
+        for (std::size_t i = 0; i < right.size(); ++i) ASSERT_TRUE(same(right[i].second, found[i].second));
+      } catch (const ProgramError& error) {
+        ASSERT_TRUE(std::string(error.what()).starts_with("small: ")) << error.what();
+      }
+    }
+  }
+}
+
+TEST(Archive, RefusesRecordsThatLieOutsideOfIt) {
+  for (const std::string name : {"../outside", "/etc/passwd", "data/../../outside", "..", "data/.."}) {
+    std::vector<Record> records = small_records();
+    records.push_back({.name = name, .bytes = "x"});
+    expect_error<ProgramError>([&] { read(records); },
+                               "small: its record '" + name + "' lies outside of the archive." + kHint);
+  }
+  // These do not.
+  std::vector<Record> records = small_records();
+  for (const std::string name : {"data/..weights", "a..b", "data/...", "..."}) {
+    records.push_back({.name = name, .bytes = "x"});
+  }
+  EXPECT_NO_THROW(read(records));
+}
+
+TEST(Archive, RefusesARecordThatClaimsMoreThanThereIs) {
+  for (const std::uint32_t claimed : {0x7fffffffU, 1'000'000U, 10'000U}) {
+    std::vector<Record> records = small_records();
+    find(records, "data/weights/weight_1")->claimed_size = claimed;
+    const TensorBytes bytes;
+    expect_records_refused(records, "small: ");
+    EXPECT_LT(bytes.most(), 10'000);
+  }
+}
+
+TEST(Archive, RefusesARecordThatIsShorterThanItsHeaderSays) {
+  std::vector<Record> records = small_records();
+  find(records, "data/weights/weight_1")->claimed_size = 17;
+  expect_records_refused(records, "small: ");
+}
+
+TEST(Archive, RefusesBytesThatAreNotThoseThatWereWritten) {
+  for (const std::string name : {"data/weights/weight_1", "models/model.json", "byteorder"}) {
+    const std::vector<Record> records = small_records();
+    std::string bytes = zipped(records);
+    // The second byte behind the record's own header.
+    const std::size_t at = bytes.find(name) + name.size() + 1;
+    bytes[at] = static_cast<char>(bytes[at] + 1);
+    const Archive archive(bytes, "small");
+    const std::string message = "small: " + name + " is damaged: its bytes do not have their checksum.";
+    expect_error<ProgramError>([&] { archive.bytes(name); }, message);
+    expect_error<ProgramError>([&] { archive.text(name); }, message);
+  }
+}
+
+TEST(Archive, DoesNotUnpackMoreThanItHolds) {
+  std::vector<Record> records = small_records();
+  Record* const record = find(records, "data/weights/weight_0");
+  record->method = 8;
+  record->claimed_size = 1U << 30U;
+  const TensorBytes bytes;
+  expect_records_refused(records, "small: data/weights/weight_0 claims 1073741824 bytes, and the whole archive has ");
+  record->claimed_size = record->bytes.size();
+  expect_records_refused(records,
+                         "small: data/weights/weight_0 is compressed, which torch.export.save does not do." + kHint);
+  EXPECT_LT(bytes.most(), 10'000);
+}
+
+// A small file cannot ask for much memory by naming one place many times.
+TEST(Archive, DoesNotReadThePlaceOfOneRecordManyTimes) {
+  constexpr int kTimes = 500;
+  constexpr int kNumbers = 50'000;
+  json model = small_model();
+  json weights = small_weights();
+  weights["config"]["layer.bias"]["path_name"] = "weight_1";
+  std::vector<Record> records;
+  for (int i = 0; i < kTimes; ++i) {
+    const std::string file = "copy_" + std::to_string(i);
+    json meta = weights["config"]["layer.bias"];
+    meta["path_name"] = file;
+    meta["tensor_meta"] = tensor_meta({kNumbers});
+    weights["config"]["more." + std::to_string(i)] = meta;
+    Record record{.name = "data/weights/" + file, .bytes = std::string(kNumbers * sizeof(float), '\0')};
+    if (i > 0) record.claimed_offset = 0;
+    records.push_back(std::move(record));
+  }
+  for (Record& record : small_records(model, weights)) records.push_back(std::move(record));
+  const std::string bytes = zipped(records);
+  const TensorBytes of_tensors;
+  expect_refused([&] { read(bytes); }, "small: its records '");
+  EXPECT_LE(of_tensors.most(), static_cast<std::int64_t>(2 * bytes.size()));
+}
+
+}  // namespace
+}  // namespace penstock::testing
