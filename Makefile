@@ -14,6 +14,9 @@ SOURCES = find $(wildcard penstock tests bench examples) -name node_modules -pru
 
 # $(call quietly,command): its output only when it fails.
 quietly = log=$$(mktemp); trap 'rm -f "$$log"' EXIT; $(1) >"$$log" 2>&1 || { cat "$$log"; exit 1; }
+# In front of a test of exported models: without oneDNN's AMX, which some machines name and forbid, and without threads
+# that spin while they wait.
+for_programs = ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 OMP_WAIT_POLICY=PASSIVE
 # $(call build,preset): configured without a word, then built.
 define build
 @$(call quietly,cmake --preset $(1))
@@ -77,6 +80,10 @@ soak: build ## what takes long: sanitizers, whole grids on processes, Hugging Fa
 	@scripts/setup soak
 	$(call build,asan)
 	@ctest --preset asan --output-on-failure --no-tests=error -j $(JOBS)
+	@.venv/bin/python tests/program/zoo.py write build/soak/zoo
+	@.venv/bin/python tests/program/models.py build/soak/programs
+	@PENSTOCK_ZOO=build/soak/zoo PENSTOCK_PROGRAMS=build/soak/programs $(for_programs) \
+	  build/asan/bin/penstock_program_test --gtest_brief=1
 	$(call build,tsan)
 	@ctest --preset tsan --output-on-failure --no-tests=error -j $(JOBS)
 	$(call build,tsan-torch)
@@ -86,10 +93,10 @@ soak: build ## what takes long: sanitizers, whole grids on processes, Hugging Fa
 	done
 	@scripts/setup hf
 	@build/hugging_face/venv/bin/python tests/program/hugging_face.py write build/hugging_face/zoo
-	@PENSTOCK_ZOO=build/hugging_face/zoo ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 OMP_WAIT_POLICY=PASSIVE \
+	@PENSTOCK_ZOO=build/hugging_face/zoo $(for_programs) \
 	  build/release/bin/penstock_program_test --gtest_brief=1 --gtest_filter='*Zoo*'
-	@PENSTOCK_GRID=whole PENSTOCK=build/release/bin/penstock PENSTOCK_ZOO=build/release/tests/zoo \
-	  ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 OMP_WAIT_POLICY=PASSIVE python3 tests/cli/program_test.py OnProcesses
+	@PENSTOCK_GRID=whole PENSTOCK=build/release/bin/penstock PENSTOCK_ZOO=build/soak/zoo $(for_programs) \
+	  python3 tests/cli/program_test.py OnProcesses
 	@PENSTOCK_KILLS=100 build/release/bin/penstock_runtime_test --gtest_filter='LostRank*'
 	@$(MAKE) fuzz FUZZ_RUNS=1000000
 	@PENSTOCK_CASES=200000 build/release/bin/penstock_schedule_test --gtest_filter='Mutation*'

@@ -2,31 +2,24 @@
 
     hugging_face.py write DIR [--only NAME …]
 
-Writes what zoo.py writes, with the same meaning, and refused.json: for each model that torch.export refuses, why, in
-one line. It ends with status 1 where a model is refused that should not be, or the other way round.
+exporting.py says what is written. It ends with status 1 where a model is refused that should not be, or the other way
+round.
 
 Each model is small, has random weights, and is exported in training mode with the defaults of its configuration, as
 its users would: by keyword, input_ids and attention_mask for those that read text, with use_cache=False. What differs
 says so in its entry. Needs the environment that `scripts/setup hf` makes in build/hugging_face/venv.
 """
 
-import argparse
-import contextlib
 import copy
-import dataclasses
-import io
-import json
 import logging
 import os
-import pathlib
 import sys
-import time
-import traceback
 
+import exporting
 import torch
 import transformers
-import zoo
 from torch.export import Dim
+from zoo_entries import BATCH
 
 transformers.logging.set_verbosity_error()
 logging.getLogger("torch.fx.experimental.symbolic_shapes").setLevel(logging.ERROR)
@@ -71,16 +64,7 @@ VISION = {
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
-@dataclasses.dataclass
-class Entry(zoo.Entry):
-    # Endings of parameters whose gradient is nothing but rounding: what a bias adds to all keys alike, softmax takes
-    # away.
-    faint: tuple[str, ...] = ()
-    # By torch.export; then it is only tried.
-    refused: bool = False
-
-
-MODELS: dict[str, Entry] = {}
+MODELS: dict[str, exporting.Entry] = {}
 
 
 def entry(name, kind, configuration, inputs, cuts, layers_kept=(), implementation=None, dtype=None, **options):
@@ -98,7 +82,7 @@ def entry(name, kind, configuration, inputs, cuts, layers_kept=(), implementatio
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
         return made.to(dtype) if dtype else made
 
-    MODELS[name] = Entry(model, inputs, cuts, **options)
+    MODELS[name] = exporting.Entry(model, inputs, cuts, **options)
 
 
 def keeping_layers(kind, stacks):
@@ -252,7 +236,7 @@ entry(
     transformers.LlamaConfig(**DECODER, **SPECIAL),
     text,
     LLAMA_CUTS,
-    dynamic={name: {0: zoo.BATCH, 1: LENGTH} for name in ("input_ids", "attention_mask")},
+    dynamic={name: {0: BATCH, 1: LENGTH} for name in ("input_ids", "attention_mask")},
     example={"rows": 2, "length": 5},
 )
 entry(
@@ -701,79 +685,5 @@ entry(
 )
 
 
-class Refused(Exception):
-    """By torch.export, and why, in one line."""
-
-
-def exported(model, model_entry, microbatch, export=zoo.exported):
-    try:
-        # Before it says why, it prints what it has traced so far.
-        with contextlib.redirect_stderr(io.StringIO()):
-            return export(model, model_entry, microbatch)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        frames = [one for one in traceback.extract_tb(error.__traceback__) if "/transformers/" in one.filename]
-        if frames:
-            reason += f" ({pathlib.Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line})"
-        raise Refused(reason) from error
-
-
-def check_gradients(model, model_entry, expected, check=zoo.check_gradients):
-    faint = [name for name, _ in model.named_parameters() if name.endswith(model_entry.faint)]
-    for name in faint:
-        largest = expected[f"grad.{name}"].abs().max().item()
-        assert largest <= model_entry.tolerance, f"{name} has a gradient of {largest:.2g}, so it is not faint"
-    rest = {name: value for name, value in expected.items() if name.removeprefix("grad.") not in faint}
-    check(model, dataclasses.replace(model_entry, unused=(*model_entry.unused, *faint)), rest)
-
-
-def check_program(program, model_entry, *others, check=zoo.check_program):
-    """Attention has its dropout as a probability, which zoo.py does not know."""
-    if model_entry.mode == "eval":
-        for node in program.graph.nodes:
-            if node.target == torch.ops.aten.scaled_dot_product_attention.default and len(node.args) > 4:
-                node.update_arg(4, 0.0)
-    check(program, model_entry, *others)
-
-
-def write(folder, names):
-    """Whether those are refused that should be."""
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
-    # zoo.write_model calls them by these names.
-    zoo.exported, zoo.check_gradients, zoo.check_program = exported, check_gradients, check_program
-    start = time.perf_counter()
-    written, refused = [], {}
-    for name in names:
-        started = time.perf_counter()
-        try:
-            if MODELS[name].refused:
-                exported(MODELS[name].model(), MODELS[name], MODELS[name].inputs())
-                print(f"{name} should be refused.", file=sys.stderr)
-                continue
-            found = f"{zoo.write_model(folder, name, MODELS[name]):5} nodes"
-            written.append(name)
-        except Refused as error:
-            refused[name] = str(error)
-            found = "    refused"
-        except Exception as error:
-            error.add_note(f"while writing the model {name}")
-            raise
-        print(f"{name:18} {found} {time.perf_counter() - started:6.2f} s", flush=True)
-    (folder / "zoo.json").write_text(json.dumps(written, indent=2) + "\n")
-    (folder / "refused.json").write_text(json.dumps(refused, indent=2) + "\n")
-    print(f"{len(written)} models in {folder}, {len(refused)} refused, {time.perf_counter() - start:.1f} s")
-    return [name for name in names if MODELS[name].refused] == list(refused)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["write"])
-    parser.add_argument("folder", type=pathlib.Path, metavar="DIR")
-    parser.add_argument("--only", nargs="+", choices=list(MODELS), metavar="NAME", help="one of " + ", ".join(MODELS))
-    arguments = parser.parse_args()
-    return 0 if write(arguments.folder, arguments.only or list(MODELS)) else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exporting.main(__doc__, MODELS))

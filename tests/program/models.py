@@ -21,10 +21,10 @@ warnings.filterwarnings("ignore", message="The tensor attributes self.lstm._flat
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from exporting import save_tensors  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.pipelining import pipe_split  # noqa: E402
 from torch.export import Dim  # noqa: E402
-from zoo import save_tensors  # noqa: E402
 
 MODELS: dict[str, typing.Callable[[pathlib.Path, str], None]] = {}
 

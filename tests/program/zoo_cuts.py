@@ -1,0 +1,202 @@
+"""Models of the zoo for what may cross a cut, and for marks."""
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import pipe_split
+from zoo_entries import entry, features
+
+
+@entry("marks", features(3, 8), [], marks=4)
+class Marks(nn.Module):
+    """Its pipe_split() marks lie between modules and in one; a skip goes over all of them."""
+
+    class Middle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left = nn.Linear(8, 8)
+            self.right = nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = torch.tanh(self.left(x))
+            pipe_split()
+            return torch.tanh(self.right(x))
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.middle = Marks.Middle()
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x):
+        skip = torch.relu(self.first(x))
+        pipe_split()
+        x = self.middle(skip)
+        pipe_split()
+        return self.last(x + skip)
+
+
+@entry("consecutive_marks", features(3, 8), [], marks=2)
+class ConsecutiveMarks(nn.Module):
+    """A mark before everything, two at one place, one after everything."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x):
+        pipe_split()
+        x = torch.tanh(self.first(x))
+        pipe_split()
+        pipe_split()
+        x = torch.tanh(self.last(x))
+        pipe_split()
+        return x
+
+
+@entry(
+    "peer_example",
+    lambda: ((torch.randn(3, 8),), {"y": torch.randn(3, 8)}),
+    [
+        (["linear0"], "the skip and a parameter with two names cross the border"),
+        (["linear0", "linear1"], "one parameter in three stages"),
+        (["linear0", "linear1", "linear2"], "the skip goes over three borders"),
+        (["linear1:end"], "a product with the shared parameter right behind the cut"),
+    ],
+)
+class PeerExample(nn.Module):
+    """What PyTorch's own tests of pipelines try: a skip, a parameter used several times and under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(8, 8) / 3)
+        self.same_matrix = self.matrix
+        self.other_matrix = nn.Parameter(torch.randn(8, 8) / 3)
+        self.register_buffer("constant", torch.randn(8))
+        self.linear0 = nn.Linear(8, 8)
+        self.linear1 = nn.Linear(8, 8)
+        self.linear2 = nn.Linear(8, 4)
+
+    def forward(self, x, *, y):
+        skip = torch.mm(x, self.matrix)
+        x = torch.relu(skip + y)
+        raised = self.linear0(x + self.constant)
+        x = torch.relu(torch.mm(raised, self.same_matrix)) + skip
+        x = self.linear1(x)
+        x = torch.tanh(torch.mm(x, self.matrix) + torch.mm(skip, self.other_matrix))
+        return self.linear2(x + raised + self.constant)
+
+
+@entry(
+    "late_input",
+    lambda: ((torch.randn(3, 8), torch.randn(3, 8)), {}),
+    [
+        (["layers.1"], "an input for the last stage, an output of the first"),
+        (["layers.1", "last"], "three stages; the middle one sees neither"),
+        (["layers.0", "layers.1", "last"], "four stages"),
+    ],
+)
+class LateInput(nn.Module):
+    """An input that the last module is the first to use, an output that the first module has made."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x, late):
+        early = torch.tanh(self.first(x))
+        x = early
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.last(x * late), early
+
+
+@entry(
+    "several_users",
+    features(3, 8),
+    [
+        (["b"], "one value, three users behind the border"),
+        (["b", "c"], "a value for two later stages"),
+        (["b", "c", "d"], "a value for every later stage, and an output"),
+        (["a:end", "d"], "cut right behind the module that makes it"),
+    ],
+)
+class SeveralUsers(nn.Module):
+    """What an early module gives is used by all later ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.b = nn.Linear(8, 8)
+        self.c = nn.Linear(16, 8)
+        self.d = nn.Linear(8, 4)
+
+    def forward(self, x):
+        a = self.a(x)
+        b = torch.tanh(self.b(a))
+        c = torch.tanh(self.c(torch.cat([a, b], dim=1)))
+        return self.d(a * b + c), a
+
+
+@entry(
+    "called_twice",
+    features(3, 8),
+    [
+        (["middle"], "the calls are in two stages, which share the block's parameters"),
+        (["middle", "tail"], "three stages"),
+        (["middle", "middle:end", "tail"], "four stages; the second and the last have no part in it"),
+        (["tail"], "both calls in one stage"),
+    ],
+)
+class CalledTwice(nn.Module):
+    """One block, called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(8, 8)
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.middle = nn.Linear(8, 8)
+        self.tail = nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.block(self.enter(x))
+        x = self.block(self.middle(x))
+        return self.tail(x)
+
+
+@entry(
+    "shared_across",
+    features(3, 8),
+    [
+        (["middle"], "first and last stage share a Linear"),
+        (["middle", "last"], "they share it over a stage that does not have it"),
+        (["first.norm", "middle", "last.norm"], "four stages, of which the first and the third share it"),
+    ],
+    unused=("unused", "spare.weight", "spare.bias"),
+)
+class SharedAcross(nn.Module):
+    """A Linear in two modules, a parameter and a module without use."""
+
+    class End(nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            self.linear = linear
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, x):
+            return self.norm(torch.sin(self.linear(x)))
+
+    def __init__(self):
+        super().__init__()
+        linear = nn.Linear(8, 8)
+        self.first = SharedAcross.End(linear)
+        self.middle = nn.Linear(8, 8)
+        self.last = SharedAcross.End(linear)
+        self.unused = nn.Parameter(torch.randn(3))
+        self.spare = nn.Linear(2, 2)
+
+    def forward(self, x):
+        x = torch.tanh(self.middle(self.first(x)))
+        return torch.sin(self.last(x) + x)
