@@ -224,4 +224,11 @@ inline std::vector<Record> small_records(const json& model = small_model(), cons
           {.name = "byteorder", .bytes = "little"}};
 }
 
+inline json& graph_of(json& model) {
+  return model["graph_module"]["graph"];
+}
+inline json& nodes_of(json& model) {
+  return graph_of(model)["nodes"];
+}
+
 }  // namespace penstock::testing

@@ -1,0 +1,212 @@
+// Where a program is cut: at modules and marks, evenly, or by a function.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <limits>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "penstock/program/costs.h"
+#include "tests/program/cuts.h"
+#include "tests/tensor/values.h"
+
+namespace penstock::testing {
+namespace {
+
+TEST(SplitAt, NamesTheNearestModule) {
+  const Program program = exported("pair");
+  expect_error<ProgramError>([&] { split_at(program, {{"secand", kBegin}}); },
+                             "there is no module 'secand' that computes something.\n  Hint: did you mean second?");
+  expect_error<ProgramError>([&] { split_at(program, {{"transformer", kEnd}}); },
+                             "there is no module 'transformer' that computes something.");
+  EXPECT_THROW(split_at(program, {{"", kBegin}}), ProgramError);
+}
+
+TEST(SplitAt, SaysOfAContainerWhatIsInIt) {
+  const Program program = exported("dropouts");
+  expect_error<ProgramError>([&] { split_at(program, {{"blocks", kBegin}}); },
+                             "there is no module 'blocks' that computes something: it has modules in it, and is not "
+                             "called itself.\n  Hint: name one of those, such as blocks.0.");
+}
+
+TEST(SplitAt, CutsBeforeAndAfterModules) {
+  const Program program = exported("pair");
+  EXPECT_EQ(row_of(program, SplitSpec{}), "linear relu linear_1");
+  EXPECT_EQ(row_of(program, {{"second", kBegin}}), "linear relu | linear_1");
+  EXPECT_EQ(row_of(program, {{"first", kEnd}}), "linear | relu linear_1");
+  EXPECT_EQ(row_of(program, {{"first", kEnd}, {"second", kBegin}}), "linear | relu | linear_1");
+  // In any order, and twice.
+  EXPECT_EQ(row_of(program, {{"second", kBegin}, {"first", kEnd}, {"second", kBegin}}), "linear | relu | linear_1");
+  // There is nothing before the first and after the last.
+  EXPECT_EQ(row_of(program, {{"first", kBegin}, {"second", kEnd}}), "linear relu linear_1");
+}
+
+TEST(SplitAt, CutsAtEveryCallOfAModule) {
+  const Program program = from_zoo("called_twice");
+  EXPECT_EQ(row_of(program, {{"block", kBegin}}), "linear | linear_1 tanh linear_2 | linear_3 tanh_1 linear_4");
+  EXPECT_EQ(row_of(program, {{"block", kEnd}}), "linear linear_1 tanh | linear_2 linear_3 tanh_1 | linear_4");
+  EXPECT_EQ(row_of(program, {{"block.1", kBegin}}), "linear linear_1 | tanh linear_2 linear_3 | tanh_1 linear_4");
+}
+
+TEST(SplitAt, CutsAtMarksOfWhichSomeStandForNothing) {
+  const Program program = exported("leading_marks");
+  EXPECT_EQ(row_of(program, SplitSpec{}), "linear | linear_1 linear_2");
+  EXPECT_EQ(row_of(program, {{"third", kBegin}}), "linear | linear_1 | linear_2");
+  EXPECT_EQ(row_of(program, {{"second", kBegin}, {"first", kEnd}}), "linear | linear_1 linear_2");
+  const Pipe pipe = pipeline(program);
+  ASSERT_EQ(pipe.num_stages(), 2);
+  EXPECT_EQ(pipe.info().stages[0].modules, Words{"first"});
+  EXPECT_EQ(pipe.info().stages[1].modules, (Words{"second", "third"}));
+}
+
+TEST(SplitAt, TakesWhatWorksInPlaceForSomethingToCompute) {
+  const Program program = exported("doubtful");
+  EXPECT_EQ(row_of(program, {{"doubles", kBegin}, {"last", kBegin}}), "linear dropout | mul_ | linear_1 mul");
+}
+
+TEST(SplitAt, CutsInsideOfModules) {
+  const Program program = from_zoo("marks");
+  EXPECT_EQ(pipeline(program).num_stages(), 4);
+  const Pipe pipe = pipeline(program);
+  EXPECT_EQ(pipe.info().stages[1].modules, (Words{"middle.left", "part of middle"}));
+}
+
+// Costs that are whole seconds, beside which what is sent costs nothing.
+std::vector<NodeCost> seconds(const std::vector<double>& numbers) {
+  std::vector<NodeCost> costs;
+  for (const double number : numbers) costs.push_back({.flops = 0, .bytes = 0, .seconds = number});
+  return costs;
+}
+
+TEST(SplitEvenly, BalancesWhatStagesTake) {
+  const Program program = from_zoo("mlp");
+  ASSERT_EQ(program.graph().nodes.size(), 9U);
+  const auto cut = [&](int stages, const std::vector<double>& numbers) {
+    return split_evenly(program, stages, seconds(numbers));
+  };
+  EXPECT_EQ(cut(1, {1, 1, 1, 1, 1, 1, 1, 1, 1}), (std::vector<int>{0, 0, 0, 0, 0, 0, 0, 0, 0}));
+  EXPECT_EQ(cut(3, {1, 1, 1, 1, 1, 1, 1, 1, 1}), (std::vector<int>{0, 0, 0, 1, 1, 1, 2, 2, 2}));
+  EXPECT_EQ(cut(2, {8, 1, 1, 1, 1, 1, 1, 1, 1}), (std::vector<int>{0, 1, 1, 1, 1, 1, 1, 1, 1}));
+  EXPECT_EQ(cut(3, {9, 9, 9, 1, 1, 1, 1, 1, 1}), (std::vector<int>{0, 1, 2, 2, 2, 2, 2, 2, 2}));
+  EXPECT_EQ(cut(9, {0, 0, 0, 0, 0, 0, 0, 0, 0}), (std::vector<int>{0, 1, 2, 3, 4, 5, 6, 7, 8}));
+}
+
+TEST(SplitEvenly, SendsAsLittleAsItCan) {
+  const Program program = exported("length");
+  // Each of the two is a second; what crosses after the sum is a fifth of what crosses before it.
+  const std::vector<int> cut = split_evenly(program, 2, seconds({0, 1, 0, 1, 0, 0, 0}));
+  EXPECT_EQ(row_of(program, cut), "sym_size_int_1 linear sum_1 | linear_1 div mul sub");
+}
+
+TEST(SplitEvenly, IsAsGoodAsTheBestOfAllCuts) {
+  const Program program = from_zoo("mlp");
+  const int count = static_cast<int>(program.graph().nodes.size());
+  const std::uint64_t seed = from_environment("PENSTOCK_SEED", 1);
+  for (int number = 0; number < 100; ++number) {
+    SCOPED_TRACE("PENSTOCK_SEED=" + std::to_string(seed) + ", case " + std::to_string(number));
+    Random random(seed, static_cast<std::uint64_t>(number));
+    std::vector<double> numbers;
+    for (int i = 0; i < count; ++i) numbers.push_back(static_cast<double>(random.between(0, 9)));
+    const int stages = static_cast<int>(random.between(2, 4));
+    const auto slowest = [&](const std::vector<int>& of_node) {
+      std::vector<double> sums(static_cast<std::size_t>(stages), 0);
+      for (std::size_t i = 0; i < of_node.size(); ++i) sums[static_cast<std::size_t>(of_node[i])] += numbers[i];
+      return *std::max_element(sums.begin(), sums.end());
+    };
+    double best = std::numeric_limits<double>::infinity();
+    const std::function<void(std::vector<int>)> try_all = [&](std::vector<int> so_far) {
+      if (static_cast<int>(so_far.size()) == count) {
+        if (so_far.back() == stages - 1) best = std::min(best, slowest(so_far));
+        return;
+      }
+      for (const int step : {0, 1}) {
+        const int stage = so_far.back() + step;
+        if (stage >= stages) continue;
+        so_far.push_back(stage);
+        try_all(so_far);
+        so_far.pop_back();
+      }
+    };
+    try_all({0});
+    const std::vector<int> found = split_evenly(program, stages, seconds(numbers));
+    EXPECT_EQ(found.back(), stages - 1);
+    EXPECT_EQ(slowest(found), best) << row_of(program, found);
+  }
+}
+
+TEST(SplitEvenly, WantsSomethingToComputeForEachStage) {
+  const Program program = exported("length");
+  // Sizes and sums of them are nothing to compute.
+  for (const int stages : {0, -1, 5, 1000}) {
+    expect_error<ProgramError>([&] { pipeline(program, stages); },
+                               "the program cannot be cut into " + std::to_string(stages) +
+                                   " stages: it has 4 operations on tensors, and a stage at least one.");
+  }
+  EXPECT_EQ(pipeline(program, 4).num_stages(), 4);
+  EXPECT_EQ(pipeline(exported("identity"), 1).num_stages(), 1);
+  EXPECT_THROW(pipeline(exported("identity"), 2), ProgramError);
+}
+
+TEST(SplitEvenly, GivesAsManyStagesAsAreAskedFor) {
+  for (const std::string name :
+       {"pair", "tied", "dropouts", "norms", "mixed", "leading_marks", "masked", "recurrent"}) {
+    const Program program = exported(name);
+    for (int stages = 1; stages <= 8; ++stages) {
+      std::vector<int> cut;
+      try {
+        cut = split_evenly(program, stages, estimated_costs(program));
+      } catch (const ProgramError&) {
+        continue;
+      }
+      EXPECT_EQ(cut.back() + 1, stages) << name << ": " << row_of(program, cut);
+    }
+  }
+}
+
+// The buffer is read by the third node and written to by the last.
+TEST(SplitEvenly, CutsWhereItCan) {
+  const Program program = exported("updated");
+  ASSERT_EQ(pipeline(program, {{"first", kEnd}}).num_stages(), 2);
+  EXPECT_EQ(pipeline(program, 2).num_stages(), 2);
+}
+
+// What dropout is given is used after what it gave was written to.
+TEST(SplitEvenly, SaysHowManyStagesThereCanBe) {
+  const Program program = exported("doubtful");
+  EXPECT_EQ(row_of(program, pipeline(program, 2).stages()), "linear | dropout mul_ linear_1 mul");
+  EXPECT_EQ(row_of(program, pipeline(program, 3).stages()), "linear | dropout mul_ linear_1 | mul");
+  for (const int stages : {4, 5}) {
+    expect_error<ProgramError>([&] { pipeline(program, stages); },
+                               "the program cannot be cut into " + std::to_string(stages) +
+                                   " stages: what is written to in place keeps nodes together, and 3 stages are the "
+                                   "most.");
+  }
+}
+
+TEST(SplitBy, TakesAnyNumbersThatGoUp) {
+  const Program program = exported("pair");
+  const auto by_name = [&](int linear, int relu, int last) {
+    return split_by(program, [=](const Node& node) {
+      return node.name == "linear" ? linear : node.name == "relu" ? relu : last;
+    });
+  };
+  EXPECT_EQ(by_name(0, 1, 2), (std::vector<int>{0, 1, 2}));
+  EXPECT_EQ(by_name(3, 3, 9), (std::vector<int>{0, 0, 1}));
+  expect_error<ProgramError>(
+      [&] { by_name(0, -1, 1); },
+      "node 'relu' (torch.ops.aten.relu.default) of the model itself (__main__.Pair) was put into "
+      "stage -1; stages count from 0.");
+}
+
+TEST(SplitBy, NamesAValueThatIsUsedBeforeItsStage) {
+  const Program program = exported("pair");
+  expect_error<ProgramError>(
+      [&] { pipeline(program, [](const Node& node) { return node.name == "relu" ? 0 : 1; }); },
+      "node 'relu' (torch.ops.aten.relu.default) of the model itself (__main__.Pair) is in stage 0 and uses 'linear', "
+      "which stage 1 makes; stages take values of earlier ones alone.");
+}
+
+}  // namespace
+}  // namespace penstock::testing
