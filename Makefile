@@ -95,7 +95,8 @@ soak: build ## what takes long: sanitizers, whole grids on processes, Hugging Fa
 	@build/hugging_face/venv/bin/python tests/program/hugging_face.py write build/hugging_face/zoo
 	@PENSTOCK_ZOO=build/hugging_face/zoo $(for_programs) \
 	  build/release/bin/penstock_program_test --gtest_brief=1 --gtest_filter='*Zoo*'
-	@PENSTOCK_GRID=whole PENSTOCK=build/release/bin/penstock PENSTOCK_ZOO=build/soak/zoo $(for_programs) \
+	@PENSTOCK_GRID=whole PENSTOCK=build/release/bin/penstock PENSTOCK_ZOO=build/soak/zoo PENSTOCK_PROGRAMS=build/soak/programs \
+	  $(for_programs) \
 	  python3 tests/cli/program_test.py OnProcesses
 	@PENSTOCK_KILLS=100 build/release/bin/penstock_runtime_test --gtest_filter='LostRank*'
 	@$(MAKE) fuzz FUZZ_RUNS=1000000

@@ -22,6 +22,9 @@ struct ProgramCommand {
   const char* description;
 };
 inline constexpr ProgramCommand kProgramCommands[] = {
+    {"train", "Train a model in a pipeline: a small GPT, or an exported model"},
+    {"generate", "Write text with a model that was trained"},
+    {"launch", "Run a command as several ranks, each a process of this machine"},
     {"split", "Cut an exported model into stages, and show them and what crosses"},
     {"check", "Compare an exported model in a pipeline with one process: outputs and gradients"},
     {"run", "Run an exported model in a pipeline: inference"},

@@ -86,6 +86,13 @@ void write_output(const std::string& path, const std::function<void(std::ostream
   aside.sync_and_rename(target);
 }
 
+void require_folder(const std::string& path) {
+  const std::filesystem::path folder = std::filesystem::path(path).parent_path();
+  if (!folder.empty() && !std::filesystem::is_directory(folder)) {
+    throw std::runtime_error(path + ": cannot be written, as there is no folder " + folder.string() + ".");
+  }
+}
+
 std::string read_file(const std::string& path) {
   std::error_code ignored;
   if (std::filesystem::is_directory(path, ignored)) fail(path, "could not be read: it is a folder.");

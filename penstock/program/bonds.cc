@@ -58,6 +58,21 @@ void bind_doubtful(const Exported& exported, int view, int base, std::vector<Bon
 
 }  // namespace
 
+std::set<int> written_values(const Exported& exported) {
+  std::set<std::string> targets;
+  for (const ProgramOutput& output : exported.outputs) {
+    if (output.kind != ProgramOutput::Kind::User && output.kind != ProgramOutput::Kind::Input)
+      targets.insert(output.target);
+  }
+  std::set<int> written;
+  for (const ProgramInput& input : exported.inputs) {
+    if (input.value < 0 || input.kind == ProgramInput::Kind::User) continue;
+    const bool in_place = !exported.effects.writers[index(input.value)].empty();
+    if (in_place || targets.contains(input.name)) written.insert(input.value);
+  }
+  return written;
+}
+
 std::vector<Bond> bonds_of(const Exported& exported) {
   std::vector<Bond> bonds;
   for (const ProgramInput& input : exported.inputs) {

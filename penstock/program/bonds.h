@@ -1,6 +1,7 @@
 // Nodes that a cut must leave in one stage, because of what they write.
 #pragma once
 
+#include <set>
 #include <string>
 #include <vector>
 
@@ -28,5 +29,8 @@ struct Bond {
 };
 
 std::vector<Bond> bonds_of(const Exported& exported);
+
+// Parameters, buffers and constants that the program writes to, in place or when all is done: their values in the graph.
+std::set<int> written_values(const Exported& exported);
 
 }  // namespace penstock

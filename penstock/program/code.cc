@@ -1,6 +1,5 @@
 #include "penstock/program/code.h"
 
-#include <ATen/autocast_mode.h>
 #include <ATen/core/List.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/stack.h>
@@ -14,45 +13,18 @@
 
 #include "penstock/program/error.h"
 #include "penstock/program/mode.h"
+#include "penstock/tensor/autocast_scope.h"
 #include "penstock/tensor/random_scope.h"
 
 namespace penstock {
 namespace {
-
-// Autocast on a thread, for as long as this lives. Its cache of weights is one a process, and would outlive a weight's
-// change: off.
-class AutocastScope {
- public:
-  explicit AutocastScope(const Region::Autocast& autocast)
-      : device_(autocast.device),
-        was_enabled_(at::autocast::is_autocast_enabled(device_)),
-        dtype_(at::autocast::get_autocast_dtype(device_)),
-        cached_(at::autocast::is_autocast_cache_enabled()) {
-    at::autocast::set_autocast_enabled(device_, autocast.enabled);
-    at::autocast::set_autocast_dtype(device_, autocast.dtype);
-    at::autocast::set_autocast_cache_enabled(false);
-  }
-  ~AutocastScope() {
-    at::autocast::set_autocast_enabled(device_, was_enabled_);
-    at::autocast::set_autocast_dtype(device_, dtype_);
-    at::autocast::set_autocast_cache_enabled(cached_);
-  }
-  AutocastScope(const AutocastScope&) = delete;
-  AutocastScope& operator=(const AutocastScope&) = delete;
-
- private:
-  at::DeviceType device_;
-  bool was_enabled_;
-  at::ScalarType dtype_;
-  bool cached_;
-};
 
 // What holds around a row of nodes.
 class RegionScope {
  public:
   explicit RegionScope(const Region& region) {
     if (region.grad) grad_.emplace(*region.grad);
-    if (region.autocast) autocast_.emplace(*region.autocast);
+    if (region.autocast) autocast_.emplace(region.autocast->device, region.autocast->dtype, region.autocast->enabled);
   }
 
  private:
@@ -281,7 +253,7 @@ std::vector<c10::IValue> Code::run(std::vector<c10::IValue> inputs, const Mode& 
   const Graph& graph = *plan_->graph;
   const bool has_random_numbers = RandomScope::is_open();
   std::optional<AutocastScope> around;
-  if (mode.autocast) around.emplace(*mode.autocast);
+  if (mode.autocast) around.emplace(mode.autocast->device, mode.autocast->dtype, mode.autocast->enabled);
   std::optional<RegionScope> scope;
   int region = 0;
   torch::jit::Stack stack;

@@ -9,7 +9,7 @@
 #include <string>
 #include <string_view>
 
-#include "penstock/program/effects.h"
+#include "penstock/program/grad_flow.h"
 #include "penstock/program/part.h"
 #include "penstock/program/state.h"
 #include "penstock/tensor/random_scope.h"
@@ -128,29 +128,10 @@ class Estimate {
   const Graph& graph_;
 };
 
-// Whether the backward comes through each node.
 std::vector<bool> nodes_with_grad(const Program& program) {
-  const Graph& graph = program.graph();
-  std::vector<bool> grad(graph.values.size(), false);
-  for (const ProgramInput& input : program.inputs()) {
-    if (input.kind == ProgramInput::Kind::Parameter) {
-      grad[static_cast<std::size_t>(input.value)] = program.tensor(input).requires_grad();
-    }
-  }
-  std::vector<bool> nodes(graph.nodes.size(), false);
-  for (std::size_t i = 0; i < graph.nodes.size(); ++i) {
-    const Node& node = graph.nodes[i];
-    bool needs = false;
-    for_each_operand_value(node, [&](int value) { needs = needs || grad[static_cast<std::size_t>(value)]; });
-    needs = needs && graph.regions[static_cast<std::size_t>(node.region)].grad.value_or(true);
-    for_each_result(node, [&](int value) {
-      const auto& type = graph.values[static_cast<std::size_t>(value)].type;
-      const bool floating = !type || c10::isFloatingType(type->dtype) || c10::isComplexType(type->dtype);
-      grad[static_cast<std::size_t>(value)] = needs && floating;
-    });
-    nodes[i] = needs;
-  }
-  return nodes;
+  return nodes_with_grad(*program.state()->exported, [&](const ProgramInput& input) {
+    return input.kind == ProgramInput::Kind::Parameter && program.tensor(input).requires_grad();
+  });
 }
 
 }  // namespace

@@ -132,8 +132,11 @@ void GraphReader::read_node(const json& described, Scope& scope, int region) {
   const auto function = find_function(target);
   if (!function) {
     throw ProgramError(describe(*graph_, node) +
-                       ": there is no such operator in this process.\n  Hint: an operator of another library is there "
-                       "once that is loaded; one of another version of PyTorch has to be exported with 2.13.");
+                       (target.starts_with("torch._functorch.")
+                            ? ": is a transformation of functions, such as vmap, which only Python can run."
+                            : ": there is no such operator in this process.\n  Hint: an operator of another library is "
+                              "there once that is loaded; one of another version of PyTorch has to be exported with "
+                              "2.13."));
   }
   node.function = *function;
   node.operands = operands_of(read, node, scope);
@@ -149,7 +152,10 @@ void GraphReader::read_node(const json& described, Scope& scope, int region) {
     }
   }
   check_results(node);
-  graph_->nodes.push_back(std::move(node));
+  // `buffer += 1` ends in a copy of the buffer to itself, which a backward would take for another write.
+  const bool copies_to_itself = node.operator_name() == "aten::copy_" && node.operands[0].is_value() &&
+                                node.operands[1].is_value() && node.operands[0].value == node.operands[1].value;
+  if (!copies_to_itself) graph_->nodes.push_back(std::move(node));
 }
 
 std::vector<Operand> GraphReader::operands_of(const schema::Node& read, const Node& node, const Scope& scope) {

@@ -12,6 +12,7 @@
 
 #include "penstock/program/bonds.h"
 #include "penstock/program/error.h"
+#include "penstock/program/grad_flow.h"
 
 namespace penstock {
 namespace {
@@ -221,28 +222,24 @@ class Partitioner {
 
   void find_recomputable() {
     recomputable_.assign(graph_.nodes.size(), false);
-    std::vector<bool> grad(graph_.values.size(), false);
-    for (const ProgramInput& one : exported_.inputs) {
-      if (one.value >= 0) grad[index(one.value)] = one.kind == ProgramInput::Kind::Parameter;
-    }
+    const std::set<int> written = written_values(exported_);
+    const std::vector<bool> has_grad =
+        nodes_with_grad(exported_, [](const ProgramInput& one) { return one.kind == ProgramInput::Kind::Parameter; });
     for (std::size_t i = 0; i < graph_.nodes.size(); ++i) {
       const Node& one = graph_.nodes[i];
       bool closed = true;
-      bool needs_grad = false;
       for_each_operand_value(one, [&](int operand) {
-        needs_grad = needs_grad || grad[index(operand)];
         if (value(operand).kind != ValueKind::Tensor) return;
         const int producer = value(operand).producer;
-        const bool again = producer >= 0 ? recomputable_[index(producer)] : is_held(operand);
+        // What is written to is another one for the next microbatch.
+        const bool again =
+            producer >= 0 ? recomputable_[index(producer)] : is_held(operand) && !written.contains(operand);
         closed = closed && again && written_in_[index(effects_.root_of(operand))].empty();
       });
-      needs_grad = needs_grad && graph_.regions[index(one.region)].grad.value_or(true);
-      for_each_result(one, [&](int result) {
-        grad[index(result)] = needs_grad;
-        closed = closed && written_in_[index(effects_.root_of(result))].empty();
-      });
+      for_each_result(one,
+                      [&](int result) { closed = closed && written_in_[index(effects_.root_of(result))].empty(); });
       const auto* handle = std::get_if<c10::OperatorHandle>(&one.function);
-      recomputable_[i] = closed && !needs_grad && handle != nullptr && effects_.writes[i].empty() &&
+      recomputable_[i] = closed && !has_grad[i] && handle != nullptr && effects_.writes[i].empty() &&
                          contains(kCheap, one.operator_name()) && !handle->hasTag(at::Tag::nondeterministic_seeded);
     }
   }

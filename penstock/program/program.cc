@@ -8,6 +8,7 @@
 #include <set>
 #include <utility>
 
+#include "penstock/program/bonds.h"
 #include "penstock/program/mode.h"
 #include "penstock/program/part.h"
 #include "penstock/program/state.h"
@@ -136,6 +137,21 @@ std::shared_ptr<const Part> whole_of(const Program::State& state, std::shared_pt
   return std::make_shared<Part>(state.exported, std::move(contents), std::move(mode));
 }
 
+// A view would have to follow what is written to what it is a view of, in every stage.
+void refuse_written_views(const Program::State& state) {
+  const std::set<int> written = written_values(*state.exported);
+  for (const ProgramInput& one : state.exported->inputs) {
+    if (!written.contains(one.value)) continue;
+    const at::Tensor& tensor = *state.find_tensor(one);
+    for (const ProgramInput& other : state.exported->inputs) {
+      const at::Tensor* const view = state.find_tensor(other);
+      if (view == nullptr || view->is_same(tensor) || !view->is_alias_of(tensor)) continue;
+      throw ProgramError(state.name + ": '" + one.name + "' is written to, and '" + other.name +
+                         "' lies in the same memory; what is written has memory of its own.");
+    }
+  }
+}
+
 std::shared_ptr<Program::State> read_state(const Archive& archive) {
   auto state = std::make_shared<Program::State>();
   state->name = archive.name();
@@ -148,6 +164,7 @@ std::shared_ptr<Program::State> read_state(const Archive& archive) {
       throw ProgramError(archive.name() + ": there is no tensor for '" + input.name + "' in the archive.");
     }
   }
+  refuse_written_views(*state);
   for (const Node& node : state->exported->graph.nodes) {
     const std::optional<bool> training = exported_mode(node);
     if (training && (!state->exported_in_training || *training)) state->exported_in_training = training;

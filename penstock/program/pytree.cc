@@ -109,47 +109,59 @@ TreeSpec TreeSpec::parse(std::string_view text, const std::string& where) {
   return TreeSpecReader(where).read(parsed[1]);
 }
 
+// Where a value is, for an error: as text only then, since every microbatch comes along here.
+struct TreeSpec::Place {
+  const Place* around = nullptr;
+  const std::string* root = nullptr;
+  const c10::IValue* key = nullptr;
+  std::size_t number = 0;
+
+  std::string text() const {
+    if (around == nullptr) return *root;
+    return around->text() + "." + (key == nullptr ? std::to_string(number) : step_text(*key));
+  }
+};
+
 std::vector<c10::IValue> TreeSpec::flatten(const c10::IValue& value, const std::string& where) const {
   std::vector<c10::IValue> leaves;
   leaves.reserve(leaves_);
-  flatten_into(value, where, leaves);
+  flatten_into(value, {.root = &where}, leaves);
   return leaves;
 }
 
-void TreeSpec::flatten_into(const c10::IValue& value, const std::string& where,
-                            std::vector<c10::IValue>& leaves) const {
-  const auto expect = [&](bool right, const std::string& what) {
-    if (!right) throw ProgramError(where + ": found " + describe(value) + ", expected " + what + ".");
+void TreeSpec::flatten_into(const c10::IValue& value, const Place& place, std::vector<c10::IValue>& leaves) const {
+  const auto refuse = [&](const std::string& expected) {
+    throw ProgramError(place.text() + ": found " + describe(value) + ", expected " + expected + ".");
   };
-  const auto flatten_all = [&](c10::ArrayRef<c10::IValue> elements) {
+  const auto flatten_all = [&](c10::ArrayRef<c10::IValue> elements, const char* what) {
+    if (elements.size() != children_.size()) refuse(what + std::to_string(children_.size()));
     for (std::size_t i = 0; i < children_.size(); ++i) {
-      children_[i].flatten_into(elements[i], where + "." + std::to_string(i), leaves);
+      children_[i].flatten_into(elements[i], {.around = &place, .number = i}, leaves);
     }
   };
   switch (kind_) {
     case Kind::Leaf: leaves.push_back(value); return;
     case Kind::Tuple:
-      expect(value.isTuple() && value.toTupleRef().elements().size() == children_.size(),
-             "tuple of " + std::to_string(children_.size()));
-      flatten_all(value.toTupleRef().elements().asArrayRef());
+      if (!value.isTuple()) refuse("tuple of " + std::to_string(children_.size()));
+      flatten_all(value.toTupleRef().elements().asArrayRef(), "tuple of ");
       return;
-    case Kind::List: {
-      expect(value.isList() && value.toList().size() == children_.size(),
-             "list of " + std::to_string(children_.size()));
-      flatten_all(value.toList().vec());
+    case Kind::List:
+      if (!value.isList()) refuse("list of " + std::to_string(children_.size()));
+      flatten_all(value.toList().vec(), "list of ");
       return;
-    }
     case Kind::Dict: break;
   }
-  std::string keys;
-  for (const c10::IValue& key : keys_) keys += (keys.empty() ? "" : ", ") + key_text(key);
-  const std::string what = "dict with " + (keys.empty() ? "nothing" : keys);
-  expect(value.isGenericDict() && value.toGenericDict().size() == keys_.size(), what);
+  const auto refuse_keys = [&] {
+    std::string keys;
+    for (const c10::IValue& key : keys_) keys += (keys.empty() ? "" : ", ") + key_text(key);
+    refuse("dict with " + (keys.empty() ? "nothing" : keys));
+  };
+  if (!value.isGenericDict() || value.toGenericDict().size() != keys_.size()) refuse_keys();
   const auto dict = value.toGenericDict();
   for (std::size_t i = 0; i < keys_.size(); ++i) {
     const auto found = dict.find(keys_[i]);
-    expect(found != dict.end(), what);
-    children_[i].flatten_into(found->value(), where + "." + step_text(keys_[i]), leaves);
+    if (found == dict.end()) refuse_keys();
+    children_[i].flatten_into(found->value(), {.around = &place, .key = &keys_[i]}, leaves);
   }
 }
 

@@ -35,7 +35,8 @@ class TreeSpec {
   std::vector<std::string> paths(const std::string& root) const;
 
  private:
-  void flatten_into(const c10::IValue& value, const std::string& where, std::vector<c10::IValue>& leaves) const;
+  struct Place;
+  void flatten_into(const c10::IValue& value, const Place& place, std::vector<c10::IValue>& leaves) const;
   c10::IValue unflatten_from(std::span<const c10::IValue>& values) const;
   void paths_into(const std::string& root, std::vector<std::string>& paths) const;
 

@@ -103,7 +103,7 @@ WholeRun run_whole(const Pipe& pipe, const Schedule& schedule, std::span<const A
       const at::Tensor& one = gradients[static_cast<std::size_t>(microbatch)][i];
       if (one.defined()) sum = sum.defined() ? sum + one : one.clone();
     }
-    if (sum.defined()) result.gradients.emplace(names[i], sum);
+    if (sum.defined()) result.gradients.emplace(names[i], sum.is_sparse() ? sum.to_dense() : sum);
   }
   return result;
 }

@@ -32,7 +32,7 @@ struct WholeRun {
   // By microbatch. Detached.
   std::vector<c10::IValue> outputs;
   std::vector<at::Tensor> losses;
-  // By the model's own names; without those of parameters that got none.
+  // By the model's own names, dense; without those of parameters that got none.
   TensorsByName gradients;
 };
 

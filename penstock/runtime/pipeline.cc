@@ -209,7 +209,7 @@ std::shared_ptr<StepRun> Pipeline::State::prepare(const Batch& batch, const Step
     work.signature = signature;
     // Replicas draw numbers of their own.
     work.seed = options.seed + static_cast<std::uint64_t>(ranks.first_replica()) + replica;
-    work.step = steps;
+    work.step = step_options.number.value_or(steps);
     work.timeout = options.timeout;
     work.outputs.resize(count);
     work.losses.resize(count);

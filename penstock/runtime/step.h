@@ -4,8 +4,10 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
+#include <cstdint>
 #include <functional>
 #include <map>
+#include <optional>
 #include <vector>
 
 #include "penstock/tensor/microbatch.h"
@@ -20,6 +22,8 @@ struct StepOptions {
   // Keyword arguments of later stages, by stage. They are split as those of the first are.
   std::map<int, Kwargs> stage_kwargs = {};
   Kwargs loss_kwargs = {};
+  // Which step it is, for the random numbers that stages draw; left out: they are counted.
+  std::optional<std::int64_t> number = std::nullopt;
   // The weight of each microbatch's loss, for one replica of this process after the other; left out: 1 / microbatches, or 1
   // without scale_grads.
   std::vector<double> weights = {};

@@ -5,6 +5,7 @@
 #include <iosfwd>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "penstock/schedule/schedule.h"
 #include "penstock/schedule/simulate.h"
@@ -20,6 +21,16 @@ struct Drawing {
   std::string title;
   // Messages and changes of parameters too, not computations alone.
   bool all_actions = false;
+
+  // The rest is for draw_html alone. What the timeline is, and another one of the same schedule to show beside it.
+  std::string name = "simulated";
+  const Timeline* beside = nullptr;
+  std::string beside_name = {};
+  // Of time, such as "ms".
+  std::string unit = {};
+  // A curve to show above, such as the loss of each step; none for an empty one.
+  std::string curve_name = {};
+  std::vector<double> curve = {};
 };
 
 struct TextOptions {

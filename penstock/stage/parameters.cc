@@ -335,11 +335,15 @@ void SharedSum::reduce(Deadline deadline) {
   for (const at::Tensor& one : own) {
     if (one.grad().defined()) sum = sum.defined() ? sum.add(one.grad()) : one.grad().clone();
   }
+  const at::Tensor present = at::full({1}, sum.defined() ? 1 : 0, at::TensorOptions(at::kFloat));
   if (!sum.defined()) sum = at::zeros_like(own.front()).detach();
   sum = sum.contiguous();
-  groups_.speakers->all_reduce({sum})->wait(deadline);
+  groups_.speakers->all_reduce({sum, present})->wait(deadline);
   sum.div_(replicas_);
-  for (std::size_t i = 0; i < own.size(); ++i) own[i].mutable_grad() = i == 0 ? sum : sum.clone();
+  // Where nobody has a gradient there is none, as in one process.
+  if (present.item<float>() > 0) {
+    for (std::size_t i = 0; i < own.size(); ++i) own[i].mutable_grad() = i == 0 ? sum : sum.clone();
+  }
   contribution_.end_reduction();
 }
 

@@ -3,18 +3,16 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
-#include <fcntl.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
 #include <system_error>
 #include <unordered_map>
 
+#include "penstock/tensor/aside_file.h"
 #include "penstock/tensor/mapped_file.h"
 
 namespace penstock {
@@ -28,22 +26,6 @@ namespace {
 [[noreturn]] void fail_system(const std::string& path, const std::string& what) {
   fail(path, what + ": " + std::generic_category().message(errno) + ".");
 }
-
-class Descriptor {
- public:
-  explicit Descriptor(int number) : number_(number) {}
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  ~Descriptor() {
-    if (number_ >= 0) ::close(number_);
-  }
-
-  int operator*() const { return number_; }
-  bool close() { return ::close(std::exchange(number_, -1)) == 0; }
-
- private:
-  int number_;
-};
 
 std::unique_ptr<MappedFile> mapped(const std::string& path) {
   try {
@@ -59,68 +41,6 @@ std::unique_ptr<MappedFile> mapped(const std::string& path) {
     fail_system(path, "could not be mapped");
   }
 }
-
-// A file in the folder of its target that takes the target's name when it is whole, and goes away otherwise.
-class Aside {
- public:
-  explicit Aside(const std::string& target)
-      : target_(target),
-        target_name_(std::filesystem::path(target).filename()),
-        folder_(open_folder(target)),
-        file_(create()) {}
-  Aside(const Aside&) = delete;
-  Aside& operator=(const Aside&) = delete;
-  ~Aside() {
-    if (!renamed_) ::unlinkat(*folder_, name_.c_str(), 0);
-  }
-
-  void write(const void* data, std::size_t size) {
-    constexpr std::size_t kMost = std::size_t{1} << 30U;
-    for (const char* next = static_cast<const char*>(data); size > 0;) {
-      const ssize_t written = ::write(*file_, next, std::min(size, kMost));
-      if (written < 0 && errno == EINTR) continue;
-      if (written <= 0) fail_system(target_, "could not be written");
-      next += written;
-      size -= static_cast<std::size_t>(written);
-    }
-  }
-
-  void sync_and_rename() {
-    if (::fsync(*file_) != 0 || !file_.close()) fail_system(target_, "could not be written");
-    if (::renameat(*folder_, name_.c_str(), *folder_, target_name_.c_str()) != 0) {
-      fail_system(target_, "could not be written");
-    }
-    renamed_ = true;
-    // Some file systems cannot sync a folder, and say so with EINVAL.
-    if (::fsync(*folder_) != 0 && errno != EINVAL) fail_system(target_, "was written, but its folder not synced");
-  }
-
- private:
-  static int open_folder(const std::string& target) {
-    const std::filesystem::path folder = std::filesystem::path(target).parent_path();
-    const int opened = ::open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (opened < 0) fail_system(target, "could not be written, as its folder could not be opened");
-    return opened;
-  }
-
-  // Tries names until one is free: a process of the same number may have left some behind.
-  int create() {
-    static std::atomic<unsigned> count = 0;
-    for (;;) {
-      name_ = ".penstock-" + std::to_string(::getpid()) + "-" + std::to_string(count++) + ".part";
-      const int opened = ::openat(*folder_, name_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-      if (opened >= 0) return opened;
-      if (errno != EEXIST) fail_system(target_, "could not be written");
-    }
-  }
-
-  const std::string& target_;
-  std::string target_name_;
-  std::string name_;
-  Descriptor folder_;
-  Descriptor file_;
-  bool renamed_ = false;
-};
 
 void require_target(const std::string& path) {
   if (std::filesystem::path(path).filename().empty()) fail(path, "could not be written: it names no file.");
@@ -172,14 +92,18 @@ void write_safetensors(const std::string& path, const NamedTensors& tensors,
   const std::string beginning = to_bytes(header, path);
 
   require_target(path);
-  Aside aside(path);
-  aside.write(beginning.data(), beginning.size());
-  for (const SafetensorsEntry& entry : header.entries) {
-    if (entry.begin == entry.end) continue;
-    const at::Tensor values = plain(*by_name.at(entry.name));
-    aside.write(values.const_data_ptr(), entry.end - entry.begin);
+  try {
+    AsideFile aside(path);
+    aside.write(beginning.data(), beginning.size());
+    for (const SafetensorsEntry& entry : header.entries) {
+      if (entry.begin == entry.end) continue;
+      const at::Tensor values = plain(*by_name.at(entry.name));
+      aside.write(values.const_data_ptr(), entry.end - entry.begin);
+    }
+    aside.sync_and_rename();
+  } catch (const AsideFile::Failure& failure) {
+    throw SafetensorsError(failure.what());
   }
-  aside.sync_and_rename();
 }
 
 struct SafetensorsFile::Content {

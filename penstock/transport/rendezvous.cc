@@ -3,6 +3,7 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <array>
 #include <charconv>
 #include <cstdlib>
 #include <limits>
@@ -18,6 +19,29 @@ namespace {
 constexpr const char* kHint =
     "\n  Hint: whatever starts the ranks, such as torchrun, sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.";
 
+// What whoever starts the ranks calls things, the likeliest first.
+struct Launcher {
+  const char* rank;
+  const char* ranks;
+  const char* local_rank;
+  const char* local_ranks;
+};
+constexpr std::array kLaunchers{
+    Launcher{"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"},
+    // srun sets the second; a batch script that starts one process has only the first.
+    Launcher{"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"},
+    Launcher{"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+             "OMPI_COMM_WORLD_LOCAL_SIZE"},
+    Launcher{"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"}};
+
+// The first of "node[03-05,07],other": node03.
+std::string first_node(const std::string& list) {
+  const std::size_t bracket = list.find('[');
+  if (bracket == std::string::npos || list.find(',') < bracket) return list.substr(0, list.find(','));
+  const std::size_t end = list.find_first_of("-,]", bracket);
+  return list.substr(0, bracket) + list.substr(bracket + 1, end == std::string::npos ? end : end - bracket - 1);
+}
+
 class Reader {
  public:
   explicit Reader(const Variables& variables) : variables_(variables) {}
@@ -26,6 +50,22 @@ class Reader {
   std::string text(const char* name) const {
     const char* value = variables_ ? variables_(name) : std::getenv(name);
     return value == nullptr ? "" : value;
+  }
+
+  const Launcher& launcher() const {
+    for (const Launcher& one : kLaunchers) {
+      if (!text(one.ranks).empty() && !text(one.rank).empty()) return one;
+    }
+    return kLaunchers.front();
+  }
+
+  // One that the jobs of a machine are not likely to have in common; 0 outside of Slurm.
+  int port_of_job() const {
+    constexpr int kFirst = 20000;
+    constexpr int kCount = 10000;
+    const int job =
+        text("SLURM_STEP_NUM_TASKS").empty() ? -1 : number("SLURM_JOB_ID", 0, std::numeric_limits<int>::max(), -1);
+    return job < 0 ? 0 : kFirst + job % kCount;
   }
 
   int required(const char* name, int low, int high) const {
@@ -112,19 +152,31 @@ RankEnvironment read_environment(const Variables& variables) {
   const Reader reader(variables);
   constexpr int kMost = std::numeric_limits<int>::max();
   RankEnvironment environment;
-  environment.ranks = reader.required("WORLD_SIZE", 1, kMost);
-  environment.rank = reader.required("RANK", 0, environment.ranks - 1);
-  environment.local_rank = reader.number("LOCAL_RANK", 0, environment.ranks - 1, environment.rank);
-  environment.master_port = reader.required("MASTER_PORT", 1, 65535);
-  const std::string address = reader.text("MASTER_ADDR");
+  const Launcher& launcher = reader.launcher();
+  environment.ranks = reader.required(launcher.ranks, 1, kMost);
+  environment.rank = reader.required(launcher.rank, 0, environment.ranks - 1);
+  environment.local_rank = reader.number(launcher.local_rank, 0, environment.ranks - 1, environment.rank);
+  environment.master_port = reader.number("MASTER_PORT", 1, 65535, reader.port_of_job());
+  if (environment.master_port == 0) reader.required("MASTER_PORT", 1, 65535);
+  // srun's, with several nodes, is no number: "4(x2)".
+  const bool are_local = reader.text(launcher.local_ranks).find_first_of("(,") == std::string::npos &&
+                         reader.number(launcher.local_ranks, 1, environment.ranks, 0) == environment.ranks;
+  std::string address = reader.text("MASTER_ADDR");
+  if (address.empty() && !are_local) address = first_node(reader.text("SLURM_STEP_NODELIST"));
   environment.master_address = address.empty() ? kLoopback : address;
-  environment.one_machine = reader.number("LOCAL_WORLD_SIZE", 1, environment.ranks, 0) == environment.ranks ||
-                            is_loopback(environment.master_address);
+  environment.one_machine = are_local || is_loopback(environment.master_address);
   environment.agent_serves = reader.text("TORCHELASTIC_USE_AGENT_STORE") == "True";
   environment.attempt = reader.number("TORCHELASTIC_RESTART_COUNT", 0, kMost, 0);
   if (environment.rank == 0) environment.listening_fd = reader.number("PENSTOCK_LISTENING_FD", 0, kMost, -1);
   environment.interface = reader.text("GLOO_SOCKET_IFNAME");
   return environment;
+}
+
+bool is_in_rank_environment(const Variables& variables) {
+  const Reader reader(variables);
+  return std::ranges::any_of(kLaunchers, [&](const Launcher& one) {
+    return !reader.text(one.ranks).empty() && !reader.text(one.rank).empty();
+  });
 }
 
 Rendezvous rendezvous(const RankEnvironment& environment, Clock::duration timeout) {

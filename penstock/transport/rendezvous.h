@@ -1,5 +1,5 @@
-// Where the ranks of several processes find one another: the environment that torchrun gives to each of them, or that
-// ProcessRanks does.
+// Where the ranks of several processes find one another: the environment that torchrun gives to each of them, or Slurm's
+// srun, mpirun or ProcessRanks does.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -20,7 +20,8 @@ class RendezvousError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// What the environment says.
+// What the environment says, in the words of torchrun. srun and mpirun have others for the first four; without
+// MASTER_ADDR and MASTER_PORT, srun's first node is the master, and the port comes from the job's number.
 struct RankEnvironment {
   int rank = 0;                // RANK
   int ranks = 1;               // WORLD_SIZE
@@ -38,6 +39,8 @@ struct RankEnvironment {
 using Variables = std::function<const char*(const char* name)>;
 // Throws RendezvousError. The process's own variables unless others are given.
 RankEnvironment read_environment(const Variables& variables = {});
+// Whether something has started this process as one of several ranks.
+bool is_in_rank_environment(const Variables& variables = {});
 
 struct Rendezvous {
   int rank = 0;

@@ -1,5 +1,6 @@
-"""penstock split, check and run, as a user calls them. PENSTOCK names the command, PENSTOCK_ZOO what zoo.py has written;
-with PENSTOCK_GRID=whole, every model of the zoo runs on processes with every schedule."""
+"""penstock split, check and run, as a user calls them. PENSTOCK names the command, PENSTOCK_ZOO what zoo.py has written,
+and PENSTOCK_PROGRAMS what models.py has; with PENSTOCK_GRID=whole, every model of the zoo runs on processes with every
+schedule."""
 
 import array
 import json
@@ -13,6 +14,8 @@ import xml.etree.ElementTree
 
 PENSTOCK = os.environ["PENSTOCK"]
 ZOO = os.environ["PENSTOCK_ZOO"]
+# What models.py has written.
+PROGRAMS = os.environ["PENSTOCK_PROGRAMS"]
 WHOLE_GRID = os.environ.get("PENSTOCK_GRID") == "whole"
 
 # A schedule, and the stages and ranks that it is run with.
@@ -189,6 +192,16 @@ class Check(Case):
         self.assertIn("s.csv, 3 microbatches", text)
         self.refuses("check", self.model("mlp"), "--stages", 3, "--csv", self.path("s.csv"),
                      message="has 2 stages, and the model was cut into 3")
+
+    def test_models_that_write_to_what_they_hold(self):
+        for name in ("written_parameter", "counted_at_the_end", "plus_equals", "expanded_buffer", "sparse", "writes_input"):
+            with self.subTest(name=name):
+                self.assertIn("bit-equal to one process\n", self.answers("check", os.path.join(PROGRAMS, f"{name}.pt2")))
+
+    def test_a_dump_that_cannot_be_written_is_said_before_the_work(self):
+        place = self.path("none/dump.safetensors")
+        self.refuses("check", self.model("mlp"), "--dump", place,
+                     message=f"{place}: cannot be written, as there is no folder {self.path('none')}.")
 
     def test_ranks_that_do_not_fit(self):
         self.refuses("check", self.model("mlp"), "--stages", 3, "--ranks", 2,

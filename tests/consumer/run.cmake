@@ -41,7 +41,7 @@ function(try_consumer way programs)
 endfunction()
 
 # The compiler of the build that is tested, through its cache of compilations where it has one.
-load_cache("${BUILD_DIR}" READ_WITH_PREFIX cached_ CMAKE_CXX_COMPILER PENSTOCK_CCACHE Torch_DIR)
+load_cache("${BUILD_DIR}" READ_WITH_PREFIX cached_ CMAKE_CXX_COMPILER PENSTOCK_BUILD_CLI PENSTOCK_CCACHE Torch_DIR)
 set(same_tools "-DCMAKE_CXX_COMPILER=${cached_CMAKE_CXX_COMPILER}")
 if(cached_PENSTOCK_CCACHE)
   list(APPEND same_tools "-DCMAKE_CXX_COMPILER_LAUNCHER=${cached_PENSTOCK_CCACHE}")
@@ -68,6 +68,10 @@ foreach(file IN LISTS package_files)
     endif()
   endforeach()
 endforeach()
+
+if(cached_PENSTOCK_BUILD_CLI)
+  run("The installed command with libtorch" "${prefix}/bin/penstock" split --help)
+endif()
 
 try_consumer(installed "consumer;consumer_torch" "-DCMAKE_PREFIX_PATH=${prefix}" "-DTorch_DIR=${cached_Torch_DIR}"
              -DCMAKE_BUILD_TYPE=Release)

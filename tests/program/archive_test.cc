@@ -21,6 +21,7 @@
 #include "penstock/program/pytree.h"
 #include "tests/program/refused.h"
 #include "tests/program/tensor_bytes.h"
+#include "tests/tensor/folder.h"
 #include "tests/tensor/values.h"
 
 namespace penstock::testing {

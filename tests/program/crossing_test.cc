@@ -132,6 +132,24 @@ TEST(InPlace, WritesThatOnlyEvaluationSeesAreSeenOrRefusedBehindABorder) {
   }
 }
 
+TEST(Buffers, ThatAreWrittenAtTheEndAreNotReadAgainInALaterStage) {
+  for (const std::string name : {"GPipe", "1F1B"}) {
+    expect_what_one_process_gives([] { return pipeline(exported("counted_at_the_end")); }, in_a_row(name, 2));
+  }
+}
+
+TEST(Buffers, ThatAreCopiedToThemselvesAreLeftAsTheyAre) {
+  expect_what_one_process_gives([] { return pipeline(exported("plus_equals"), 1); }, in_a_row("1F1B", 1));
+  EXPECT_EQ(row_of(exported("plus_equals"), SplitSpec{}), "linear add_ mul");
+}
+
+TEST(Buffers, ThatAreViewsOfWhatIsWrittenAreRefused) {
+  expect_error<ProgramError>([] { exported("view_of_written"); },
+                             program_path("view_of_written.pt2") +
+                                 ": 'whole' is written to, and 'part' lies in the same memory; what is written has "
+                                 "memory of its own.");
+}
+
 TEST(InPlace, WritesAreSeenByLaterStages) {
   const ZooModel model = zoo_model("inplace");
   for (const ZooCut& cut : model.cuts) {
@@ -178,6 +196,12 @@ TEST(MultiUse, OfAParameterInSeveralStagesIsReported) {
   for (const auto& [name, tensor] : pipe.state_dict(1)) names.insert(name);
   EXPECT_TRUE(names.contains("first.linear.weight"));
   EXPECT_TRUE(names.contains("last.linear.weight"));
+}
+
+TEST(MultiUse, WithoutAGradientAnywhereHasNone) {
+  const MakePipe make = [] { return pipeline(exported("shared_without_grad")); };
+  ASSERT_EQ(make().replicated_params().size(), 2U);
+  expect_what_one_process_gives(make, in_a_row("1F1B", 2));
 }
 
 TEST(MultiUse, ByCopiesGivesTheGradientsOfOneProcess) {

@@ -60,6 +60,33 @@ TEST(Cutting, LeavesTheProgramAsItWas) {
   EXPECT_TRUE(same(run(program), run(third)));
 }
 
+// The meta device computes shapes alone, and refuses what lies elsewhere.
+TEST(Cutting, PutsStagesOnAnotherDevice) {
+  for (const std::string name : {"mlp", "called_twice"}) {
+    SCOPED_TRACE(name);
+    const ZooModel model = zoo_model(name);
+    const Pipe pipe = pipeline(model.program(), 2);
+    std::vector<PipelineStage> stages;
+    for (int stage = 0; stage < 2; ++stage) {
+      stages.push_back(pipe.build_stage(stage, {.device = at::Device(at::kMeta)}));
+      for (const auto& [parameter, tensor] : stages.back().parameters()) EXPECT_TRUE(tensor.is_meta()) << parameter;
+    }
+    Pipeline in_stages(std::move(stages), pipe.wiring(), generate("1F1B", {.ranks = 2, .microbatches = 1}),
+                       options_of(pipe));
+    Arguments arguments = microbatches_of(model, pipe.program()).front();
+    const c10::IValue expected = pipe.run(arguments.args, arguments.kwargs);
+    for (c10::IValue& arg : arguments.args) arg = arg.toTensor().to(at::kMeta);
+    const at::Tensor output = in_stages.step(arguments.args, arguments.kwargs, at::Tensor()).output.toTensor();
+    EXPECT_TRUE(output.is_meta());
+    EXPECT_EQ(output.sizes(), expected.toTensor().sizes());
+    for (const PipelineStage& stage : in_stages.stages()) {
+      for (const auto& [parameter, tensor] : stage.parameters()) EXPECT_TRUE(tensor.grad().is_meta()) << parameter;
+    }
+    // The program itself stays where it is.
+    for (const auto& [parameter, tensor] : pipe.program().parameters()) EXPECT_TRUE(tensor.is_cpu()) << parameter;
+  }
+}
+
 TEST(Cutting, SaysWhichStagesThereAre) {
   const Pipe pipe = pipeline(exported("pair"), 2);
   for (const int stage : {-1, 2}) {

@@ -113,6 +113,112 @@ class Number(nn.Module):
         return self.second(torch.relu(self.first(x))) * times
 
 
+@write("counted_at_the_end", torch.ones(2, 4), functional=True)
+class CountedAtTheEnd(nn.Module):
+    """A number that a buffer counts, which is written when all is done, and used by both halves."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x):
+        x = self.first(x)
+        self.count.add_(1)
+        pipe_split()
+        return self.second(x * self.count)
+
+
+@write("plus_equals", torch.ones(2, 4))
+class PlusEquals(nn.Module):
+    """The export ends with a copy of the buffer to itself, and the backward needs the buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.register_buffer("total", torch.ones(4))
+
+    def forward(self, x):
+        x = self.first(x)
+        self.total += 1
+        return x * self.total
+
+
+@write("shared_without_grad", torch.ones(2, 4))
+class SharedWithoutGrad(nn.Module):
+    """A layer that both halves use and none learns."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.both = nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.no_grad():
+            u = self.both(x)
+        y = self.first(x) + u
+        pipe_split()
+        with torch.no_grad():
+            v = self.both(u)
+        return y + v
+
+
+@write("written_parameter", torch.ones(2, 4))
+class WrittenParameter(nn.Module):
+    """Writes to a parameter in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.fading = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x):
+        self.fading.mul_(0.9)
+        return self.first(x) + self.fading
+
+
+@write("expanded_buffer", torch.ones(2, 4))
+class ExpandedBuffer(nn.Module):
+    """A buffer whose elements are all one place in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.register_buffer("same", torch.ones(1).expand(4))
+
+    def forward(self, x):
+        return self.first(x) + self.same
+
+
+@write("view_of_written", torch.ones(2, 4))
+class ViewOfWritten(nn.Module):
+    """Two buffers in one memory, of which one is written to."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.register_buffer("whole", torch.ones(8))
+        self.register_buffer("part", self.whole[:4])
+
+    def forward(self, x):
+        self.whole.add_(1)
+        return self.first(x) + self.part
+
+
+@write("sparse", torch.tensor([1, 2, 1]))
+class Sparse(nn.Module):
+    """Gradients that are sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(10, 4, sparse=True)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, ids):
+        return self.last(self.table(ids))
+
+
 @write("cond", torch.ones(3, 4))
 class Cond(nn.Module):
     """A branch, which is a higher-order operator."""

@@ -54,6 +54,72 @@ TEST(RankEnvironment, IsWhatTorchrunSets) {
   EXPECT_EQ(found.interface, "eth1");
 }
 
+TEST(RankEnvironment, IsWhatSlurmSets) {
+  const Values values{{"SLURM_PROCID", "5"},
+                      {"SLURM_STEP_NUM_TASKS", "8"},
+                      {"SLURM_LOCALID", "1"},
+                      {"SLURM_STEP_TASKS_PER_NODE", "4(x2)"},
+                      {"SLURM_STEP_NODELIST", "node[03-05,07]"},
+                      {"SLURM_JOB_ID", "123456"}};
+  const RankEnvironment found = read(values);
+  EXPECT_EQ(found.rank, 5);
+  EXPECT_EQ(found.ranks, 8);
+  EXPECT_EQ(found.local_rank, 1);
+  EXPECT_FALSE(found.one_machine);
+  EXPECT_EQ(found.master_address, "node03");
+  EXPECT_EQ(found.master_port, 23456);
+  // What is said by hand comes first.
+  Values named = values;
+  named["MASTER_ADDR"] = "10.0.0.1";
+  named["MASTER_PORT"] = "29500";
+  EXPECT_EQ(read(named).master_address, "10.0.0.1");
+  EXPECT_EQ(read(named).master_port, 29500);
+  Values one = values;
+  one["SLURM_STEP_TASKS_PER_NODE"] = "8";
+  one["SLURM_STEP_NODELIST"] = "node7";
+  EXPECT_TRUE(read(one).one_machine);
+  EXPECT_EQ(read(one).master_address, "127.0.0.1");
+  for (const auto& [list, first] :
+       Values{{"a", "a"}, {"a,b", "a"}, {"n[1,3]", "n1"}, {"n[007-9],m", "n007"}, {"a,n[1-2]", "a"}}) {
+    Values other = values;
+    other["SLURM_STEP_NODELIST"] = list;
+    EXPECT_EQ(read(other).master_address, first);
+  }
+}
+
+TEST(RankEnvironment, IsWhatMpirunSets) {
+  const RankEnvironment open_mpi = read({{"OMPI_COMM_WORLD_RANK", "2"},
+                                         {"OMPI_COMM_WORLD_SIZE", "3"},
+                                         {"OMPI_COMM_WORLD_LOCAL_RANK", "2"},
+                                         {"OMPI_COMM_WORLD_LOCAL_SIZE", "3"},
+                                         {"MASTER_PORT", "29501"}});
+  EXPECT_EQ(open_mpi.rank, 2);
+  EXPECT_EQ(open_mpi.ranks, 3);
+  EXPECT_TRUE(open_mpi.one_machine);
+  EXPECT_EQ(open_mpi.master_port, 29501);
+  const RankEnvironment mpich =
+      read({{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"MASTER_PORT", "29500"}, {"MASTER_ADDR", "10.0.0.7"}});
+  EXPECT_EQ(mpich.rank, 1);
+  EXPECT_EQ(mpich.ranks, 2);
+  EXPECT_EQ(mpich.master_address, "10.0.0.7");
+  EXPECT_FALSE(mpich.one_machine);
+}
+
+TEST(RankEnvironment, IsThereOrNot) {
+  const auto is_there = [](const Values& values) {
+    return is_in_rank_environment([&values](const char* name) -> const char* {
+      const auto found = values.find(name);
+      return found == values.end() ? nullptr : found->second.c_str();
+    });
+  };
+  EXPECT_TRUE(is_there(with({})));
+  EXPECT_TRUE(is_there({{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}}));
+  EXPECT_FALSE(is_there({}));
+  EXPECT_FALSE(is_there({{"RANK", "1"}}));
+  // A batch script of Slurm's, which has not called srun.
+  EXPECT_FALSE(is_there({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "4"}}));
+}
+
 TEST(RankEnvironment, IsLoopbackUnlessAnAddressIsNamed) {
   const RankEnvironment found = read(with({}));
   EXPECT_EQ(found.master_address, "127.0.0.1");

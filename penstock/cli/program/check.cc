@@ -15,28 +15,35 @@
 
 #include "penstock/cli/checks.h"
 #include "penstock/cli/command.h"
+#include "penstock/cli/output.h"
 #include "penstock/cli/program/commands.h"
 #include "penstock/cli/program/options.h"
 #include "penstock/cli/program/pipelined.h"
+#include "penstock/program/bonds.h"
 #include "penstock/program/error.h"
+#include "penstock/program/state.h"
 #include "penstock/program/whole_run.h"
 #include "penstock/schedule/generators.h"
 
 namespace penstock::cli {
 namespace {
 
-// Buffers, such as statistics, become again what they were.
-class KeptBuffers {
+// What the program writes to, such as statistics, becomes again what it was.
+class KeptState {
  public:
-  explicit KeptBuffers(const Program& program) {
-    for (const auto& [name, buffer] : program.buffers()) kept_.emplace_back(buffer, buffer.clone());
+  explicit KeptState(const Program& program) {
+    const std::set<int> written = written_values(*program.state()->exported);
+    for (const ProgramInput& input : program.inputs()) {
+      if (!written.contains(input.value)) continue;
+      const at::Tensor& tensor = program.tensor(input);
+      kept_.emplace_back(tensor.detach(), tensor.detach().clone());
+    }
   }
-  ~KeptBuffers() {
-    const at::NoGradGuard no_grad;
-    for (auto& [buffer, content] : kept_) buffer.copy_(content);
+  ~KeptState() {
+    for (auto& [tensor, content] : kept_) tensor.copy_(content);
   }
-  KeptBuffers(const KeptBuffers&) = delete;
-  KeptBuffers& operator=(const KeptBuffers&) = delete;
+  KeptState(const KeptState&) = delete;
+  KeptState& operator=(const KeptState&) = delete;
 
  private:
   std::vector<std::pair<at::Tensor, at::Tensor>> kept_;
@@ -155,7 +162,8 @@ void add_check(CLI::App& command, int& exit) {
                   "makes of sums in another order")
       ->option_text("T")
       ->check(cost());
-  command.callback([options, &exit] {
+  on_call(command, [options, &exit] {
+    if (!options->dump.empty()) require_folder(options->dump);
     Program program(options->cut.model);
     if (options->eval) program.eval();
     const Pipe pipe = options->cut.cut(program, options->run.stages_wanted());
@@ -172,8 +180,8 @@ void add_check(CLI::App& command, int& exit) {
     Pipelined pipelined(pipe, schedule, options->run, /*backward=*/true);
     pipelined.start();
     TensorsByName expected;
-    if (!Pipelined::is_rank()) {
-      const KeptBuffers kept(program);
+    if (!OwnRanks::is_rank()) {
+      const KeptState kept(program);
       const WholeRun whole = run_whole(pipe, schedule, split_arguments(program, batch, schedule.microbatches()),
                                        {.intra_op_threads = options->run.threads, .seed = options->run.seed});
       expected = outputs_by_name(whole.outputs);

@@ -1,11 +1,29 @@
 // The way into the library that main loads.
 #include "penstock/cli/program/commands.h"
 
+#include <c10/util/Exception.h>
+
+#include <stdexcept>
+#include <utility>
+
 #include "penstock/cli/command.h"
+
+void penstock::cli::on_call(CLI::App& command, std::function<void()> act) {
+  command.callback([act = std::move(act)] {
+    try {
+      act();
+    } catch (const c10::Error& error) {
+      throw std::runtime_error(error.what_without_backtrace());
+    }
+  });
+}
 
 extern "C" __attribute__((visibility("default"))) void penstock_add_program_command(CLI::App* command, int* exit) {
   const std::string& name = command->get_name();
   if (name == "split") penstock::cli::add_split(*command, *exit);
   if (name == "check") penstock::cli::add_check(*command, *exit);
   if (name == "run") penstock::cli::add_run(*command, *exit);
+  if (name == "train") penstock::cli::add_train(*command, *exit);
+  if (name == "generate") penstock::cli::add_generate(*command, *exit);
+  if (name == "launch") penstock::cli::add_launch(*command, *exit);
 }

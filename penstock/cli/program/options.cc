@@ -8,8 +8,8 @@
 
 namespace penstock::cli {
 
-void CutOptions::add_to(CLI::App& command) {
-  command.add_option("MODEL.pt2", model, "What torch.export.save has written")->required();
+void CutOptions::add_to(CLI::App& command, bool required) {
+  command.add_option("MODEL.pt2", model, "What torch.export.save has written")->required(required);
   auto* const places = command
                            .add_option("--at", at,
                                        "Cut before these modules, or behind them as NAME:end; besides the pipe_split() "

@@ -18,7 +18,7 @@ struct CutOptions {
   std::vector<std::string> at;
   int stages = 0;
 
-  void add_to(CLI::App& command);
+  void add_to(CLI::App& command, bool required = true);
   // At the places that were named and the model's own marks; in so many stages; without a word, at the marks, or in
   // `otherwise` stages if there are none.
   Pipe cut(const Program& program, int otherwise = 1) const;

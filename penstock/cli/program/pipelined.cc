@@ -3,65 +3,22 @@
 #include <ATen/ops/arange.h>
 
 #include <chrono>
-#include <cstdlib>
 #include <filesystem>
-#include <fstream>
-#include <iostream>
 #include <mutex>
 #include <utility>
 
-#include "penstock/cli/command.h"
-#include "penstock/cli/output.h"
 #include "penstock/program/error.h"
 #include "penstock/program/whole_run.h"
 #include "penstock/runtime/pipeline.h"
 #include "penstock/tensor/nested.h"
 #include "penstock/transport/c10d.h"
-#include "penstock/transport/processes.h"
 #include "penstock/transport/rendezvous.h"
 
 namespace penstock::cli {
 namespace {
 
-// Where ranks that are processes leave what they have computed.
-constexpr const char* kFolder = "PENSTOCK_RESULTS";
-
-// A folder that goes with it.
-class TemporaryFolder {
- public:
-  TemporaryFolder() {
-    std::string name = (std::filesystem::temp_directory_path() / "penstock-XXXXXX").string();
-    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("no temporary folder can be made: " + name);
-    path_ = name;
-  }
-  ~TemporaryFolder() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  TemporaryFolder(const TemporaryFolder&) = delete;
-  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
-
-  const std::filesystem::path& path() const { return path_; }
-
- private:
-  std::filesystem::path path_;
-};
-
 std::string results_of(const std::filesystem::path& folder, int rank) {
   return folder / ("rank-" + std::to_string(rank) + ".safetensors");
-}
-
-std::string error_of(const std::filesystem::path& folder, int rank) {
-  return folder / ("rank-" + std::to_string(rank) + ".error");
-}
-
-// The words of this process's own command line.
-std::vector<std::string> own_words() {
-  std::ifstream file("/proc/self/cmdline");
-  std::vector<std::string> words;
-  for (std::string word; std::getline(file, word, '\0');) words.push_back(word);
-  words.erase(words.begin());
-  return words;
 }
 
 std::chrono::milliseconds in_milliseconds(double seconds) {
@@ -70,28 +27,13 @@ std::chrono::milliseconds in_milliseconds(double seconds) {
 
 }  // namespace
 
-struct Pipelined::Processes {
-  TemporaryFolder folder;
-  ProcessRanks ranks;
-
-  explicit Processes(int count)
-      : ranks({.program = "/proc/self/exe",
-               .arguments = own_words(),
-               .ranks = count,
-               .environment = {{kFolder, folder.path().string()}}}) {}
-};
-
 Pipelined::Pipelined(const Pipe& pipe, const Schedule& schedule, const RunOptions& options, bool backward)
     : pipe_(pipe), schedule_(schedule), options_(options), backward_(backward) {}
 
 Pipelined::~Pipelined() = default;
 
-bool Pipelined::is_rank() {
-  return std::getenv(kFolder) != nullptr;
-}
-
 void Pipelined::start() {
-  if (options_.transport == "gloo" && !is_rank()) processes_ = std::make_unique<Processes>(schedule_.ranks());
+  if (options_.transport == "gloo" && !OwnRanks::is_rank()) processes_ = std::make_unique<OwnRanks>(schedule_.ranks());
 }
 
 TensorsByName Pipelined::run_here(const TensorsByName& batch, std::shared_ptr<Transport> transport) {
@@ -132,42 +74,25 @@ TensorsByName Pipelined::run_here(const TensorsByName& batch, std::shared_ptr<Tr
   if (!backward_) return result;
   for (const PipelineStage& stage : pipeline.stages()) {
     for (const auto& [name, tensor] : pipe_.state_dict(stage.stage_index())) {
-      if (tensor.grad().defined()) result.emplace("grad." + name, tensor.grad());
+      const at::Tensor& gradient = tensor.grad();
+      if (gradient.defined()) result.emplace("grad." + name, gradient.is_sparse() ? gradient.to_dense() : gradient);
     }
   }
   return result;
 }
 
 TensorsByName Pipelined::run(const TensorsByName& batch) {
-  if (is_rank()) {
-    const std::filesystem::path folder = std::getenv(kFolder);
-    const int rank = read_environment().rank;
-    try {
+  if (OwnRanks::is_rank()) {
+    OwnRanks::run([&](const std::filesystem::path& folder, int rank) {
       const TensorsByName result = run_here(batch, c10d_transport(rendezvous(in_milliseconds(options_.timeout))));
       write_safetensors(results_of(folder, rank), {result.begin(), result.end()});
-      std::exit(kYes);
-    } catch (const std::exception& error) {
-      // The process that has started this one says it, once.
-      std::ofstream(error_of(folder, rank)) << error.what();
-      std::exit(kBadUse);
-    }
+    });
   }
   if (options_.transport == "threads") return run_here(batch, nullptr);
-  const auto ends = processes_->ranks.wait(Clock::now() + std::chrono::hours(24));
-  const std::filesystem::path& folder = processes_->folder.path();
+  processes_->wait(Clock::now() + std::chrono::hours(24));
   TensorsByName result;
   for (int rank = 0; rank < schedule_.ranks(); ++rank) {
-    if (!ends[static_cast<std::size_t>(rank)].is_good()) continue;
-    for (auto& [name, tensor] : read_safetensors(results_of(folder, rank))) result.emplace(name, tensor);
-  }
-  for (int rank = 0; rank < schedule_.ranks(); ++rank) {
-    const ProcessEnd& end = ends[static_cast<std::size_t>(rank)];
-    if (end.is_good()) continue;
-    if (std::filesystem::exists(error_of(folder, rank))) throw std::runtime_error(read_file(error_of(folder, rank)));
-  }
-  for (int rank = 0; rank < schedule_.ranks(); ++rank) {
-    const ProcessEnd& end = ends[static_cast<std::size_t>(rank)];
-    if (!end.is_good()) throw std::runtime_error("rank " + std::to_string(rank) + " " + to_string(end) + ".");
+    for (auto& [name, tensor] : read_safetensors(results_of(processes_->folder(), rank))) result.emplace(name, tensor);
   }
   return result;
 }

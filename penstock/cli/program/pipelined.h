@@ -4,6 +4,7 @@
 #include <string>
 
 #include "penstock/cli/program/options.h"
+#include "penstock/cli/program/own_ranks.h"
 #include "penstock/program/inputs.h"
 #include "penstock/program/pipe.h"
 
@@ -23,18 +24,14 @@ class Pipelined {
   void start();
   TensorsByName run(const TensorsByName& batch);
 
-  // Whether this process is a rank that another one has started.
-  static bool is_rank();
-
  private:
-  struct Processes;
   TensorsByName run_here(const TensorsByName& batch, std::shared_ptr<Transport> transport);
 
   const Pipe& pipe_;
   const Schedule& schedule_;
   const RunOptions& options_;
   bool backward_;
-  std::unique_ptr<Processes> processes_;
+  std::unique_ptr<OwnRanks> processes_;
 };
 
 }  // namespace penstock::cli

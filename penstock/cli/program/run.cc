@@ -3,6 +3,7 @@
 #include <memory>
 #include <string>
 
+#include "penstock/cli/output.h"
 #include "penstock/cli/program/commands.h"
 #include "penstock/cli/program/options.h"
 #include "penstock/cli/program/pipelined.h"
@@ -25,7 +26,8 @@ void add_run(CLI::App& command, int& /*exit*/) {
   command.add_option("--output", options->output, "Where outputs go: output.0, …")
       ->option_text("FILE.safetensors")
       ->required();
-  command.callback([options] {
+  on_call(command, [options] {
+    require_folder(options->output);
     Program program(options->cut.model);
     program.eval();
     const Pipe pipe = options->cut.cut(program, options->run.stages_wanted());

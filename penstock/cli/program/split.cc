@@ -61,7 +61,7 @@ void add_split(CLI::App& command, int& /*exit*/) {
       ->option_text("FORMAT [text]")
       ->excludes(json);
   command.add_option("-o,--output", options->output, "Write to a file")->option_text("FILE");
-  command.callback([options] {
+  on_call(command, [options] {
     const Pipe pipe = options->cut.cut(Program(options->cut.model));
     write_output(options->output, [&](std::ostream& out) {
       if (options->json) {

@@ -51,6 +51,15 @@ json rank_data(const Drawing& drawing, int rank) {
   return data;
 }
 
+json timeline_data(const Drawing& drawing) {
+  json ranks = json::array();
+  for (int rank = 0; rank < drawing.schedule.ranks(); ++rank) ranks.push_back(rank_data(drawing, rank));
+  return {{"name", drawing.name},
+          {"makespan", drawing.timeline.makespan},
+          {"bubble", drawing.timeline.bubble},
+          {"ranks", std::move(ranks)}};
+}
+
 json page_data(const Drawing& drawing) {
   const Schedule& schedule = drawing.schedule;
   json kinds = json::array();
@@ -59,8 +68,16 @@ json page_data(const Drawing& drawing) {
   for (const Edge& edge : schedule.graph().skips()) edges.push_back({edge.from, edge.to});
   json shared = json::array();
   for (const auto& group : schedule.graph().groups()) shared.push_back(group);
-  json ranks = json::array();
-  for (int rank = 0; rank < schedule.ranks(); ++rank) ranks.push_back(rank_data(drawing, rank));
+  json timelines = json::array({timeline_data(drawing)});
+  if (drawing.beside != nullptr) {
+    const Drawing other{.schedule = schedule,
+                        .timeline = *drawing.beside,
+                        .costs = drawing.costs,
+                        .title = drawing.title,
+                        .all_actions = drawing.all_actions,
+                        .name = drawing.beside_name};
+    timelines.push_back(timeline_data(other));
+  }
   const auto placement = schedule.placement().ranks_by_stage();
   return {{"version", 1},
           {"title", drawing.title},
@@ -71,12 +88,9 @@ json page_data(const Drawing& drawing) {
           {"edges", std::move(edges)},
           {"shared", std::move(shared)},
           {"kinds", std::move(kinds)},
-          {"timelines",
-           {{{"name", "simulated"},
-             {"makespan", drawing.timeline.makespan},
-             {"bubble", drawing.timeline.bubble},
-             {"ranks", std::move(ranks)}}}},
-          {"unit", ""}};
+          {"timelines", std::move(timelines)},
+          {"unit", drawing.unit},
+          {"curve", {{"name", drawing.curve_name}, {"values", drawing.curve}}}};
 }
 
 // JSON inside a script element: a '<' could end the element.

@@ -1,0 +1,76 @@
+// penstock generate: text from a model that penstock train has trained.
+#include <iostream>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "penstock/cli/checks.h"
+#include "penstock/cli/program/commands.h"
+#include "penstock/cli/program/options.h"
+#include "penstock/schedule/generators.h"
+#include "penstock/train/checkpoint.h"
+#include "penstock/train/data.h"
+#include "penstock/train/model.h"
+#include "penstock/train/write_text.h"
+
+namespace penstock::cli {
+namespace {
+
+// The GPT of a checkpoint, as its configuration has it.
+GptOptions gpt_of(const Checkpoint& checkpoint) {
+  const auto configuration = nlohmann::json::parse(checkpoint.info().configuration);
+  if (!configuration.value("model", "").empty()) {
+    throw std::runtime_error(checkpoint.path() +
+                             ": is of an exported model, which writes no text by itself.\n  Hint: "
+                             "penstock run takes the model, and its weights are in the checkpoint's safetensors.");
+  }
+  GptOptions gpt{
+      .layers = configuration.at("layers"), .width = configuration.at("width"), .heads = configuration.at("heads")};
+  gpt.length = configuration.at("length");
+  if (configuration.value("data", "").empty()) {
+    gpt.length = AdditionData(configuration.at("digits"), /*rows=*/1, /*seed=*/0).length();
+  }
+  gpt.bfloat16 = configuration.value("dtype", "") == "bfloat16";
+  return gpt;
+}
+
+}  // namespace
+
+void add_generate(CLI::App& command, int& /*exit*/) {
+  struct Options {
+    std::string checkpoint;
+    std::string text;
+    WriteTextOptions write;
+    int ranks = 2;
+  };
+  const auto options = std::make_shared<Options>();
+  command.add_option("CHECKPOINT", options->checkpoint, "A folder that penstock train --checkpoint has written")
+      ->required();
+  command.add_option("TEXT", options->text, "What it goes on from");
+  command.add_option("--bytes", options->write.bytes, "How many follow")->option_text("N [200]")->check(whole_number());
+  command.add_option("--temperature", options->write.temperature, "How daring it is; 0 takes the likeliest byte")
+      ->option_text("T [0.8]")
+      ->check(cost());
+  command.add_option("--seed", options->write.seed, "Of the choices")->option_text("S [0]");
+  command.add_option("--ranks", options->ranks, "How many ranks share the model")
+      ->option_text("P [2]")
+      ->check(whole_number());
+  on_call(command, [options] {
+    const Checkpoint checkpoint(options->checkpoint);
+    const GptOptions gpt = gpt_of(checkpoint);
+    const std::unique_ptr<Model> model = gpt_model(gpt, /*seed=*/0, options->ranks);
+    checkpoint.require_model(model->description());
+    model->set_training(false);
+    std::vector<PipelineStage> stages;
+    for (int stage = 0; stage < options->ranks; ++stage) {
+      stages.push_back(model->build_stage(stage));
+      for (const auto& [name, parameter] : stages.back().parameters())
+        parameter.detach().copy_(checkpoint.weight(name));
+    }
+    Pipeline pipeline(std::move(stages),
+                      generate("ForwardOnly", {.ranks = options->ranks, .stages_per_rank = 1, .microbatches = 1}));
+    std::cout << write_text(pipeline, gpt.length, options->text, options->write) << "\n";
+  });
+}
+
+}  // namespace penstock::cli

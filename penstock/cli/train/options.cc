@@ -1,0 +1,216 @@
+#include "penstock/cli/train/options.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <sstream>
+#include <stdexcept>
+
+#include "penstock/cli/checks.h"
+#include "penstock/cli/output.h"
+#include "penstock/schedule/generators.h"
+#include "penstock/schedule/nearest.h"
+
+namespace penstock::cli {
+namespace {
+
+using nlohmann::json;
+
+// A value of a configuration file, as the command line has it.
+std::string word_of(const json& value) {
+  return value.is_string() ? value.get<std::string>() : value.dump();
+}
+
+std::vector<CLI::ConfigItem> read_items(const std::string& path) {
+  const std::string text = read_file(path);
+  std::vector<CLI::ConfigItem> items;
+  if (std::filesystem::path(path).extension() == ".json") {
+    const json parsed = json::parse(text, nullptr, /*allow_exceptions=*/false);
+    if (!parsed.is_object()) throw std::runtime_error(path + ": is not JSON, or no object: {\"steps\": 1000, …}.");
+    for (const auto& [name, value] : parsed.items()) {
+      CLI::ConfigItem item;
+      item.name = name;
+      if (value.is_array()) {
+        for (const json& one : value) item.inputs.push_back(word_of(one));
+      } else if (!value.is_null()) {
+        item.inputs.push_back(word_of(value));
+      }
+      items.push_back(std::move(item));
+    }
+    return items;
+  }
+  std::istringstream in(text);
+  return CLI::ConfigTOML().from_config(in);
+}
+
+// Numbers, truth values and lists as such.
+json value_of(const CLI::Option& option) {
+  const std::vector<std::string> words = option.count() > 0 ? option.results() : std::vector{option.get_default_str()};
+  const auto one = [](const std::string& word) {
+    const json parsed = json::parse(word, nullptr, /*allow_exceptions=*/false);
+    return parsed.is_number() || parsed.is_boolean() ? parsed : json(word);
+  };
+  if (option.get_expected_max() == 0) return option.count() > 0 && words.front() != "false";
+  if (option.get_expected_max() == 1) return words.empty() ? json() : one(words.front());
+  json list = json::array();
+  for (const std::string& word : words) {
+    if (!word.empty() && word != "[]") list.push_back(one(word));
+  }
+  return list;
+}
+
+}  // namespace
+
+void TrainOptions::add_to(CLI::App& command) {
+  cut.add_to(command, /*required=*/false);
+  run.ranks = 0;
+  run.add_to(command);
+
+  command
+      .add_option("--data", data,
+                  "Text to train on, a file or a folder; of MODEL.pt2, a folder of batches. Left out: "
+                  "sums, made on the fly")
+      ->option_text("PATH");
+  command.add_option("--loss", loss, "Of MODEL.pt2: its output itself, or compared with the batch's target")
+      ->option_text("output|mse|cross_entropy [output]")
+      ->check(one_of({"output", "mse", "cross_entropy"}));
+  command.add_option("--digits", digits, "Of the numbers that are added")->option_text("N [3]")->check(whole_number());
+  command.add_option("--rows", rows, "Rows of a batch")->option_text("N [128]")->check(whole_number());
+  command.add_option("--length", length, "Bytes of a row of text")->option_text("N [128]")->check(whole_number());
+
+  command.add_option("--layers", gpt.layers, "Of the GPT")->option_text("N [4]")->check(whole_number());
+  command.add_option("--width", gpt.width, "Of its layers")->option_text("N [64]")->check(whole_number());
+  command.add_option("--heads", gpt.heads, "Of its attention")->option_text("N [4]")->check(whole_number());
+  command.add_option("--dropout", gpt.dropout, "Part of its activations that is left out")
+      ->option_text("P [0]")
+      ->check(cost());
+  command.add_option("--dtype", dtype, "Of products; parameters are float32")
+      ->option_text("float32|bfloat16 [float32]")
+      ->check(one_of({"float32", "bfloat16"}));
+
+  command.add_option("--steps", steps, "How many")->option_text("N [1200]")->check(whole_number());
+  command.add_option("--optimizer", optimizer.name, "What steps the parameters")
+      ->option_text("sgd|adam|adamw [adamw]")
+      ->check(one_of({"sgd", "adam", "adamw"}));
+  command.add_option("--learning-rate", learning_rate.rate, "At its height")->option_text("R [0.004]")->check(cost());
+  command.add_option("--lr-schedule", learning_rate.schedule, "How it goes down after the warm-up")
+      ->option_text("constant|linear|cosine [cosine]")
+      ->check(one_of({"constant", "linear", "cosine"}));
+  command.add_option("--warmup", learning_rate.warmup, "Steps in which it goes up")->option_text("N [50]");
+  command.add_option("--momentum", optimizer.momentum, "Of sgd")->option_text("M [0.9]")->check(cost());
+  command.add_option("--weight-decay", optimizer.weight_decay, "Of all optimizers")
+      ->option_text("D [0.01]")
+      ->check(cost());
+  command.add_option("--clip", clip, "The most that the norm of all gradients may be; 0 for any")
+      ->option_text("N [1]")
+      ->check(cost());
+  command.add_option("--accumulate", accumulate, "Batches a step")->option_text("N [1]")->check(whole_number());
+  command.add_option("--data-parallel", data_parallel, "Replicas of the pipeline, which share the rows of a batch")
+      ->option_text("D [1]")
+      ->check(whole_number());
+  command.add_flag("--shard", shard, "Replicas keep a part of each parameter, instead of all");
+
+  command.add_option("--eval-every", eval_every, "Steps between evaluations; 0 for one at the end")
+      ->option_text("N [0]");
+  command.add_option("--checkpoint", checkpoint, "Folder for checkpoints")->option_text("DIR");
+  command.add_option("--checkpoint-every", checkpoint_every, "Steps between them; 0 for one at the end")
+      ->option_text("N [0]");
+  command.add_option("--keep", keep, "How many of them stay")->option_text("K [3]")->check(whole_number());
+  command.add_flag("--resume", resume, "Go on from the last checkpoint of the folder, if there is one");
+  command.add_option("--output", output, "Folder for what the run leaves: metrics, configuration, timeline")
+      ->option_text("DIR [penstock-train]");
+  command.add_option("--config", config, "A file with these options by name, TOML or JSON; the line comes first")
+      ->option_text("FILE");
+  for (CLI::Option* option : command.get_options()) option->capture_default_str();
+}
+
+void TrainOptions::read_config(CLI::App& command) const {
+  if (config.empty()) return;
+  std::vector<std::string> names;
+  for (const CLI::Option* option : command.get_options()) {
+    for (const std::string& name : option->get_lnames()) names.push_back(name);
+  }
+  for (const CLI::ConfigItem& item : read_items(config)) {
+    // Marks of sections, which CLI11 gives too.
+    if (item.name == "++" || item.name == "--") continue;
+    CLI::Option* const option = command.get_option_no_throw(item.name == "model" ? "MODEL.pt2" : "--" + item.name);
+    if (option == nullptr || item.name == "config" || item.name == "help") {
+      const auto near = nearest(item.name, names);
+      throw std::runtime_error(config + ": there is no option '" + item.name + "'." +
+                               (near ? "\n  Hint: did you mean " + *near + "?" : ""));
+    }
+    if (option->count() > 0) continue;
+    try {
+      option->add_result(item.inputs);
+      option->run_callback();
+    } catch (const CLI::Error& error) {
+      throw std::runtime_error(config + ": " + error.what());
+    }
+  }
+}
+
+json TrainOptions::resolved(const CLI::App& command) {
+  json all = json::object();
+  for (const CLI::Option* option : command.get_options()) {
+    if (option->get_lnames().empty()) {
+      all["model"] = value_of(*option);
+      continue;
+    }
+    const std::string& name = option->get_lnames().front();
+    if (name == "help" || name == "config" || name == "resume") continue;
+    all[name] = value_of(*option);
+  }
+  return all;
+}
+
+int TrainOptions::ranks_wanted() const {
+  if (run.ranks > 0 || !run.csv.empty()) return run.ranks;
+  constexpr int kDefault = 2;
+  return cut.stages == 0 && cut.at.empty() ? kDefault : 0;
+}
+
+TrainSetup set_up(const TrainOptions& options, int replicas) {
+  TrainSetup setup;
+  RunOptions run = options.run;
+  run.ranks = options.ranks_wanted();
+  const std::uint64_t seed = run.seed;
+  const bool bfloat16 = options.dtype == "bfloat16";
+  int stages = 0;
+  if (options.is_gpt()) {
+    GptOptions gpt = options.gpt;
+    gpt.bfloat16 = bfloat16;
+    if (options.data.empty()) {
+      auto sums = std::make_unique<AdditionData>(options.digits, options.rows, seed);
+      gpt.length = sums->length();
+      setup.data = std::move(sums);
+    } else {
+      gpt.length = options.length;
+      setup.data = std::make_unique<TextData>(options.data, options.length, options.rows, seed);
+    }
+    stages = options.cut.stages > 0 ? options.cut.stages : run.stages_wanted();
+    if (!options.cut.at.empty()) throw std::runtime_error("--at is for MODEL.pt2; a GPT is cut by --stages.");
+    for (int i = 0; i < replicas; ++i) setup.replicas.push_back(gpt_model(gpt, seed, stages));
+  } else {
+    if (options.data.empty()) {
+      throw std::runtime_error("what is " + options.cut.model +
+                               " trained on?\n  Hint: --data FOLDER has batches in "
+                               "safetensors files: args.0, kwargs.mask, target.");
+    }
+    for (int i = 0; i < replicas; ++i) {
+      Program program(options.cut.model);
+      program.train();
+      if (bfloat16) program.set_autocast(at::kBFloat16);
+      if (i == 0) setup.program = program;
+      Pipe pipe = options.cut.cut(program, run.stages_wanted());
+      stages = pipe.num_stages();
+      setup.replicas.push_back(program_model(std::move(pipe)));
+    }
+    setup.data = batch_files(options.data, *setup.program, options.loss, seed);
+  }
+  constexpr int kMicrobatchesARank = 4;
+  const Schedule probe = run.make(stages, /*rows=*/0);
+  setup.schedule =
+      run.microbatches > 0 || !run.csv.empty() ? probe : run.make(stages, kMicrobatchesARank * probe.ranks());
+  return setup;
+}
+
+}  // namespace penstock::cli

@@ -1,0 +1,55 @@
+// What a run says while it goes on: a line that is written anew in a terminal, and now and then a line elsewhere; and
+// metrics.jsonl, a line of JSON for each step and evaluation.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "penstock/train/trainer.h"
+
+namespace penstock::cli {
+
+// "1.2 k", "34 M".
+std::string short_number(double number);
+
+class Progress {
+ public:
+  // `first` steps have been done before; those of an earlier run that went further are taken out of the metrics. Throws
+  // std::runtime_error if the file cannot be written.
+  Progress(const std::string& metrics, std::int64_t first, std::int64_t steps, std::string unit);
+  ~Progress();
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+
+  void stepped(const StepReport& report);
+  // With a figure of its own, such as the accuracy; none for an empty name.
+  void evaluated(std::int64_t step, double loss, const std::string& figure = {}, double value = 0);
+  // A line of its own.
+  void say(const std::string& line);
+
+  const std::vector<double>& losses() const { return losses_; }
+  // Medians over the steps of this run.
+  double units_per_second() const;
+  double bubble() const;
+
+ private:
+  void write_metrics(const std::string& line);
+  void clear_line();
+
+  std::ofstream metrics_;
+  std::string metrics_path_;
+  std::int64_t steps_;
+  std::string unit_;
+  bool terminal_;
+  bool has_line_ = false;
+  std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
+  std::int64_t first_;
+  std::vector<double> losses_;
+  std::vector<double> rates_;
+  std::vector<double> bubbles_;
+};
+
+}  // namespace penstock::cli

@@ -1,0 +1,261 @@
+#include "penstock/train/checkpoint.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+#include <zlib.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <nlohmann/json.hpp>
+#include <system_error>
+#include <utility>
+
+#include "penstock/tensor/aside_file.h"
+#include "penstock/tensor/mapped_file.h"
+
+namespace penstock {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+constexpr const char* kFormat = "penstock checkpoint";
+constexpr int kVersion = 1;
+constexpr const char* kManifest = "manifest.json";
+constexpr std::string_view kPrefix = "step-";
+constexpr std::string_view kUnfinished = ".unfinished-";
+
+[[noreturn]] void fail(const std::string& path, const std::string& what) {
+  throw CheckpointError(path + ": " + what);
+}
+
+// Says of a system's failure what the checkpoint's writer does with it.
+template <class Function>
+auto in_words(const std::string& path, Function function) {
+  try {
+    return function();
+  } catch (const fs::filesystem_error& error) {
+    fail(path, "could not be written: " + error.code().message() + ".");
+  } catch (const AsideFile::Failure& error) {
+    throw CheckpointError(error.what());
+  } catch (const SafetensorsError& error) {
+    throw CheckpointError(error.what());
+  }
+}
+
+std::string folder_name(std::int64_t step) {
+  std::string digits = std::to_string(step);
+  constexpr std::size_t kDigits = 8;
+  if (digits.size() < kDigits) digits.insert(0, kDigits - digits.size(), '0');
+  return std::string(kPrefix) + digits;
+}
+
+// The step of a finished checkpoint's folder; none for any other name.
+std::optional<std::int64_t> step_of(const std::string& name) {
+  if (!name.starts_with(kPrefix)) return std::nullopt;
+  std::int64_t step = 0;
+  const char* const begin = name.data() + kPrefix.size();
+  const char* const end = name.data() + name.size();
+  const auto [last, error] = std::from_chars(begin, end, step);
+  return error == std::errc() && last == end && begin != end ? std::optional(step) : std::nullopt;
+}
+
+// By step.
+std::vector<std::pair<std::int64_t, fs::path>> finished_in(const fs::path& folder) {
+  std::vector<std::pair<std::int64_t, fs::path>> found;
+  std::error_code ignored;
+  for (const fs::directory_entry& entry : fs::directory_iterator(folder, ignored)) {
+    const std::optional<std::int64_t> step = step_of(entry.path().filename().string());
+    if (step && fs::exists(entry.path() / kManifest, ignored)) found.emplace_back(*step, entry.path());
+  }
+  std::ranges::sort(found);
+  return found;
+}
+
+void sync_folder(const fs::path& folder) {
+  const int opened = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  // Some file systems cannot sync a folder, and say so with EINVAL.
+  const bool synced = opened >= 0 && (::fsync(opened) == 0 || errno == EINVAL);
+  const int reason = errno;
+  if (opened >= 0) ::close(opened);
+  if (!synced) fail(folder.string(), "could not be written: " + std::generic_category().message(reason) + ".");
+}
+
+void write_text(const fs::path& path, const std::string& text) {
+  AsideFile file(path.string());
+  file.write(text.data(), text.size());
+  file.sync_and_rename();
+}
+
+std::string file_name(const char* kind, int part) {
+  return std::string(kind) + "-" + std::to_string(part) + ".safetensors";
+}
+
+// Beside the files of a part until the manifest has it.
+std::string part_name(int part) {
+  return "part-" + std::to_string(part) + ".json";
+}
+
+json description_of(const fs::path& file) {
+  const MappedFile mapped(file.string());
+  const std::string_view bytes = mapped.bytes();
+  return {{"name", file.filename().string()},
+          {"bytes", bytes.size()},
+          {"crc32", crc32_z(0, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size())}};
+}
+
+json read_json(const fs::path& path) {
+  std::ifstream in(path, std::ios::binary);
+  const std::string text{std::istreambuf_iterator<char>(in), {}};
+  json parsed = json::parse(text, nullptr, /*allow_exceptions=*/false);
+  if (parsed.is_discarded() || !parsed.is_object()) fail(path.string(), "is damaged: it is not JSON.");
+  return parsed;
+}
+
+}  // namespace
+
+CheckpointWriter::CheckpointWriter(std::string folder, std::int64_t step)
+    : folder_(std::move(folder)), name_(folder_name(step)) {}
+
+std::string CheckpointWriter::path() const {
+  return (fs::path(folder_) / name_).string();
+}
+
+void CheckpointWriter::begin() const {
+  in_words(folder_, [&] {
+    fs::create_directories(folder_);
+    for (const fs::directory_entry& entry : fs::directory_iterator(folder_)) {
+      if (entry.path().filename().string().starts_with(kUnfinished)) fs::remove_all(entry.path());
+    }
+    fs::create_directory(fs::path(folder_) / (std::string(kUnfinished) + name_));
+  });
+}
+
+void CheckpointWriter::write_part(int part, const NamedTensors& weights, const NamedTensors& optimizer) const {
+  const fs::path unfinished = fs::path(folder_) / (std::string(kUnfinished) + name_);
+  in_words(unfinished.string(), [&] {
+    json files = json::array();
+    for (const auto& [kind, tensors] : {std::pair("weights", &weights), std::pair("optimizer", &optimizer)}) {
+      const fs::path file = unfinished / file_name(kind, part);
+      write_safetensors(file.string(), *tensors);
+      files.push_back(description_of(file));
+      files.back()["kind"] = kind;
+    }
+    write_text(unfinished / part_name(part), files.dump());
+  });
+}
+
+void CheckpointWriter::finish(const CheckpointInfo& info, int parts, int keep) const {
+  const fs::path unfinished = fs::path(folder_) / (std::string(kUnfinished) + name_);
+  in_words(unfinished.string(), [&] {
+    json files = json::array();
+    for (int part = 0; part < parts; ++part) {
+      std::ifstream in(unfinished / part_name(part));
+      const json described = json::parse(in, nullptr, /*allow_exceptions=*/false);
+      if (!described.is_array())
+        fail((unfinished / part_name(part)).string(), "is missing: a rank has not written its part.");
+      for (const json& file : described) files.push_back(file);
+    }
+    const json manifest = {{"format", kFormat},
+                           {"version", kVersion},
+                           {"step", info.step},
+                           {"model", info.model},
+                           {"configuration", json::parse(info.configuration)},
+                           {"files", files}};
+    write_text(unfinished / kManifest, manifest.dump(2) + "\n");
+    for (int part = 0; part < parts; ++part) fs::remove(unfinished / part_name(part));
+    sync_folder(unfinished);
+    // One of an earlier run that got as far gives way in one go.
+    const unsigned flags = fs::exists(path()) ? RENAME_EXCHANGE : 0;
+    if (::renameat2(AT_FDCWD, unfinished.c_str(), AT_FDCWD, path().c_str(), flags) != 0) {
+      fail(path(), "could not be written: " + std::generic_category().message(errno) + ".");
+    }
+    fs::remove_all(unfinished);
+    sync_folder(folder_);
+    std::vector<std::pair<std::int64_t, fs::path>> finished = finished_in(folder_);
+    for (std::size_t i = 0; i + static_cast<std::size_t>(std::max(keep, 1)) < finished.size(); ++i) {
+      fs::remove_all(finished[i].second);
+    }
+  });
+}
+
+Checkpoint::Checkpoint(const std::string& path) : path_(path) {
+  if (!fs::exists(path)) fail(path, "there is no such checkpoint.");
+  if (!fs::exists(fs::path(path) / kManifest)) {
+    const auto finished = finished_in(path);
+    if (finished.empty()) fail(path, "has no checkpoint in it: neither manifest.json nor a folder step-N with one.");
+    path_ = finished.back().second.string();
+  }
+  try {
+    read_manifest();
+  } catch (const json::exception& error) {
+    fail((fs::path(path_) / kManifest).string(), "is damaged: " + std::string(error.what()) + ".");
+  }
+}
+
+void Checkpoint::read_manifest() {
+  const std::string path = (fs::path(path_) / kManifest).string();
+  const json manifest = read_json(path);
+  if (manifest.value("format", "") != kFormat) fail(path, "is not that of a Penstock checkpoint.");
+  if (manifest.at("version") != kVersion) {
+    fail(path, "is of version " + manifest.at("version").dump() + "; version " + std::to_string(kVersion) +
+                   " is what can be read.");
+  }
+  info_ = {
+      .step = manifest.at("step"), .model = manifest.at("model"), .configuration = manifest.at("configuration").dump()};
+  for (const json& file : manifest.at("files")) {
+    const std::string name = file.at("name");
+    if (name.find('/') != std::string::npos) fail(path, "names a file elsewhere, '" + name + "'.");
+    const std::string whole = (fs::path(path_) / name).string();
+    const std::string hint = "\n  Hint: an older checkpoint may be good: name its folder.";
+    try {
+      const json found = description_of(whole);
+      if (found.at("bytes") != file.at("bytes")) {
+        fail(whole, "has " + found.at("bytes").dump() + " bytes, and the manifest says " + file.at("bytes").dump() +
+                        "." + hint);
+      }
+      if (found.at("crc32") != file.at("crc32"))
+        fail(whole, "is damaged: its bytes do not have their checksum." + hint);
+    } catch (const MappingFailure& failure) {
+      fail(whole, "cannot be read: " + std::generic_category().message(failure.code) + "." + hint);
+    }
+    read_file(name, file.at("kind") == "weights" ? weights_ : optimizer_);
+  }
+}
+
+void Checkpoint::read_file(const std::string& name, std::map<std::string, at::Tensor>& to) const {
+  try {
+    for (auto& [tensor_name, tensor] : read_safetensors((fs::path(path_) / name).string())) {
+      to.emplace(tensor_name, std::move(tensor));
+    }
+  } catch (const SafetensorsError& error) {
+    throw CheckpointError(error.what());
+  }
+}
+
+void Checkpoint::require_model(const std::string& description) const {
+  if (info_.model == description) return;
+  fail(path_, "is of another model.\n  It is of:  " + info_.model + "\n  Wanted is: " + description);
+}
+
+at::Tensor Checkpoint::weight(const std::string& name) const {
+  const auto found = weights_.find(name);
+  if (found == weights_.end()) fail(path_, "has no '" + name + "'.");
+  return found->second;
+}
+
+std::optional<at::Tensor> Checkpoint::optimizer_state(const std::string& name) const {
+  const auto found = optimizer_.find(name);
+  return found == optimizer_.end() ? std::nullopt : std::optional(found->second);
+}
+
+bool has_checkpoint(const std::string& folder) {
+  return fs::exists(fs::path(folder) / kManifest) || !finished_in(folder).empty();
+}
+
+}  // namespace penstock

@@ -1,0 +1,91 @@
+// Checkpoints: folders FOLDER/step-00000100 with safetensors files, under the model's own names, and manifest.json, which
+// says what belongs together. One is written aside, synced, and renamed when it is whole: a folder with that name is good,
+// whatever happens to the process that writes. `safetensors` in Python opens the files.
+//
+//   manifest.json            version, step, model, the configuration of the run; of each file its size and checksum
+//   weights-0.safetensors    parameters and buffers of part 0, "blocks.0.qkv.weight"
+//   optimizer-0.safetensors  what the optimizer remembers of them, "blocks.0.qkv.weight.exp_avg"
+//
+// Parts are what ranks have; who reads does not care which name lies in which part, so a run goes on with other ranks,
+// stages and schedules.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "penstock/tensor/safetensors.h"
+
+namespace penstock {
+
+// The message names the file, what is wrong with it, and what can be done.
+class CheckpointError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+struct CheckpointInfo {
+  // How many steps have been done.
+  std::int64_t step = 0;
+  // In a line: Model::description.
+  std::string model;
+  // JSON; whatever the run wants to know again.
+  std::string configuration = "{}";
+};
+
+// Writes one checkpoint. One process begins it, all that have a part write it, and one finishes it when they are done: the
+// meetings between are the callers'. All throw CheckpointError, and the older checkpoints stay as they are.
+class CheckpointWriter {
+ public:
+  CheckpointWriter(std::string folder, std::int64_t step);
+
+  // Makes the folders, and removes what a run that was killed has left.
+  void begin() const;
+  void write_part(int part, const NamedTensors& weights, const NamedTensors& optimizer) const;
+  // With parts 0 to `parts` - 1. Of the finished checkpoints the last `keep` stay.
+  void finish(const CheckpointInfo& info, int parts, int keep) const;
+
+  // Of the finished checkpoint.
+  std::string path() const;
+
+ private:
+  std::string folder_;
+  std::string name_;
+};
+
+class Checkpoint {
+ public:
+  // `path` is one checkpoint, or a folder of them, of which the last is taken. Every file is held against its checksum.
+  // Throws CheckpointError.
+  explicit Checkpoint(const std::string& path);
+
+  const std::string& path() const { return path_; }
+  const CheckpointInfo& info() const { return info_; }
+  // Throws CheckpointError unless its model is this one.
+  void require_model(const std::string& description) const;
+
+  // By name; they share the file's mapping. Throws CheckpointError for one that is not there.
+  at::Tensor weight(const std::string& name) const;
+  // None for what the optimizer did not remember.
+  std::optional<at::Tensor> optimizer_state(const std::string& name) const;
+  const std::map<std::string, at::Tensor>& weights() const { return weights_; }
+
+ private:
+  void read_manifest();
+  void read_file(const std::string& name, std::map<std::string, at::Tensor>& to) const;
+
+  std::string path_;
+  CheckpointInfo info_;
+  std::map<std::string, at::Tensor> weights_;
+  std::map<std::string, at::Tensor> optimizer_;
+};
+
+// Whether a folder has a finished checkpoint.
+bool has_checkpoint(const std::string& folder);
+
+}  // namespace penstock

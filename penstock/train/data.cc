@@ -1,0 +1,214 @@
+#include "penstock/train/data.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <utility>
+
+#include "penstock/tensor/random_scope.h"
+#include "penstock/train/gpt.h"
+
+namespace penstock {
+namespace {
+
+namespace fs = std::filesystem;
+
+// Places of random scopes: what a number is drawn for.
+enum Place : std::int64_t { kPairs, kHeldOutPairs, kPieces };
+
+// What the loss leaves out, as PyTorch has it.
+constexpr std::int64_t kIgnored = -100;
+
+at::Tensor cross_entropy_of_bytes(const c10::IValue& output, const c10::IValue& target) {
+  return at::cross_entropy_loss(output.toTensor().reshape({-1, kVocabulary}), target.toTensor().reshape(-1),
+                                /*weight=*/{}, at::Reduction::Mean, kIgnored);
+}
+
+std::int64_t power_of_ten(int digits) {
+  std::int64_t power = 1;
+  for (int i = 0; i < digits; ++i) power *= 10;
+  return power;
+}
+
+std::string padded(std::int64_t number, int digits) {
+  std::string text = std::to_string(number);
+  text.insert(0, static_cast<std::size_t>(digits) - text.size(), '0');
+  return text;
+}
+
+// As numbers, each its own memory.
+at::Tensor bytes_of(const std::string& text) {
+  const auto* const bytes = reinterpret_cast<const std::uint8_t*>(text.data());
+  return at::tensor(at::ArrayRef<std::uint8_t>(bytes, text.size()));
+}
+
+std::string read_all(const fs::path& path) {
+  std::ifstream in(path, std::ios::binary);
+  std::string text{std::istreambuf_iterator<char>(in), {}};
+  if (!in.is_open() || in.bad()) throw DataError(path.string() + ": cannot be read.");
+  return text;
+}
+
+}  // namespace
+
+AdditionData::AdditionData(int digits, int rows, std::uint64_t seed) : digits_(digits), rows_(rows), seed_(seed) {
+  constexpr int kMost = 17;
+  if (digits < 1 || digits > kMost) {
+    throw DataError("sums of " + std::to_string(digits) + " digits: numbers have 1 to " + std::to_string(kMost) + ".");
+  }
+}
+
+// A twentieth of all pairs; the same two numbers the other way round go with them.
+bool AdditionData::is_held_out(std::int64_t left, std::int64_t right) const {
+  constexpr std::uint64_t kOneOf = 20;
+  std::uint64_t hash = seed_;
+  for (const std::int64_t number : {std::min(left, right), std::max(left, right)}) {
+    hash += static_cast<std::uint64_t>(number) + 0x9e3779b97f4a7c15;
+    hash = (hash ^ (hash >> 30U)) * 0xbf58476d1ce4e5b9;
+    hash = (hash ^ (hash >> 27U)) * 0x94d049bb133111eb;
+    hash ^= hash >> 31U;
+  }
+  return hash % kOneOf == 0;
+}
+
+Batch AdditionData::batch_of(const std::vector<std::pair<std::int64_t, std::int64_t>>& pairs) const {
+  std::string texts;
+  for (const auto& [left, right] : pairs) {
+    texts += padded(left, digits_) + "+" + padded(right, digits_) + "=" + padded(left + right, digits_ + 1);
+  }
+  const at::Tensor ids = bytes_of(texts).to(at::kLong).view({static_cast<std::int64_t>(pairs.size()), length() + 1});
+  at::Tensor target = ids.narrow(1, 1, length()).clone();
+  target.narrow(1, 0, 2 * digits_ + 1).fill_(kIgnored);
+  return {.args = {ids.narrow(1, 0, length()).contiguous()}, .kwargs = {}, .target = target};
+}
+
+Batch AdditionData::batch(std::int64_t number) const {
+  const RandomScope scope(seed_, number, /*microbatch=*/0, kPairs);
+  std::vector<std::pair<std::int64_t, std::int64_t>> pairs;
+  while (pairs.size() < static_cast<std::size_t>(rows_)) {
+    const at::Tensor drawn = at::randint(power_of_ten(digits_), {rows_, 2}, at::kLong);
+    const auto numbers = drawn.accessor<std::int64_t, 2>();
+    for (int row = 0; row < rows_ && pairs.size() < static_cast<std::size_t>(rows_); ++row) {
+      if (!is_held_out(numbers[row][0], numbers[row][1])) pairs.emplace_back(numbers[row][0], numbers[row][1]);
+    }
+  }
+  return batch_of(pairs);
+}
+
+std::vector<Batch> AdditionData::held_out() const {
+  constexpr int kSums = 512;
+  const RandomScope scope(seed_, /*step=*/0, /*microbatch=*/0, kHeldOutPairs);
+  std::vector<Batch> batches;
+  std::vector<std::pair<std::int64_t, std::int64_t>> pairs;
+  const int count = std::max(1, kSums / rows_);
+  while (static_cast<int>(batches.size()) < count) {
+    const at::Tensor drawn = at::randint(power_of_ten(digits_), {256, 2}, at::kLong);
+    const auto numbers = drawn.accessor<std::int64_t, 2>();
+    for (std::int64_t row = 0; row < drawn.size(0); ++row) {
+      if (!is_held_out(numbers[row][0], numbers[row][1])) continue;
+      pairs.emplace_back(numbers[row][0], numbers[row][1]);
+      if (pairs.size() < static_cast<std::size_t>(rows_)) continue;
+      batches.push_back(batch_of(std::exchange(pairs, {})));
+      if (static_cast<int>(batches.size()) == count) break;
+    }
+  }
+  return batches;
+}
+
+at::Tensor AdditionData::loss(const c10::IValue& output, const c10::IValue& target) const {
+  return cross_entropy_of_bytes(output, target);
+}
+
+std::int64_t AdditionData::size_of(const Batch& batch) const {
+  return batch.args[0].toTensor().numel();
+}
+
+std::string AdditionData::description() const {
+  return "sums of two numbers with " + std::to_string(digits_) + (digits_ == 1 ? " digit" : " digits");
+}
+
+// Each digit is the likeliest behind the right ones. If all are right, so is what the model would write by itself.
+int AdditionData::right_sums(const Batch& batch, const at::Tensor& output) const {
+  const at::Tensor target = batch.target.toTensor();
+  const at::Tensor right = output.argmax(-1).eq(target).logical_or(target.eq(kIgnored));
+  return static_cast<int>(right.all(1).sum().item<std::int64_t>());
+}
+
+std::string AdditionData::written(const Batch& batch, const at::Tensor& output, std::int64_t row) const {
+  const at::Tensor ids = batch.args[0].toTensor()[row];
+  const at::Tensor digits = output[row].argmax(-1);
+  std::string text;
+  for (int i = 0; i <= 2 * digits_ + 1; ++i) text.push_back(static_cast<char>(ids[i].item<std::int64_t>()));
+  for (int i = 2 * digits_ + 1; i < length(); ++i) text.push_back(static_cast<char>(digits[i].item<std::int64_t>()));
+  return text;
+}
+
+TextData::TextData(const std::string& path, int length, int rows, std::uint64_t seed)
+    : path_(path), length_(length), rows_(rows), seed_(seed) {
+  std::string text;
+  if (fs::is_directory(path)) {
+    std::vector<fs::path> files;
+    for (const fs::directory_entry& entry : fs::recursive_directory_iterator(path)) {
+      if (entry.is_regular_file()) files.push_back(entry.path());
+    }
+    std::ranges::sort(files);
+    for (const fs::path& file : files) text += read_all(file);
+  } else if (!fs::exists(path)) {
+    throw DataError(path + ": there is no such file or folder.");
+  } else {
+    text = read_all(path);
+  }
+  const auto needed = static_cast<std::int64_t>(length) + 1;
+  if (static_cast<std::int64_t>(text.size()) < needed) {
+    throw DataError(path + ": has " + std::to_string(text.size()) +
+                    " bytes of text, and a piece with the byte behind it "
+                    "has " +
+                    std::to_string(needed) + ".\n  Hint: --length N makes the pieces shorter.");
+  }
+  text_ = bytes_of(text);
+  constexpr std::int64_t kOneOf = 20;
+  trained_bytes_ = text_.numel() - text_.numel() / kOneOf;
+  if (text_.numel() - trained_bytes_ < needed || trained_bytes_ < needed) trained_bytes_ = text_.numel();
+}
+
+Batch TextData::pieces(const at::Tensor& firsts) const {
+  const at::Tensor ids = text_.index({firsts.view({-1, 1}) + at::arange(length_ + 1, at::kLong)}).to(at::kLong);
+  return {
+      .args = {ids.narrow(1, 0, length_).contiguous()}, .kwargs = {}, .target = ids.narrow(1, 1, length_).contiguous()};
+}
+
+Batch TextData::batch(std::int64_t number) const {
+  const RandomScope scope(seed_, number, /*microbatch=*/0, kPieces);
+  return pieces(at::randint(trained_bytes_ - length_, {rows_}, at::kLong));
+}
+
+// Evenly from all that is held out.
+std::vector<Batch> TextData::held_out() const {
+  constexpr int kMost = 4;
+  const std::int64_t places = text_.numel() - trained_bytes_ - length_;
+  if (places <= 0) return {};
+  const std::int64_t count = std::clamp<std::int64_t>(places / length_ / rows_, 1, kMost);
+  std::vector<Batch> batches;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const at::Tensor numbers = at::arange(i * rows_, (i + 1) * rows_, at::kLong);
+    batches.push_back(pieces(trained_bytes_ + at::floor_divide(numbers * places, count * rows_)));
+  }
+  return batches;
+}
+
+at::Tensor TextData::loss(const c10::IValue& output, const c10::IValue& target) const {
+  return cross_entropy_of_bytes(output, target);
+}
+
+std::int64_t TextData::size_of(const Batch& batch) const {
+  return batch.args[0].toTensor().numel();
+}
+
+std::string TextData::description() const {
+  return path_ + ", " + std::to_string(text_.numel()) + " bytes";
+}
+
+}  // namespace penstock

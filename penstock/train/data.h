@@ -1,0 +1,103 @@
+// What a model is trained on: batches, each known by its number, so that a run goes on where another one stopped, and
+// what is held out to see how good the model has become.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "penstock/runtime/batch.h"
+
+namespace penstock {
+
+class Program;
+
+// The message names the file, what is wrong in it, and what would be right.
+class DataError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+class Data {
+ public:
+  virtual ~Data() = default;
+
+  // The number-th batch of a training, from 0 on. The same number gives the same batch.
+  virtual Batch batch(std::int64_t number) const = 0;
+  // What is never trained on, of the same sizes; none if there is nothing held out.
+  virtual std::vector<Batch> held_out() const { return {}; }
+  // Of a microbatch's output.
+  virtual at::Tensor loss(const c10::IValue& output, const c10::IValue& target) const = 0;
+  // How much a batch is, and of what: bytes of text, or rows.
+  virtual std::int64_t size_of(const Batch& batch) const = 0;
+  virtual std::string unit() const = 0;
+  // In a line.
+  virtual std::string description() const = 0;
+};
+
+// Sums of two numbers of so many digits, such as "123+045=0168". The loss is that of the digits behind the sign; the pairs
+// held out are drawn at random, and none of them is in a batch.
+class AdditionData final : public Data {
+ public:
+  // `rows` sums a batch.
+  AdditionData(int digits, int rows, std::uint64_t seed);
+
+  Batch batch(std::int64_t number) const override;
+  std::vector<Batch> held_out() const override;
+  at::Tensor loss(const c10::IValue& output, const c10::IValue& target) const override;
+  std::int64_t size_of(const Batch& batch) const override;
+  std::string unit() const override { return "bytes"; }
+  std::string description() const override;
+
+  // Of a text without its last byte, which is never read.
+  int length() const { return 3 * digits_ + 2; }
+  // How many of a batch's sums an output has right, digit for digit.
+  int right_sums(const Batch& batch, const at::Tensor& output) const;
+  // A sum as the model writes it, given all before the sign of equality: "123+045=0168".
+  std::string written(const Batch& batch, const at::Tensor& output, std::int64_t row) const;
+
+ private:
+  bool is_held_out(std::int64_t left, std::int64_t right) const;
+  Batch batch_of(const std::vector<std::pair<std::int64_t, std::int64_t>>& pairs) const;
+
+  int digits_;
+  int rows_;
+  std::uint64_t seed_;
+};
+
+// Pieces of a text, with the byte behind each. The last twentieth is held out, unless the text is too short for it.
+class TextData final : public Data {
+ public:
+  // A file, or all files below a folder, in the order of their names. Throws DataError for a text that is too short.
+  TextData(const std::string& path, int length, int rows, std::uint64_t seed);
+
+  Batch batch(std::int64_t number) const override;
+  std::vector<Batch> held_out() const override;
+  at::Tensor loss(const c10::IValue& output, const c10::IValue& target) const override;
+  std::int64_t size_of(const Batch& batch) const override;
+  std::string unit() const override { return "bytes"; }
+  std::string description() const override;
+
+ private:
+  Batch pieces(const at::Tensor& firsts) const;
+
+  std::string path_;
+  int length_;
+  int rows_;
+  std::uint64_t seed_;
+  // As bytes.
+  at::Tensor text_;
+  std::int64_t trained_bytes_ = 0;
+};
+
+// Batches in safetensors files of a folder, one a file: arguments "args.0", "kwargs.mask", "args.1.ids", and "target". They
+// come in an order that is drawn anew each time around. Files whose names begin with "eval" are held out. The loss is
+// "output", the model's first output itself, or "mse" or "cross_entropy" of that and the target. Throws DataError.
+std::unique_ptr<Data> batch_files(const std::string& folder, const Program& program, const std::string& loss,
+                                  std::uint64_t seed);
+
+}  // namespace penstock

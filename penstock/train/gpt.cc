@@ -1,0 +1,188 @@
+#include "penstock/train/gpt.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+
+#include "penstock/tensor/autocast_scope.h"
+#include "penstock/tensor/random_scope.h"
+
+namespace penstock {
+namespace {
+
+// Of random scopes: the weights are drawn once, before any step.
+constexpr std::int64_t kBeforeAll = -1;
+
+using Layer = std::function<at::Tensor(const at::Tensor&)>;
+
+// Makes layers, and adds their parameters to a list.
+class LayerMaker {
+ public:
+  LayerMaker(const GptOptions& options, std::shared_ptr<const bool> training, StageModule::NamedTensors& parameters)
+      : options_(options), training_(std::move(training)), parameters_(parameters) {}
+
+  Layer make(int layer) {
+    if (layer == 0) return embedding();
+    if (layer <= options_.layers) return block("blocks." + std::to_string(layer - 1) + ".");
+    return head();
+  }
+
+ private:
+  at::Tensor parameter(const std::string& name, at::Tensor value) {
+    value.requires_grad_();
+    parameters_.emplace_back(name, value);
+    return value;
+  }
+
+  // As torch.nn has them at first, but for the embeddings: those are small, so that a head of many bytes starts even.
+  Layer linear(const std::string& name, int from, int to) {
+    const double range = 1 / std::sqrt(static_cast<double>(from));
+    const at::Tensor weight = parameter(name + ".weight", at::empty({to, from}).uniform_(-range, range));
+    const at::Tensor bias = parameter(name + ".bias", at::empty({to}).uniform_(-range, range));
+    return [=](const at::Tensor& x) { return at::linear(x, weight, bias); };
+  }
+
+  Layer norm(const std::string& name) {
+    const at::Tensor weight = parameter(name + ".weight", at::ones({options_.width}));
+    const at::Tensor bias = parameter(name + ".bias", at::zeros({options_.width}));
+    return [=](const at::Tensor& x) { return at::layer_norm(x, {x.size(-1)}, weight, bias); };
+  }
+
+  Layer dropout() const {
+    return [rate = options_.dropout, training = training_](const at::Tensor& x) {
+      return rate > 0 && *training ? at::dropout(x, rate, /*train=*/true) : x;
+    };
+  }
+
+  Layer embedding() {
+    constexpr double kSmall = 0.02;
+    const at::Tensor bytes = parameter("bytes.weight", at::randn({kVocabulary, options_.width}).mul_(kSmall));
+    const at::Tensor places = parameter("places", at::randn({options_.length, options_.width}).mul_(kSmall));
+    return [=, drop = dropout()](const at::Tensor& ids) {
+      return drop(at::embedding(bytes, ids) + places.narrow(0, 0, ids.size(1)));
+    };
+  }
+
+  // Attention to what came before, then a perceptron.
+  Layer block(const std::string& name) {
+    const int width = options_.width;
+    const Layer before_attention = norm(name + "before_attention");
+    const Layer qkv = linear(name + "qkv", width, 3 * width);
+    const Layer out = linear(name + "out", width, width);
+    const Layer before_perceptron = norm(name + "before_perceptron");
+    const Layer up = linear(name + "up", width, 4 * width);
+    const Layer down = linear(name + "down", 4 * width, width);
+    return [=, heads = options_.heads, drop = dropout()](const at::Tensor& x) {
+      const auto per_head = [&](const at::Tensor& part) {
+        return part.view({x.size(0), x.size(1), heads, x.size(2) / heads}).transpose(1, 2);
+      };
+      const std::vector<at::Tensor> parts = qkv(before_attention(x)).chunk(3, -1);
+      const at::Tensor mixed =
+          at::scaled_dot_product_attention(per_head(parts[0]), per_head(parts[1]), per_head(parts[2]), /*attn_mask=*/{},
+                                           /*dropout_p=*/0.0, /*is_causal=*/true);
+      const at::Tensor y = x + drop(out(mixed.transpose(1, 2).reshape(x.sizes())));
+      return y + drop(down(at::gelu(up(before_perceptron(y)))));
+    };
+  }
+
+  Layer head() {
+    const Layer before = norm("norm");
+    const Layer to_bytes = linear("head", options_.width, kVocabulary);
+    // A loss in bfloat16 would be coarse.
+    return [=](const at::Tensor& x) { return to_bytes(before(x)).to(at::kFloat); };
+  }
+
+  const GptOptions& options_;
+  std::shared_ptr<const bool> training_;
+  StageModule::NamedTensors& parameters_;
+};
+
+void require(bool right, const std::string& what) {
+  if (!right) throw std::invalid_argument("a GPT cannot have " + what);
+}
+
+}  // namespace
+
+Gpt::Gpt(const GptOptions& options, std::uint64_t seed) : options_(options), seed_(seed) {
+  require(options.layers >= 0, std::to_string(options.layers) + " layers.");
+  require(options.length >= 1, "texts of " + std::to_string(options.length) + " bytes.");
+  require(options.heads >= 1 && options.width >= 1 && options.width % options.heads == 0,
+          std::to_string(options.heads) + " heads for a width of " + std::to_string(options.width) +
+              ": the heads share it out evenly.");
+  require(options.dropout >= 0 && options.dropout < 1,
+          "a dropout of " + std::to_string(options.dropout) + ": it is a part of all, below 1.");
+}
+
+std::vector<int> Gpt::cut(int stages) const {
+  if (stages < 1 || stages > layers()) {
+    throw std::invalid_argument("a GPT of " + std::to_string(options_.layers) + " layers cannot be cut into " +
+                                std::to_string(stages) + " stages: with the embedding and the head there are " +
+                                std::to_string(layers()) + " pieces.");
+  }
+  // Products with weights, by token; the embedding is looked up, which is next to nothing.
+  const double width = options_.width;
+  const double of_block = 12 * width * width + 2 * width * options_.length;
+  std::vector<double> before(1, 0);
+  for (int layer = 0; layer < layers(); ++layer) {
+    const double cost = layer == 0 ? width : layer <= options_.layers ? of_block : width * kVocabulary;
+    before.push_back(before.back() + cost);
+  }
+  // best[k][i]: the slowest of k stages that have the layers before i.
+  const auto count = static_cast<std::size_t>(layers());
+  std::vector best(static_cast<std::size_t>(stages) + 1, std::vector<double>(count + 1, before.back() + 1));
+  std::vector from(static_cast<std::size_t>(stages) + 1, std::vector<std::size_t>(count + 1, 0));
+  best[0][0] = 0;
+  for (std::size_t k = 1; k < best.size(); ++k) {
+    for (std::size_t end = k; end <= count; ++end) {
+      for (std::size_t begin = k - 1; begin < end; ++begin) {
+        const double slowest = std::max(best[k - 1][begin], before[end] - before[begin]);
+        if (slowest >= best[k][end]) continue;
+        best[k][end] = slowest;
+        from[k][end] = begin;
+      }
+    }
+  }
+  std::vector<int> firsts(static_cast<std::size_t>(stages) + 1, layers());
+  std::size_t end = count;
+  for (std::size_t k = static_cast<std::size_t>(stages); k > 0; --k) {
+    end = from[k][end];
+    firsts[k - 1] = static_cast<int>(end);
+  }
+  return firsts;
+}
+
+StageModule Gpt::stage(int first, int last, std::shared_ptr<const bool> training) const {
+  StageModule module;
+  LayerMaker maker(options_, std::move(training), module.parameters);
+  std::vector<Layer> made;
+  for (int layer = first; layer < last; ++layer) {
+    const RandomScope scope(seed_, kBeforeAll, /*microbatch=*/0, /*place=*/layer);
+    made.push_back(maker.make(layer));
+  }
+  module.forward = [first, made = std::move(made), bfloat16 = options_.bfloat16](const Args& args, const Kwargs&) {
+    std::optional<AutocastScope> autocast;
+    if (bfloat16) autocast.emplace(at::kCPU, at::kBFloat16);
+    at::Tensor x = args.at(0).toTensor();
+    for (std::size_t i = 0; i < made.size(); ++i) {
+      std::optional<RandomScope> scope;
+      if (RandomScope::is_open()) scope.emplace(first + static_cast<std::int64_t>(i));
+      x = made[i](x);
+    }
+    return c10::IValue(x);
+  };
+  return module;
+}
+
+std::vector<std::string> Gpt::parameter_names() const {
+  std::vector<std::string> names;
+  for (const auto& [name, tensor] : stage(0, layers(), std::make_shared<bool>(false)).parameters) names.push_back(name);
+  return names;
+}
+
+}  // namespace penstock

@@ -1,0 +1,36 @@
+#include "penstock/train/loop.h"
+
+namespace penstock {
+
+bool train(Trainer& trainer, std::int64_t steps, const std::vector<Batch>& held_out, const LoopOptions& options,
+           const LoopEvents& events) {
+  std::int64_t saved_at = trainer.steps_done();
+  const auto save = [&] {
+    if (options.checkpoint.empty() || saved_at == trainer.steps_done()) return;
+    const std::string path = trainer.save(options.checkpoint, options.keep, options.configuration);
+    saved_at = trainer.steps_done();
+    if (events.saved) events.saved(saved_at, path);
+  };
+  const auto evaluate = [&] {
+    if (held_out.empty()) return;
+    const Trainer::Evaluation evaluation = trainer.evaluate(held_out);
+    if (events.evaluated) events.evaluated(trainer.steps_done(), evaluation);
+  };
+  const auto is_due = [&](std::int64_t every) { return every > 0 && trainer.steps_done() % every == 0; };
+  while (trainer.steps_done() < steps) {
+    const bool wants_to_stop = events.wants_to_stop && events.wants_to_stop();
+    const StepReport report = trainer.step(wants_to_stop);
+    if (events.stepped) events.stepped(report);
+    if (report.somebody_wants_to_stop) {
+      save();
+      return false;
+    }
+    if (is_due(options.checkpoint_every)) save();
+    if (is_due(options.eval_every) && trainer.steps_done() < steps) evaluate();
+  }
+  save();
+  evaluate();
+  return true;
+}
+
+}  // namespace penstock

@@ -1,0 +1,38 @@
+// The loop around a Trainer: steps until the run is done or somebody wants it to stop, evaluations and checkpoints between.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "penstock/train/trainer.h"
+
+namespace penstock {
+
+struct LoopOptions {
+  // 0: only at the end.
+  std::int64_t eval_every = 0;
+  // Empty: none. Every so many steps, at the end, and when the run is stopped; 0 leaves out the first.
+  std::string checkpoint;
+  std::int64_t checkpoint_every = 0;
+  int keep = 3;
+  // For the checkpoints: CheckpointInfo::configuration.
+  std::string configuration = "{}";
+};
+
+// What is told of it while it goes on; all may be left out.
+struct LoopEvents {
+  std::function<void(const StepReport& report)> stepped;
+  // The loss of what is held out, and the outputs for it.
+  std::function<void(std::int64_t step, const Trainer::Evaluation& evaluation)> evaluated;
+  std::function<void(std::int64_t step, const std::string& path)> saved;
+  // Asked after every step. When one process wants it, all stop.
+  std::function<bool()> wants_to_stop;
+};
+
+// Whether all `steps` have been done; otherwise it was stopped.
+bool train(Trainer& trainer, std::int64_t steps, const std::vector<Batch>& held_out, const LoopOptions& options,
+           const LoopEvents& events);
+
+}  // namespace penstock

@@ -1,0 +1,82 @@
+#include "penstock/train/model.h"
+
+#include <map>
+#include <sstream>
+#include <utility>
+
+namespace penstock {
+namespace {
+
+class GptModel final : public Model {
+ public:
+  GptModel(const GptOptions& options, std::uint64_t seed, int stages)
+      : gpt_(options, seed), firsts_(gpt_.cut(stages)) {}
+
+  int num_stages() const override { return static_cast<int>(firsts_.size()) - 1; }
+  PipelineStage build_stage(int stage) const override {
+    const auto index = static_cast<std::size_t>(stage);
+    return {gpt_.stage(firsts_.at(index), firsts_.at(index + 1), training_), stage, num_stages()};
+  }
+  std::vector<std::string> parameter_names() const override { return gpt_.parameter_names(); }
+  std::string description() const override {
+    const GptOptions& options = gpt_.options();
+    std::ostringstream text;
+    text << "GPT, " << options.layers << " layers of width " << options.width << " with " << options.heads
+         << " heads, texts of " << options.length << " bytes";
+    return text.str();
+  }
+  void set_training(bool training) override { *training_ = training; }
+
+ private:
+  Gpt gpt_;
+  std::vector<int> firsts_;
+  std::shared_ptr<bool> training_ = std::make_shared<bool>(true);
+};
+
+class ProgramModel final : public Model {
+ public:
+  explicit ProgramModel(Pipe pipe) : pipe_(std::move(pipe)) {}
+
+  int num_stages() const override { return pipe_.num_stages(); }
+  PipelineStage build_stage(int stage) const override { return pipe_.build_stage(stage); }
+  Wiring wiring() const override { return pipe_.wiring(); }
+  SharedParameters shared_parameters() const override { return pipe_.shared_parameters(); }
+  std::vector<std::string> parameter_names() const override {
+    std::vector<std::string> names;
+    for (const auto& [name, tensor] : pipe_.program().parameters()) names.push_back(name);
+    return names;
+  }
+  std::vector<std::string> names_of(const std::string& name) const override {
+    std::map<std::string, const void*> tensors;
+    for (const NamedTensors& all : {pipe_.program().parameters(), pipe_.program().buffers()}) {
+      for (const auto& [one, tensor] : all) tensors.emplace(one, tensor.unsafeGetTensorImpl());
+    }
+    std::vector<std::string> names;
+    for (const auto& [one, tensor] : tensors) {
+      if (tensor == tensors.at(name)) names.push_back(one);
+    }
+    return names;
+  }
+  std::string description() const override {
+    std::ostringstream text;
+    text << "an exported model with " << parameter_names().size() << " parameters:";
+    for (const auto& [name, tensor] : pipe_.program().parameters()) text << " " << name << tensor.sizes();
+    return text.str();
+  }
+  void set_training(bool training) override { training ? pipe_.train() : pipe_.eval(); }
+
+ private:
+  Pipe pipe_;
+};
+
+}  // namespace
+
+std::unique_ptr<Model> gpt_model(const GptOptions& options, std::uint64_t seed, int stages) {
+  return std::make_unique<GptModel>(options, seed, stages);
+}
+
+std::unique_ptr<Model> program_model(Pipe pipe) {
+  return std::make_unique<ProgramModel>(std::move(pipe));
+}
+
+}  // namespace penstock

@@ -1,0 +1,156 @@
+#include "penstock/train/optimizer.h"
+
+#include <ATen/ops/scalar_tensor.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+namespace penstock {
+
+class Optimizer::Kind {
+ public:
+  virtual ~Kind() = default;
+  virtual void step(double learning_rate) = 0;
+  virtual StageModule::NamedTensors state() const = 0;
+  virtual void load(const std::function<std::optional<at::Tensor>(const std::string&)>& find) = 0;
+};
+
+// Each of libtorch's has its own types of options and of state. Traits say how a state is taken apart and put together.
+template <class Traits>
+class Optimizer::KindOf final : public Kind {
+ public:
+  KindOf(const OptimizerOptions& options, StageModule::NamedTensors parameters)
+      : parameters_(std::move(parameters)), optimizer_(tensors(), Traits::options(options)) {}
+
+  void step(double learning_rate) override {
+    for (torch::optim::OptimizerParamGroup& group : optimizer_.param_groups()) group.options().set_lr(learning_rate);
+    optimizer_.step();
+    optimizer_.zero_grad(/*set_to_none=*/true);
+  }
+
+  StageModule::NamedTensors state() const override {
+    StageModule::NamedTensors named;
+    for (const auto& [name, tensor] : parameters_) {
+      const auto found = optimizer_.state().find(tensor.unsafeGetTensorImpl());
+      if (found == optimizer_.state().end()) continue;
+      Traits::save(static_cast<const typename Traits::State&>(*found->second), name + ".", named);
+    }
+    return named;
+  }
+
+  void load(const std::function<std::optional<at::Tensor>(const std::string&)>& find) override {
+    for (const auto& [name, tensor] : parameters_) {
+      auto state = std::make_unique<typename Traits::State>();
+      if (Traits::load(*state, name + ".", find)) optimizer_.state()[tensor.unsafeGetTensorImpl()] = std::move(state);
+    }
+  }
+
+ private:
+  std::vector<at::Tensor> tensors() const {
+    std::vector<at::Tensor> all;
+    for (const auto& [name, tensor] : parameters_) {
+      if (tensor.requires_grad()) all.push_back(tensor);
+    }
+    return all;
+  }
+
+  StageModule::NamedTensors parameters_;
+  typename Traits::Optimizer optimizer_;
+};
+
+struct Optimizer::Sgd {
+  using Optimizer = torch::optim::SGD;
+  using State = torch::optim::SGDParamState;
+
+  static torch::optim::SGDOptions options(const OptimizerOptions& options) {
+    return torch::optim::SGDOptions(1).momentum(options.momentum).weight_decay(options.weight_decay);
+  }
+  static void save(const State& state, const std::string& prefix, StageModule::NamedTensors& to) {
+    if (state.momentum_buffer().defined()) to.emplace_back(prefix + "momentum_buffer", state.momentum_buffer());
+  }
+  template <class Find>
+  static bool load(State& state, const std::string& prefix, const Find& find) {
+    const std::optional<at::Tensor> momentum = find(prefix + "momentum_buffer");
+    if (momentum) state.momentum_buffer(*momentum);
+    return momentum.has_value();
+  }
+};
+
+namespace {
+
+// Adam and AdamW remember the same.
+template <class OptimizerType, class OptionsType, class StateType>
+struct AdamTraits {
+  using Optimizer = OptimizerType;
+  using State = StateType;
+
+  static OptionsType options(const OptimizerOptions& options) {
+    return OptionsType(1).betas({options.beta1, options.beta2}).eps(options.epsilon).weight_decay(options.weight_decay);
+  }
+  static void save(const State& state, const std::string& prefix, StageModule::NamedTensors& to) {
+    to.emplace_back(prefix + "exp_avg", state.exp_avg());
+    to.emplace_back(prefix + "exp_avg_sq", state.exp_avg_sq());
+    to.emplace_back(prefix + "step", at::scalar_tensor(state.step(), at::TensorOptions(at::kLong)));
+  }
+  template <class Find>
+  static bool load(State& state, const std::string& prefix, const Find& find) {
+    const std::optional<at::Tensor> average = find(prefix + "exp_avg");
+    const std::optional<at::Tensor> square = find(prefix + "exp_avg_sq");
+    const std::optional<at::Tensor> step = find(prefix + "step");
+    if (!average || !square || !step) return false;
+    state.exp_avg(*average);
+    state.exp_avg_sq(*square);
+    state.step(step->template item<std::int64_t>());
+    return true;
+  }
+};
+
+}  // namespace
+
+struct Optimizer::Adam : AdamTraits<torch::optim::Adam, torch::optim::AdamOptions, torch::optim::AdamParamState> {};
+struct Optimizer::AdamW : AdamTraits<torch::optim::AdamW, torch::optim::AdamWOptions, torch::optim::AdamWParamState> {};
+
+Optimizer::Optimizer(const OptimizerOptions& options, StageModule::NamedTensors parameters) {
+  if (options.name == "sgd") {
+    kind_ = std::make_unique<KindOf<Sgd>>(options, std::move(parameters));
+  } else if (options.name == "adam") {
+    kind_ = std::make_unique<KindOf<Adam>>(options, std::move(parameters));
+  } else if (options.name == "adamw") {
+    kind_ = std::make_unique<KindOf<AdamW>>(options, std::move(parameters));
+  } else {
+    throw std::invalid_argument("there is no optimizer '" + options.name + "'; there are sgd, adam and adamw.");
+  }
+}
+
+Optimizer::~Optimizer() = default;
+Optimizer::Optimizer(Optimizer&&) noexcept = default;
+Optimizer& Optimizer::operator=(Optimizer&&) noexcept = default;
+
+void Optimizer::step(double learning_rate) {
+  kind_->step(learning_rate);
+}
+
+StageModule::NamedTensors Optimizer::state() const {
+  return kind_->state();
+}
+
+void Optimizer::load(const std::function<std::optional<at::Tensor>(const std::string& name)>& find) {
+  kind_->load(find);
+}
+
+double LearningRate::at(std::int64_t step, std::int64_t steps) const {
+  if (step < warmup) return rate * static_cast<double>(step + 1) / static_cast<double>(warmup);
+  if (schedule == "constant") return rate;
+  const double done = steps <= warmup ? 1 : static_cast<double>(step - warmup) / static_cast<double>(steps - warmup);
+  const double left = schedule == "linear" ? 1 - done : (1 + std::cos(std::numbers::pi * done)) / 2;
+  return rate * (least + (1 - least) * std::clamp(left, 0.0, 1.0));
+}
+
+}  // namespace penstock

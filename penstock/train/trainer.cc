@@ -1,0 +1,415 @@
+#include "penstock/train/trainer.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <utility>
+
+#include "penstock/schedule/simulate.h"
+
+namespace penstock {
+namespace {
+
+// Its stages that belong to this process.
+std::vector<PipelineStage> build(const Model& model, const Schedule& schedule, const Transport* transport,
+                                 MemoryWatch& memory) {
+  std::vector<PipelineStage> stages;
+  for (int stage = 0; stage < schedule.stages(); ++stage) {
+    const int rank = schedule.placement().rank_of(stage);
+    if (transport != nullptr && rank != transport->rank() % schedule.ranks()) continue;
+    const MemoryWatch::Scope scope(memory, rank);
+    stages.push_back(model.build_stage(stage));
+  }
+  return stages;
+}
+
+double mean(const std::vector<double>& numbers) {
+  return std::accumulate(numbers.begin(), numbers.end(), 0.0) / static_cast<double>(numbers.size());
+}
+
+}  // namespace
+
+Trainer::Trainer(std::vector<std::unique_ptr<Model>> replicas, const Data& data, const Schedule& schedule,
+                 TrainerOptions options)
+    : replicas_(std::move(replicas)),
+      data_(data),
+      options_(std::move(options)),
+      memory_(schedule.ranks(), schedule.stages()),
+      names_(replicas_.front()->parameter_names()) {
+  std::vector<std::vector<PipelineStage>> stages;
+  for (const auto& replica : replicas_) {
+    stages.push_back(build(*replica, schedule, options_.transport.get(), memory_));
+  }
+  PipelineOptions pipeline_options;
+  pipeline_options.transport = options_.transport;
+  pipeline_options.loss = [this](const c10::IValue& output, const c10::IValue& target, const Kwargs&) {
+    return data_.loss(output, target);
+  };
+  pipeline_options.sharded = options_.sharded;
+  pipeline_options.shared = replicas_.front()->shared_parameters();
+  pipeline_options.timeout = options_.timeout;
+  pipeline_options.intra_op_threads = options_.intra_op_threads;
+  pipeline_options.seed = options_.seed;
+  memory_.watch(pipeline_options.functions);
+  pipeline_ =
+      std::make_unique<Pipeline>(std::move(stages), replicas_.front()->wiring(), schedule, std::move(pipeline_options));
+  if (options_.transport != nullptr) {
+    num_replicas_ = options_.transport->ranks() / schedule.ranks();
+    std::vector<int> all(static_cast<std::size_t>(options_.transport->ranks()));
+    std::iota(all.begin(), all.end(), 0);
+    everyone_ = options_.transport->group(all);
+    std::vector<int> alike;
+    for (int replica = 0; replica < num_replicas_; ++replica) {
+      alike.push_back(options_.transport->rank() % schedule.ranks() + replica * schedule.ranks());
+    }
+    peers_ = options_.transport->group(alike);
+  } else {
+    num_replicas_ = static_cast<int>(replicas_.size());
+  }
+  for (std::size_t local = 0; local < replicas_.size(); ++local) {
+    for (const PipelineStage& stage : pipeline_->stages(static_cast<int>(local))) {
+      own_.push_back({.replica = static_cast<int>(replica_of(local)),
+                      .stage = &stage,
+                      .optimizer = Optimizer(options_.optimizer, stage.parameters())});
+    }
+  }
+}
+
+Trainer::~Trainer() = default;
+
+std::int64_t Trainer::replica_of(std::size_t local) const {
+  if (options_.transport == nullptr) return static_cast<std::int64_t>(local);
+  return options_.transport->rank() / pipeline_->schedule().ranks();
+}
+
+bool Trainer::speaks() const {
+  return options_.transport == nullptr || options_.transport->rank() == 0;
+}
+
+std::vector<double> Trainer::summed(std::vector<double> numbers) {
+  if (everyone_ == nullptr) return numbers;
+  const at::Tensor all = at::tensor(numbers, at::kDouble);
+  everyone_->all_reduce({all})->wait(deadline());
+  std::copy_n(all.const_data_ptr<double>(), numbers.size(), numbers.begin());
+  return numbers;
+}
+
+// A process gives the pipeline the part of its own replica; between threads the pipeline shares out.
+Batch Trainer::own_part(const Batch& batch) const {
+  if (options_.transport == nullptr || num_replicas_ == 1) return batch;
+  return split_batch(batch, {}, num_replicas_, "replicas")[static_cast<std::size_t>(replica_of(0))];
+}
+
+StepReport Trainer::step(bool wants_to_stop) {
+  const auto began = Clock::now();
+  // Ranks let go of what is made here.
+  const MemoryWatch::Scope nobody(memory_, -1);
+  const Schedule& schedule = pipeline_->schedule();
+  const auto microbatches = static_cast<std::size_t>(schedule.microbatches());
+  const std::size_t all_losses = microbatches * static_cast<std::size_t>(num_replicas_ * options_.accumulate);
+  StepReport report{.step = steps_done_ + 1};
+  // Losses by batch, replica and microbatch; then how long ranks computed, how long they could have, who has enough, and
+  // what each rank has in memory.
+  const auto ranks = static_cast<std::size_t>(schedule.ranks());
+  std::vector<double> known(all_losses + 3 + ranks, 0);
+  known[all_losses + 2] = wants_to_stop ? 1 : 0;
+  for (std::size_t rank = 0; rank < ranks; ++rank) {
+    const bool is_here = options_.transport == nullptr || options_.transport->rank() == static_cast<int>(rank);
+    if (is_here) known[all_losses + 3 + rank] = static_cast<double>(memory_.most(static_cast<int>(rank)));
+  }
+  for (int part = 0; part < options_.accumulate; ++part) {
+    StepOptions step;
+    step.number = steps_done_ * options_.accumulate + part;
+    const Batch whole = data_.batch(*step.number);
+    report.size += data_.size_of(whole);
+    const Batch batch = own_part(whole);
+    step.weights.assign(microbatches * replicas_.size(), 1.0 / static_cast<double>(microbatches) / options_.accumulate);
+    step.reduce = part == options_.accumulate - 1;
+    step.return_outputs = false;
+    const auto kwargs = batch.kwargs.find(0);
+    const StepResult result =
+        pipeline_->step(batch.args, kwargs == batch.kwargs.end() ? Kwargs() : kwargs->second, batch.target, step);
+    const std::size_t first =
+        (static_cast<std::size_t>(part * num_replicas_) + static_cast<std::size_t>(replica_of(0))) * microbatches;
+    for (std::size_t i = 0; i < result.losses.size(); ++i) known[first + i] = result.losses[i].item<double>();
+    for (std::size_t local = 0; local < replicas_.size(); ++local) {
+      const Record& record = pipeline_->record(static_cast<int>(local));
+      const Timeline timeline = timeline_of(pipeline_->recorded_schedule(), record);
+      for (std::size_t rank = 0; rank < record.size(); ++rank) {
+        // Of other processes there is nothing.
+        if (record[rank].empty()) continue;
+        known[all_losses] += timeline.ranks[rank].work;
+        known[all_losses + 1] += timeline.makespan;
+      }
+    }
+  }
+  known = summed(std::move(known));
+  report.bubble = known[all_losses + 1] > 0 ? 1 - known[all_losses] / known[all_losses + 1] : 0;
+  report.somebody_wants_to_stop = known[all_losses + 2] > 0;
+  for (std::size_t rank = 0; rank < ranks; ++rank) {
+    report.memory.push_back(static_cast<std::int64_t>(known[all_losses + 3 + rank]) /
+                            static_cast<std::int64_t>(replicas_.size()));
+  }
+  known.resize(all_losses);
+  report.loss = mean(known);
+  if (options_.clip > 0) report.gradient_norm = clip_gradients();
+  report.learning_rate = options_.learning_rate.at(steps_done_, options_.steps);
+  for (Own& own : own_) {
+    const MemoryWatch::Scope scope(memory_, schedule.placement().rank_of(own.stage->stage_index()));
+    own.optimizer.step(report.learning_rate);
+  }
+  ++steps_done_;
+  report.seconds = std::chrono::duration<double>(Clock::now() - began).count();
+  return report;
+}
+
+std::optional<std::size_t> Trainer::position_of(int stage, const std::string& name) const {
+  for (const std::vector<SharedParameter>& places : model().shared_parameters()) {
+    const SharedParameter here{.stage = stage, .name = name};
+    if (std::ranges::find(places, here) != places.end() && places.front() != here) return std::nullopt;
+  }
+  const auto found = std::ranges::find(names_, name);
+  return found == names_.end() ? std::nullopt : std::optional(static_cast<std::size_t>(found - names_.begin()));
+}
+
+double Trainer::clip_gradients() {
+  const c10::NoGradGuard no_grad;
+  std::vector<double> squares(names_.size(), 0);
+  for (const Own& own : own_) {
+    // Replicas that are whole have the same.
+    if (own.replica != 0 && !options_.sharded) continue;
+    for (const auto& [name, parameter] : own.stage->parameters()) {
+      const std::optional<std::size_t> position = position_of(own.stage->stage_index(), name);
+      if (!position || !parameter.grad().defined()) continue;
+      const at::Tensor gradient = parameter.grad().to(at::kDouble);
+      squares[*position] += gradient.square().sum().item<double>();
+    }
+  }
+  squares = summed(std::move(squares));
+  const double norm = std::sqrt(std::accumulate(squares.begin(), squares.end(), 0.0));
+  if (norm <= options_.clip) return norm;
+  for (const Own& own : own_) {
+    for (const auto& [name, parameter] : own.stage->parameters()) {
+      if (parameter.grad().defined()) parameter.mutable_grad().mul_(options_.clip / norm);
+    }
+  }
+  return norm;
+}
+
+Trainer::Evaluation Trainer::evaluate(const std::vector<Batch>& batches) {
+  for (const auto& replica : replicas_) replica->set_training(false);
+  const MemoryWatch::Scope nobody(memory_, -1);
+  Evaluation evaluation;
+  std::vector<double> losses;
+  for (const Batch& batch : batches) {
+    const auto kwargs = batch.kwargs.find(0);
+    // Replicas that are processes all see all of it.
+    const StepResult result = pipeline_->eval(batch.args, kwargs == batch.kwargs.end() ? Kwargs() : kwargs->second,
+                                              batch.target, {.results_everywhere = true});
+    for (const at::Tensor& loss : result.losses) losses.push_back(loss.item<double>());
+    evaluation.outputs.push_back(result.output);
+  }
+  for (const auto& replica : replicas_) replica->set_training(true);
+  evaluation.loss = losses.empty() ? 0 : mean(losses);
+  return evaluation;
+}
+
+// The tensors of a stage as they are without shards, under all names that the model has for them. A shard's neighbours
+// are those of the other replicas.
+NamedTensors Trainer::whole(const Own& own, const StageModule::NamedTensors& tensors) {
+  std::map<std::string, at::Tensor> shapes;
+  for (const auto& [name, parameter] : own.stage->module().parameters) shapes.emplace(name, parameter);
+  NamedTensors result;
+  for (const auto& [full_name, tensor] : tensors) {
+    // "NAME" or "NAME.exp_avg".
+    std::string name = full_name;
+    std::string ending;
+    if (!shapes.contains(name) && name.rfind('.') != std::string::npos) {
+      ending = name.substr(name.rfind('.'));
+      name.resize(name.size() - ending.size());
+    }
+    at::Tensor value = tensor.detach();
+    const auto shape = shapes.find(name);
+    const bool is_shard = options_.sharded && shape != shapes.end() && value.dim() > 0 &&
+                          value.sizes() != shape->second.sizes() && num_replicas_ > 1;
+    if (is_shard && peers_ != nullptr) {
+      const at::Tensor all = at::empty({value.numel() * num_replicas_}, value.options());
+      peers_->all_gather(all, value.contiguous())->wait(deadline());
+      value = all.narrow(0, 0, shape->second.numel()).view(shape->second.sizes());
+    } else if (is_shard) {
+      std::vector<at::Tensor> parts;
+      for (const Own& other : own_) {
+        if (other.stage->stage_index() != own.stage->stage_index()) continue;
+        const auto find_in = [&](const StageModule::NamedTensors& those) {
+          for (const auto& [one, part] : those) {
+            if (one == full_name) parts.push_back(part.detach());
+          }
+        };
+        if (ending.empty()) {
+          find_in(other.stage->parameters());
+        } else {
+          find_in(other.optimizer.state());
+        }
+      }
+      value = at::cat(parts).narrow(0, 0, shape->second.numel()).view(shape->second.sizes());
+    }
+    for (const std::string& alias : shape == shapes.end() ? std::vector{name} : model().names_of(name)) {
+      result.emplace_back(alias + ending, value);
+    }
+  }
+  return result;
+}
+
+std::string Trainer::save(const std::string& folder, int keep, const std::string& configuration) {
+  const CheckpointWriter writer(folder, steps_done_);
+  std::exception_ptr failure;
+  // All processes go through this in step, whether or not one of them has failed.
+  const auto together = [&](const auto& act) {
+    if (!failure) {
+      try {
+        act();
+      } catch (...) {
+        failure = std::current_exception();
+      }
+    }
+    const bool failed = summed({failure ? 1.0 : 0.0}).front() > 0;
+    if (failure) std::rethrow_exception(failure);
+    if (failed) throw CheckpointError(writer.path() + ": another rank could not write its part.");
+  };
+  const Schedule& schedule = pipeline_->schedule();
+  // Shards are put together by all; the first replica writes.
+  std::map<int, std::pair<NamedTensors, NamedTensors>> parts;
+  for (const Own& own : own_) {
+    NamedTensors weights = whole(own, own.stage->parameters());
+    NamedTensors optimizer = whole(own, own.optimizer.state());
+    if (own.replica != 0) continue;
+    auto& part = parts[schedule.placement().rank_of(own.stage->stage_index())];
+    for (const auto& [name, buffer] : own.stage->module().buffers) {
+      for (const std::string& alias : model().names_of(name)) weights.emplace_back(alias, buffer.detach());
+    }
+    // Stages of a rank may share a parameter.
+    const auto add = [](const NamedTensors& from, NamedTensors& to) {
+      for (const auto& [name, tensor] : from) {
+        const auto same = [&](const auto& one) { return one.first == name; };
+        if (std::ranges::none_of(to, same)) to.emplace_back(name, tensor);
+      }
+    };
+    add(weights, part.first);
+    add(optimizer, part.second);
+  }
+  together([&] {
+    if (speaks()) writer.begin();
+  });
+  together([&] {
+    for (const auto& [rank, part] : parts) writer.write_part(rank, part.first, part.second);
+  });
+  together([&] {
+    if (!speaks()) return;
+    writer.finish({.step = steps_done_, .model = model().description(), .configuration = configuration},
+                  schedule.ranks(), keep);
+  });
+  return writer.path();
+}
+
+// What a stage keeps of a tensor: all, or its replica's shard.
+at::Tensor Trainer::part_for(const Own& own, const std::string& name, const at::Tensor& whole_tensor) const {
+  for (const auto& [one, tensor] : own.stage->parameters()) {
+    if (one != name || tensor.sizes() == whole_tensor.sizes() || whole_tensor.dim() == 0) continue;
+    const std::int64_t length = tensor.numel();
+    at::Tensor part = at::zeros({length}, whole_tensor.options());
+    const std::int64_t begin = std::min(own.replica * length, whole_tensor.numel());
+    const std::int64_t count = std::min(length, whole_tensor.numel() - begin);
+    part.narrow(0, 0, count).copy_(whole_tensor.reshape(-1).narrow(0, begin, count));
+    return part;
+  }
+  return whole_tensor.clone();
+}
+
+void Trainer::load(const Checkpoint& checkpoint) {
+  checkpoint.require_model(model().description());
+  const c10::NoGradGuard no_grad;
+  // All that is needed is there, before anything changes.
+  for (const Own& own : own_) {
+    for (const auto& [name, parameter] : own.stage->parameters()) checkpoint.weight(name);
+    for (const auto& [name, buffer] : own.stage->module().buffers) checkpoint.weight(name);
+  }
+  for (Own& own : own_) {
+    for (const auto& [name, parameter] : own.stage->parameters()) {
+      parameter.detach().copy_(part_for(own, name, checkpoint.weight(name)));
+    }
+    for (const auto& [name, buffer] : own.stage->module().buffers) buffer.copy_(checkpoint.weight(name));
+    own.optimizer.load([&](const std::string& name) -> std::optional<at::Tensor> {
+      const std::optional<at::Tensor> state = checkpoint.optimizer_state(name);
+      if (!state) return std::nullopt;
+      return part_for(own, name.substr(0, name.rfind('.')), *state);
+    });
+  }
+  steps_done_ = checkpoint.info().step;
+}
+
+Record Trainer::record() {
+  Record record = pipeline_->record();
+  if (everyone_ == nullptr) return record;
+  const Schedule& schedule = pipeline_->recorded_schedule();
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    auto& own = record[static_cast<std::size_t>(rank)];
+    const std::size_t count = schedule.actions(rank).size();
+    const at::Tensor numbers = at::zeros({static_cast<std::int64_t>(count), 5}, at::kLong);
+    auto rows = numbers.accessor<std::int64_t, 2>();
+    const bool is_here = own.size() == count && options_.transport->rank() == rank;
+    for (std::size_t i = 0; i < count && is_here; ++i) {
+      auto row = rows[static_cast<std::int64_t>(i)];
+      row[0] = own[i].start;
+      row[1] = own[i].end;
+      row[2] = own[i].waited;
+      row[3] = own[i].bytes;
+      row[4] = own[i].peer;
+    }
+    everyone_->broadcast({numbers}, rank)->wait(deadline());
+    own.resize(count);
+    for (std::size_t i = 0; i < count; ++i) {
+      const auto row = rows[static_cast<std::int64_t>(i)];
+      own[i] = {.start = row[0], .end = row[1], .waited = row[2], .bytes = row[3], .peer = static_cast<int>(row[4])};
+    }
+  }
+  return record;
+}
+
+std::vector<RankMemory> Trainer::memory() {
+  const Schedule& schedule = pipeline_->schedule();
+  const auto ranks = static_cast<std::size_t>(schedule.ranks());
+  std::vector<double> known(ranks + static_cast<std::size_t>(schedule.stages()) * 2, 0);
+  for (const Own& own : own_) {
+    if (own.replica != 0) continue;
+    const int stage = own.stage->stage_index();
+    const auto rank = static_cast<std::size_t>(schedule.placement().rank_of(stage));
+    known[rank] = static_cast<double>(memory_.most(static_cast<int>(rank))) / static_cast<double>(replicas_.size());
+    double bytes = 0;
+    for (const auto& [name, parameter] : own.stage->parameters())
+      bytes += 2.0 * static_cast<double>(parameter.nbytes());
+    for (const auto& [name, state] : own.optimizer.state()) bytes += static_cast<double>(state.nbytes());
+    const std::size_t place = ranks + 2 * static_cast<std::size_t>(stage);
+    known[place] = bytes;
+    known[place + 1] = static_cast<double>(memory_.kept(stage));
+  }
+  known = summed(std::move(known));
+  Costs costs;
+  for (int stage = 0; stage < schedule.stages(); ++stage) {
+    costs.stages.push_back({.bytes_kept = known[ranks + 2 * static_cast<std::size_t>(stage) + 1]});
+  }
+  const Timeline simulated = simulate(schedule, costs);
+  std::vector<RankMemory> memory(ranks);
+  for (std::size_t rank = 0; rank < ranks; ++rank) {
+    double predicted = simulated.ranks[rank].peak_bytes;
+    for (const int stage : schedule.placement().stages_of(static_cast<int>(rank))) {
+      predicted += known[ranks + 2 * static_cast<std::size_t>(stage)];
+    }
+    memory[rank] = {.measured = static_cast<std::int64_t>(known[rank]),
+                    .predicted = static_cast<std::int64_t>(predicted)};
+  }
+  return memory;
+}
+
+}  // namespace penstock

@@ -1,0 +1,129 @@
+// A Trainer makes a model better, step by step: batches through the pipeline, gradients clipped, the optimizer, and now
+// and then a checkpoint. On several processes each has one, and all call the same.
+//
+//   Trainer trainer(std::move(replicas), data, schedule, {.steps = 1000});
+//   while (trainer.steps_done() < 1000) std::cout << trainer.step().loss << "\n";
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "penstock/runtime/pipeline.h"
+#include "penstock/train/checkpoint.h"
+#include "penstock/train/data.h"
+#include "penstock/train/memory.h"
+#include "penstock/train/model.h"
+#include "penstock/train/optimizer.h"
+
+namespace penstock {
+
+struct TrainerOptions {
+  // This process's end, when its rank is one of several processes; left out: all ranks are threads.
+  std::shared_ptr<Transport> transport = nullptr;
+  // Of the whole run; the learning rate goes by it.
+  std::int64_t steps = 1000;
+  OptimizerOptions optimizer = {};
+  LearningRate learning_rate = {};
+  // Batches a step: their gradients add up.
+  int accumulate = 1;
+  // The most that the norm of all gradients may be; 0 for any. It is that of float64 sums over the parameters in the
+  // model's order, so it does not depend on the cut.
+  double clip = 1;
+  // Replicas keep a part of each parameter, instead of all.
+  bool sharded = false;
+  std::uint64_t seed = 0;
+  int intra_op_threads = 1;
+  std::chrono::milliseconds timeout = std::chrono::minutes(5);
+};
+
+struct StepReport {
+  // How many have been done with this one.
+  std::int64_t step = 0;
+  // The mean over microbatches, of what the model was before the step.
+  double loss = 0;
+  double learning_rate = 0;
+  // Before it was clipped; 0 when it is not.
+  double gradient_norm = 0;
+  // Data::size_of.
+  std::int64_t size = 0;
+  double seconds = 0;
+  // The part of the ranks' time in which they did not compute, while the pipeline ran.
+  double bubble = 0;
+  // Bytes of each rank of the first replica, at most so far.
+  std::vector<std::int64_t> memory = {};
+  bool somebody_wants_to_stop = false;
+};
+
+class Trainer {
+ public:
+  // The models of the replicas of this process: all on threads, one on a process. `data` outlives it.
+  Trainer(std::vector<std::unique_ptr<Model>> replicas, const Data& data, const Schedule& schedule,
+          TrainerOptions options);
+  ~Trainer();
+  Trainer(const Trainer&) = delete;
+  Trainer& operator=(const Trainer&) = delete;
+
+  std::int64_t steps_done() const { return steps_done_; }
+  // Throws PipelineError, after which the trainer is as it was before the step. What one process wants is told to all.
+  StepReport step(bool wants_to_stop = false);
+
+  struct Evaluation {
+    double loss = 0;
+    // Of each batch.
+    std::vector<c10::IValue> outputs;
+  };
+  // Forwards alone, in evaluation mode.
+  Evaluation evaluate(const std::vector<Batch>& batches);
+
+  // Writes a checkpoint into `folder`, of which the last `keep` stay, and says where it is. Throws CheckpointError on all
+  // processes when one of them cannot write its part.
+  std::string save(const std::string& folder, int keep, const std::string& configuration);
+  // Goes on from there. Throws CheckpointError, and is as it was before.
+  void load(const Checkpoint& checkpoint);
+
+  // Whether it is for this process to speak: to print, and to write what is written once.
+  bool speaks() const;
+  // What the ranks of the first replica have had in memory, and what the schedule promised. All processes ask.
+  std::vector<RankMemory> memory();
+  // What ran last on all ranks of the first replica. All processes ask.
+  Record record();
+
+  Pipeline& pipeline() { return *pipeline_; }
+  const Model& model() const { return *replicas_.front(); }
+
+ private:
+  struct Own {
+    int replica = 0;
+    const PipelineStage* stage = nullptr;
+    Optimizer optimizer;
+  };
+
+  std::int64_t replica_of(std::size_t local) const;
+  // What all processes know: numbers that each of them has added to what others have left at 0.
+  std::vector<double> summed(std::vector<double> numbers);
+  Batch own_part(const Batch& batch) const;
+  double clip_gradients();
+  // Whether the parameter of this name in this stage counts for the norm, and as which.
+  std::optional<std::size_t> position_of(int stage, const std::string& name) const;
+  NamedTensors whole(const Own& own, const StageModule::NamedTensors& tensors);
+  at::Tensor part_for(const Own& own, const std::string& name, const at::Tensor& whole_tensor) const;
+  Deadline deadline() const { return Clock::now() + options_.timeout; }
+
+  std::vector<std::unique_ptr<Model>> replicas_;
+  const Data& data_;
+  TrainerOptions options_;
+  MemoryWatch memory_;
+  std::unique_ptr<Pipeline> pipeline_;
+  int num_replicas_ = 1;
+  std::vector<Own> own_;
+  std::vector<std::string> names_;
+  // All processes, and those that have the same stages; none between threads.
+  std::shared_ptr<Group> everyone_;
+  std::shared_ptr<Group> peers_;
+  std::int64_t steps_done_ = 0;
+};
+
+}  // namespace penstock

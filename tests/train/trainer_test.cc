@@ -1,0 +1,187 @@
+// Training in a pipeline: the same losses whatever the ranks, the cut and the schedule, and after a checkpoint too.
+#include "penstock/train/trainer.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "penstock/schedule/generators.h"
+#include "penstock/train/data.h"
+#include "penstock/train/model.h"
+#include "tests/tensor/folder.h"
+#include "tests/tensor/values.h"
+
+namespace penstock::testing {
+namespace {
+
+constexpr int kMicrobatches = 8;
+
+// With dropout and clipping on.
+struct Case {
+  std::string schedule = "1F1B";
+  int ranks = 1;
+  int stages_per_rank = 1;
+  int replicas = 1;
+  bool sharded = false;
+  std::string optimizer = "adamw";
+  int accumulate = 1;
+};
+
+const AdditionData& sums() {
+  static const AdditionData data(/*digits=*/2, /*rows=*/16, /*seed=*/5);
+  return data;
+}
+
+std::unique_ptr<Trainer> trainer_of(const Case& setup) {
+  const Schedule schedule = generate(
+      setup.schedule,
+      {.ranks = setup.ranks, .stages_per_rank = setup.stages_per_rank, .microbatches = kMicrobatches / setup.replicas});
+  const GptOptions gpt{.layers = 6, .width = 16, .heads = 2, .length = sums().length(), .dropout = 0.1};
+  std::vector<std::unique_ptr<Model>> replicas;
+  for (int i = 0; i < setup.replicas; ++i) replicas.push_back(gpt_model(gpt, /*seed=*/5, schedule.stages()));
+  TrainerOptions options;
+  options.steps = 10;
+  options.optimizer.name = setup.optimizer;
+  options.learning_rate.warmup = 2;
+  options.accumulate = setup.accumulate;
+  options.clip = 0.5;
+  options.sharded = setup.sharded;
+  options.seed = 5;
+  options.timeout = std::chrono::seconds(60);
+  return std::make_unique<Trainer>(std::move(replicas), sums(), schedule, std::move(options));
+}
+
+std::vector<double> losses_of(Trainer& trainer, int steps) {
+  std::vector<double> losses;
+  for (int i = 0; i < steps; ++i) losses.push_back(trainer.step().loss);
+  return losses;
+}
+std::vector<double> losses_of(const Case& setup, int steps = 4) {
+  return losses_of(*trainer_of(setup), steps);
+}
+
+TEST(Trainer, HasTheSameLossesOnAnyRanksWithAnySchedule) {
+  const std::vector<double> whole = losses_of({});
+  // Something is learnt, and something is clipped.
+  EXPECT_LT(whole.back(), whole.front());
+  struct Kind {
+    const char* schedule;
+    int stages_per_rank;
+  };
+  for (const Kind& one : {Kind{"GPipe", 1}, Kind{"1F1B", 1}, Kind{"Interleaved1F1B", 2}, Kind{"ZBVZeroBubble", 2},
+                          Kind{"DualPipeV", 2}}) {
+    for (const int ranks : {1, 2, 4}) {
+      SCOPED_TRACE(std::string(one.schedule) + " on " + std::to_string(ranks));
+      EXPECT_EQ(whole, losses_of({.schedule = one.schedule, .ranks = ranks, .stages_per_rank = one.stages_per_rank}));
+    }
+  }
+}
+
+TEST(Trainer, ClipsTheNormOfAllGradients) {
+  std::vector<double> norms;
+  for (const int ranks : {1, 3}) {
+    const auto trainer = trainer_of({.ranks = ranks});
+    norms.push_back(trainer->step().gradient_norm);
+  }
+  EXPECT_GT(norms[0], 0.5);
+  EXPECT_EQ(norms[0], norms[1]);
+}
+
+TEST(Trainer, AgreesWithReplicasButForRounding) {
+  // Replicas drop at random each for itself, so there is no dropout to agree on: two replicas are compared whole and sharded.
+  const std::vector<double> whole = losses_of({.ranks = 2, .replicas = 2});
+  const std::vector<double> sharded = losses_of({.ranks = 2, .replicas = 2, .sharded = true});
+  ASSERT_EQ(whole.size(), sharded.size());
+  for (std::size_t i = 0; i < whole.size(); ++i) EXPECT_NEAR(whole[i], sharded[i], 1e-5);
+}
+
+TEST(Trainer, GoesOnFromACheckpointWithOtherRanksAndSchedules) {
+  for (const std::string optimizer : {"adamw", "adam", "sgd"}) {
+    SCOPED_TRACE(optimizer);
+    const std::vector<double> undisturbed = losses_of({.optimizer = optimizer}, 6);
+    const Folder folder;
+    {
+      const auto first = trainer_of({.ranks = 2, .optimizer = optimizer});
+      losses_of(*first, 3);
+      EXPECT_EQ(first->save(folder.path(), 3, "{}"), folder / "step-00000003");
+    }
+    const Checkpoint checkpoint(folder.path());
+    for (const Case& setup :
+         {Case{.ranks = 2, .optimizer = optimizer},
+          Case{.schedule = "ZBVZeroBubble", .ranks = 2, .stages_per_rank = 2, .optimizer = optimizer},
+          Case{.schedule = "GPipe", .ranks = 4, .optimizer = optimizer}}) {
+      const auto second = trainer_of(setup);
+      second->load(checkpoint);
+      EXPECT_EQ(second->steps_done(), 3);
+      EXPECT_EQ(losses_of(*second, 3), (std::vector<double>(undisturbed.begin() + 3, undisturbed.end())));
+    }
+  }
+}
+
+TEST(Trainer, GoesOnFromShards) {
+  const Folder folder;
+  std::vector<double> undisturbed;
+  {
+    const auto first = trainer_of({.ranks = 2, .replicas = 2, .sharded = true});
+    losses_of(*first, 2);
+    first->save(folder.path(), 3, "{}");
+    undisturbed = losses_of(*first, 2);
+  }
+  const Checkpoint checkpoint(folder.path());
+  // All is there, in its own shape.
+  const auto whole = trainer_of({.ranks = 2, .replicas = 2});
+  whole->load(checkpoint);
+  const auto sharded = trainer_of({.ranks = 2, .replicas = 2, .sharded = true});
+  sharded->load(checkpoint);
+  EXPECT_EQ(losses_of(*sharded, 2), undisturbed);
+  const std::vector<double> found = losses_of(*whole, 2);
+  for (std::size_t i = 0; i < found.size(); ++i) EXPECT_NEAR(found[i], undisturbed[i], 1e-5);
+}
+
+TEST(Trainer, RefusesACheckpointOfAnotherModelAndIsAsItWas) {
+  const Folder folder;
+  const CheckpointWriter writer(folder.path(), 1);
+  writer.begin();
+  writer.write_part(0, {{"x", at::ones({1})}}, {});
+  writer.finish({.step = 1, .model = "something else"}, 1, 1);
+  const auto trainer = trainer_of({});
+  EXPECT_THROW(trainer->load(Checkpoint(folder.path())), CheckpointError);
+  EXPECT_EQ(trainer->steps_done(), 0);
+  EXPECT_EQ(losses_of(*trainer, 2), losses_of({}, 2));
+}
+
+TEST(Trainer, AccumulatesBatches) {
+  const auto trainer = trainer_of({.ranks = 2, .accumulate = 3});
+  const StepReport report = trainer->step();
+  EXPECT_EQ(report.size, 3 * 16 * sums().length());
+  EXPECT_EQ(losses_of({.ranks = 2, .accumulate = 3}, 3), losses_of({.accumulate = 3}, 3));
+}
+
+TEST(Trainer, EvaluatesWithoutDropout) {
+  const auto trainer = trainer_of({.ranks = 2});
+  const std::vector<Batch> held_out = sums().held_out();
+  const Trainer::Evaluation first = trainer->evaluate(held_out);
+  const Trainer::Evaluation second = trainer->evaluate(held_out);
+  EXPECT_EQ(first.loss, second.loss);
+  EXPECT_EQ(first.outputs.size(), held_out.size());
+  EXPECT_EQ(losses_of(*trainer, 2), losses_of({.ranks = 2}, 2));
+}
+
+TEST(Trainer, KnowsWhatRanksKeep) {
+  const auto trainer = trainer_of({.schedule = "GPipe", .ranks = 2});
+  losses_of(*trainer, 3);
+  const std::vector<RankMemory> memory = trainer->memory();
+  ASSERT_EQ(memory.size(), 2U);
+  for (const RankMemory& rank : memory) {
+    EXPECT_GT(rank.measured, 0);
+    EXPECT_GT(rank.predicted, rank.measured / 2);
+    EXPECT_LT(rank.predicted, rank.measured * 2);
+  }
+}
+
+}  // namespace
+}  // namespace penstock::testing
