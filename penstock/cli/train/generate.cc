@@ -5,6 +5,7 @@
 #include <string>
 
 #include "penstock/cli/checks.h"
+#include "penstock/cli/output.h"
 #include "penstock/cli/program/commands.h"
 #include "penstock/cli/program/options.h"
 #include "penstock/schedule/generators.h"
@@ -69,7 +70,7 @@ void add_generate(CLI::App& command, int& /*exit*/) {
     }
     Pipeline pipeline(std::move(stages),
                       generate("ForwardOnly", {.ranks = options->ranks, .stages_per_rank = 1, .microbatches = 1}));
-    std::cout << write_text(pipeline, gpt.length, options->text, options->write) << "\n";
+    std::cout << printable(write_text(pipeline, gpt.length, options->text, options->write)) << "\n";
   });
 }
 

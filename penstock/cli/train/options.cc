@@ -152,11 +152,14 @@ json TrainOptions::resolved(const CLI::App& command) {
   json all = json::object();
   for (const CLI::Option* option : command.get_options()) {
     if (option->get_lnames().empty()) {
-      all["model"] = value_of(*option);
+      if (option->count() > 0) all["model"] = value_of(*option);
       continue;
     }
     const std::string& name = option->get_lnames().front();
     if (name == "help" || name == "config" || name == "resume") continue;
+    // What nobody has said, and has nothing to say by itself.
+    const std::string otherwise = option->get_default_str();
+    if (option->count() == 0 && (otherwise.empty() || otherwise == "0" || otherwise == "[]")) continue;
     all[name] = value_of(*option);
   }
   return all;

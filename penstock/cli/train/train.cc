@@ -124,7 +124,7 @@ class Run {
 
   void introduce(const Trainer& trainer) const {
     const Schedule& schedule = *setup_.schedule;
-    std::cout << trainer.model().description().substr(0, 100) << "\n"
+    std::cout << (options_.is_gpt() ? trainer.model().description() : options_.cut.model) << "\n"
               << setup_.data->description() << "\n"
               << schedule.stages() << " stages on " << schedule.ranks() << (schedule.ranks() == 1 ? " rank" : " ranks")
               << (transport_ == nullptr ? " (threads), " : " (processes), ")
@@ -207,7 +207,7 @@ class Run {
     text += "timeline     " + page + "\n";
     progress->say(text);
     if (sums() != nullptr) show_sums(*progress);
-    if (is_text) progress->say("A sample:\n" + sample);
+    if (is_text) progress->say("A sample:\n" + printable(sample));
   }
 
   void show_sums(Progress& progress) const {
@@ -223,8 +223,8 @@ class Run {
       const Batch alone{.args = {batch.args[0].toTensor().narrow(0, row, 1)},
                         .kwargs = {},
                         .target = batch.target.toTensor().narrow(0, row, 1)};
-      text +=
-          "  " + sums()->written(batch, output, row) + (sums()->right_sums(alone, one) == 1 ? "" : "   wrong") + "\n";
+      text += "  " + printable(sums()->written(batch, output, row)) +
+              (sums()->right_sums(alone, one) == 1 ? "" : "   wrong") + "\n";
     }
     progress.say(text);
   }

@@ -1,0 +1,256 @@
+"""penstock train, generate and launch, as a user calls them. PENSTOCK names the command, PENSTOCK_PROGRAMS what models.py
+has written, and PEER_PYTHON a Python with torch; with PENSTOCK_KILLS=N, N runs are killed."""
+
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import tempfile
+import time
+import unittest
+
+PENSTOCK = os.environ["PENSTOCK"]
+PROGRAMS = os.environ["PENSTOCK_PROGRAMS"]
+PEER_PYTHON = os.environ["PEER_PYTHON"]
+KILLS = int(os.environ.get("PENSTOCK_KILLS", "3"))
+
+# Small enough for a test, with dropout and clipping on.
+SMALL = ["--digits", 1, "--rows", 8, "--layers", 6, "--width", 16, "--heads", 2, "--dropout", 0.1, "--clip", 0.5]
+
+
+class Case(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+
+    def penstock(self, *words, code=0, environment=None):
+        result = subprocess.run([PENSTOCK, *map(str, words)], cwd=self.folder, capture_output=True, text=True, timeout=300,
+                                env={**os.environ, **(environment or {})})
+        self.assertEqual(result.returncode, code, (words, result.stdout, result.stderr))
+        return result
+
+    def train(self, *words, output="run", **options):
+        return self.penstock("train", "--output", output, *words, **options).stdout
+
+    def losses(self, output="run"):
+        lines = (self.folder / output / "metrics.jsonl").read_text().splitlines()
+        return {line["step"]: line["loss"] for line in map(json.loads, lines) if "loss" in line}
+
+    def assert_refused(self, *words, message):
+        result = self.penstock(*words, code=2)
+        self.assertIn(message, result.stderr)
+        self.assertEqual(result.stderr.count("penstock: "), 1)
+
+
+class Training(Case):
+    def test_learns_sums_and_shows_some(self):
+        text = self.train("--digits", 1, "--rows", 64, "--layers", 2, "--width", 32, "--steps", 250, "--eval-every", 125)
+        self.assertRegex(text, r"2 stages on 2 ranks \(threads\), 1F1B, 8 microbatches\n")
+        self.assertRegex(text, r"step 250/250   loss 0\.\d+")
+        self.assertRegex(text, r"step 125: held out, loss [\d.]+, accuracy [\d.]+ %\n")
+        self.assertRegex(text, r"memory +rank 0: [\d.]+ [kM]B measured, [\d.]+ [kM]B predicted\n +rank 1: ")
+        self.assertRegex(text, r"Sums that it has never seen: [\d.]+ % of 512 right\.\n( +\d\+\d=\d\d( +wrong)?\n){6}")
+        losses = self.losses()
+        self.assertEqual(list(losses), list(range(1, 251)))
+        self.assertLess(losses[250], losses[1] / 2)
+        page = (self.folder / "run/timeline.html").read_text()
+        self.assertIn('"name":"measured"', page)
+        self.assertIn('"name":"simulated"', page)
+        self.assertIn('"curve":{"name":"Loss"', page)
+
+    def test_reads_text_and_writes_a_sample(self):
+        (self.folder / "text").write_text("the water turns the wheel and the wheel turns the mill. " * 40)
+        text = self.train("--data", "text", "--length", 16, "--rows", 16, "--layers", 2, "--width", 32, "--steps", 30,
+                          "--checkpoint", "kept")
+        self.assertRegex(text, r"text, 2240 bytes\n")
+        self.assertIn("A sample:\n", text)
+        self.assertIn("step 30: checkpoint in kept/step-00000030\n", text)
+        sample = self.penstock("generate", "kept", "the water", "--bytes", 20, "--temperature", 0).stdout
+        self.assertGreaterEqual(len(sample), len("the water") + 20 + 1)
+        self.assertTrue(sample.startswith("the water"))
+        again = self.penstock("generate", "kept/step-00000030", "the water", "--bytes", 20, "--temperature", 0, "--ranks", 1)
+        self.assertEqual(again.stdout, sample)
+
+    def test_trains_an_exported_model_on_batches_of_files(self):
+        script = """
+import sys, torch
+sys.path.append(sys.argv[1])
+from exporting import save_tensors
+torch.manual_seed(0)
+for i in range(3):
+    x = torch.randn(12, 4)
+    save_tensors({"args.0": x, "target": x @ torch.ones(4, 2)}, f"{sys.argv[2]}/batch-{i}.safetensors")
+save_tensors({"args.0": x, "target": x @ torch.ones(4, 2)}, f"{sys.argv[2]}/eval-0.safetensors")
+"""
+        tests = pathlib.Path(__file__).parent.parent / "program"
+        data = self.folder / "data"
+        data.mkdir()
+        subprocess.run([PEER_PYTHON, "-W", "ignore", "-c", script, tests, data], check=True, timeout=120)
+        model = os.path.join(PROGRAMS, "pair.pt2")
+        words = [model, "--data", "data", "--loss", "mse", "--steps", 60, "--learning-rate", 0.05]
+        text = self.train(*words, "--microbatches", 4, "--checkpoint", "kept")
+        self.assertIn("data, 3 batches\n", text)
+        self.assertRegex(text, r"step 60: held out, loss [\d.]+\n")
+        losses = self.losses()
+        self.assertLess(losses[60], losses[1] / 2)
+        # Another schedule, and replicas.
+        for more in (["--schedule", "GPipe", "--ranks", 1, "--microbatches", 4],
+                     ["--data-parallel", 2, "--microbatches", 2]):
+            self.train(*words, *more, output="other")
+            for step, loss in self.losses("other").items():
+                self.assertAlmostEqual(loss, losses[step], delta=1e-2 * losses[step])
+        self.assert_refused("generate", "kept", "x", message="is of an exported model, which writes no text by itself.")
+
+    def test_is_told_in_a_file_too(self):
+        (self.folder / "run.toml").write_text("digits = 1\nrows = 8\nlayers = 2\nwidth = 16\nheads = 2\nsteps = 3\n")
+        (self.folder / "run.json").write_text(json.dumps({"digits": 1, "rows": 8, "layers": 2, "width": 16, "heads": 2,
+                                                          "steps": 3, "shard": False}))
+        self.train("--config", "run.toml", output="toml")
+        self.train("--config", "run.json", output="json")
+        self.assertEqual(self.losses("toml"), self.losses("json"))
+        # The line comes first, and what a run was told is a configuration itself.
+        self.train("--config", "run.toml", "--steps", 2, output="line")
+        self.assertEqual(list(self.losses("line")), [1, 2])
+        resolved = json.loads((self.folder / "toml/config.json").read_text())
+        self.assertEqual((resolved["digits"], resolved["steps"], resolved["schedule"]), (1, 3, "1F1B"))
+        self.train("--config", "toml/config.json", output="again")
+        self.assertEqual(self.losses("again"), self.losses("toml"))
+        (self.folder / "wrong.toml").write_text("layer = 2\n")
+        self.assert_refused("train", "--config", "wrong.toml",
+                            message="wrong.toml: there is no option 'layer'.\n  Hint: did you mean layers?")
+        (self.folder / "wrong.json").write_text('{"rows": "many"}')
+        self.assert_refused("train", "--config", "wrong.json", message="wrong.json: ")
+
+    def test_says_what_is_wrong(self):
+        self.assert_refused("train", "--data", "none", message="none: there is no such file or folder.")
+        self.assert_refused("train", "--stages", 9, message="a GPT of 4 layers cannot be cut into 9 stages")
+        self.assert_refused("train", "--width", 10, "--heads", 4, message="the heads share it out evenly")
+        self.assert_refused("train", os.path.join(PROGRAMS, "pair.pt2"), message="what is ")
+        self.assert_refused("train", "--resume", message="--resume goes on from the checkpoints of --checkpoint DIR")
+        self.assert_refused("generate", "none", "x", message="none: there is no such checkpoint.")
+        self.assert_refused("launch", message="what is to be launched?")
+
+
+class Sameness(Case):
+    def test_losses_are_those_of_one_rank(self):
+        schedules = ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"]
+        common = [*SMALL, "--steps", 3, "--microbatches", 8]
+        self.train(*common, "--ranks", 1, output="whole")
+        whole = self.losses("whole")
+        self.assertEqual(len(set(whole.values())), 3)
+        for i, schedule in enumerate(schedules):
+            for ranks in (1, 2, 4):
+                # In processes a part, as each takes its second to start.
+                transports = ["threads", "gloo"] if ranks == (2, 4)[i % 2] else ["threads"]
+                for transport in transports:
+                    with self.subTest(schedule=schedule, ranks=ranks, transport=transport):
+                        self.train(*common, "--schedule", schedule, "--ranks", ranks, "--transport", transport,
+                                   output="other")
+                        self.assertEqual(self.losses("other"), whole)
+
+    def test_replicas_agree_but_for_rounding(self):
+        common = ["--digits", 1, "--rows", 16, "--layers", 2, "--width", 16, "--heads", 2, "--steps", 4]
+        self.train(*common, "--microbatches", 4, output="one")
+        for words in ([], ["--shard"], ["--transport", "gloo"], ["--transport", "gloo", "--shard"]):
+            with self.subTest(words=words):
+                self.train(*common, "--data-parallel", 2, "--microbatches", 2, *words, output="two")
+                for step, loss in self.losses("two").items():
+                    self.assertAlmostEqual(loss, self.losses("one")[step], delta=1e-4)
+
+
+class Checkpoints(Case):
+    def test_a_run_goes_on_with_other_ranks(self):
+        common = [*SMALL, "--steps", 8, "--microbatches", 8]
+        self.train(*common, output="whole")
+        words = [*common, "--checkpoint", "kept", "--checkpoint-every", 2, "--keep", 2]
+        result = self.interrupted(words, after=3)
+        self.assertIn("stopped after step", result)
+        for more in (["--ranks", 4, "--schedule", "GPipe"], ["--transport", "gloo", "--schedule", "ZBVZeroBubble"]):
+            text = self.train(*words, "--resume", *more)
+            self.assertEqual(self.losses(), self.losses("whole"))
+        self.assertIn("goes on after step 8\n", text)
+
+    def interrupted(self, words, after):
+        """Sends Ctrl-C after some steps."""
+        process = subprocess.Popen([PENSTOCK, "train", "--output", "run", *map(str, words)], cwd=self.folder,
+                                   stdout=subprocess.PIPE, text=True)
+        metrics = self.folder / "run/metrics.jsonl"
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and (not metrics.exists() or len(metrics.read_text().splitlines()) < after):
+            time.sleep(0.001)
+        process.send_signal(signal.SIGINT)
+        text, _ = process.communicate(timeout=60)
+        # It may have been done already.
+        self.assertIn(process.returncode, (0, 130))
+        return text + ("stopped after step" if process.returncode == 0 else "")
+
+    def test_a_run_that_is_killed_at_any_moment_goes_on_to_the_same_losses(self):
+        common = [*SMALL, "--steps", 60, "--microbatches", 8]
+        self.train(*common, output="whole")
+        whole = self.losses("whole")
+        seed = random.randrange(10**6)
+        draw = random.Random(seed)
+        words = [*common, "--checkpoint", "kept", "--checkpoint-every", 2, "--resume"]
+        for kill in range(KILLS):
+            with self.subTest(kill=kill, seed=seed):
+                process = subprocess.Popen([PENSTOCK, "train", "--output", "run", *map(str, words)], cwd=self.folder,
+                                           stdout=subprocess.DEVNULL)
+                time.sleep(draw.uniform(0.2, 1.5))
+                process.kill()
+                process.wait(timeout=60)
+                # What there is, is whole.
+                kept = self.folder / "kept"
+                for one in kept.glob("step-*") if kept.exists() else []:
+                    self.assertTrue((one / "manifest.json").exists())
+        self.train(*words)
+        self.assertEqual(self.losses(), whole)
+        self.assertEqual([one.name for one in (self.folder / "kept").iterdir() if one.name.startswith(".")], [])
+
+    def test_one_that_is_damaged_or_of_another_model_is_refused(self):
+        words = [*SMALL, "--steps", 2, "--checkpoint", "kept", "--checkpoint-every", 1]
+        self.train(*words)
+        self.assert_refused("train", *words, "--resume", "--length", 5, "--data", __file__,
+                            message="is of another model.\n  It is of:  GPT, 6 layers of width 16 ")
+        damaged = self.folder / "kept/step-00000002/weights-0.safetensors"
+        content = bytearray(damaged.read_bytes())
+        content[-1] ^= 1
+        damaged.write_bytes(content)
+        self.assert_refused("train", *words, "--resume", message="weights-0.safetensors: is damaged: its bytes do not have")
+        # The older one is good.
+        (self.folder / "kept/step-00000002").rename(self.folder / "aside")
+        self.train(*words, "--resume")
+
+    def test_python_opens_them(self):
+        self.train(*SMALL, "--steps", 1, "--checkpoint", "kept")
+        script = "import json, safetensors; print(sorted(safetensors.safe_open('kept/step-00000001/weights-0.safetensors', 'pt').keys())[0])"
+        found = subprocess.run([PEER_PYTHON, "-W", "ignore", "-c", script], cwd=self.folder, capture_output=True, text=True, timeout=120)
+        self.assertEqual(found.stdout, "blocks.0.before_attention.bias\n", found.stderr)
+
+
+class Processes(Case):
+    def test_launch_starts_ranks_and_says_how_they_end(self):
+        self.penstock("launch", "--processes", 2, "train", *SMALL, "--steps", 2, "--output", "run")
+        self.assertEqual(list(self.losses()), [1, 2])
+        result = self.penstock("launch", "--processes", 3, "train", *SMALL, "--steps", 2, code=2)
+        self.assertIn("there are 3 processes, and 2 ranks for each of 1 replicas need 2.", result.stderr)
+        self.assertIn("penstock launch: rank 0 exited with 2\n", result.stderr)
+
+    def test_torchrun_starts_ranks(self):
+        torchrun = [PEER_PYTHON, "-m", "torch.distributed.run", "--no-python", "--nproc-per-node", "2", PENSTOCK, "train",
+                    *map(str, SMALL), "--steps", "2", "--output", "run"]
+        result = subprocess.run(torchrun, cwd=self.folder, capture_output=True, text=True, timeout=300)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertEqual(list(self.losses()), [1, 2])
+        self.train(*SMALL, "--steps", 2, output="threads")
+        self.assertEqual(self.losses(), self.losses("threads"))
+
+    def test_an_error_of_a_rank_is_said_once(self):
+        result = self.penstock("train", *SMALL, "--transport", "gloo", "--timeout", 0, code=2)
+        self.assertEqual(result.stderr.count("penstock: "), 1, result.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,61 @@
+"""The GPT of examples/ trained by plain PyTorch in one process, for Trainer to agree with.
+
+    trainer_peer.py DIR
+
+Writes DIR/training.safetensors: the first weights "weight.NAME", the batches "ids.I" and "target.I" of each step, and the
+"losses" before each step. AdamW with decoupled decay, the gradients clipped at 0.5, the learning rate warmed up in 10 of 50
+steps and then along a cosine down to a twentieth.
+"""
+
+import math
+import pathlib
+import sys
+
+here = pathlib.Path(__file__).resolve().parent
+sys.path += [str(here.parent / "program"), str(here.parent.parent / "examples")]
+
+import exporting  # noqa: E402
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from export_gpt import GPT  # noqa: E402
+
+STEPS, WARMUP, RATE, LEAST, MICROBATCHES = 50, 10, 4e-3, 0.05, 4
+
+
+def rate_of(step):
+    if step < WARMUP:
+        return RATE * (step + 1) / WARMUP
+    done = (step - WARMUP) / (STEPS - WARMUP)
+    return RATE * (LEAST + (1 - LEAST) * (1 + math.cos(math.pi * done)) / 2)
+
+
+def main(folder):
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = GPT(layers=3, width=32, length=12).train()
+    values = {f"weight.{name}": tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.01)
+    text = torch.randint(97, 123, (400,))
+    losses = []
+    for step in range(STEPS):
+        rows = torch.stack([text[i : i + 13] for i in torch.randint(387, (8,))])
+        ids, target = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        values |= {f"ids.{step}": ids, f"target.{step}": target}
+        optimizer.zero_grad()
+        parts = [F.cross_entropy(model(x).flatten(0, 1), y.flatten()) for x, y in
+                 zip(ids.chunk(MICROBATCHES), target.chunk(MICROBATCHES))]
+        loss = sum(parts) / MICROBATCHES
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = rate_of(step)
+        optimizer.step()
+        losses.append(loss.item())
+    values["losses"] = torch.tensor(losses, dtype=torch.float64)
+    folder.mkdir(parents=True, exist_ok=True)
+    exporting.save_tensors(values, folder / "training.safetensors")
+    print(f"{STEPS} steps, from a loss of {losses[0]:.3f} to {losses[-1]:.3f}")
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]))
