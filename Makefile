@@ -58,6 +58,7 @@ bench: build ## timings, beside those of torch.distributed.pipelining
 	@for room in schedule microbatch attention runtime program; do \
 	  echo; .venv/bin/python bench/$$room.py --bench build/release/bin/penstock_$${room}_bench; \
 	done
+	@echo; .venv/bin/python bench/train.py --penstock build/release/bin/penstock
 
 # Each fuzzer starts from a copy of its corpus, so that what it adds stays out of the tree. What it finds is kept.
 fuzz: ## the fuzzers, FUZZ_RUNS inputs each
@@ -99,6 +100,8 @@ soak: build ## what takes long: sanitizers, whole grids on processes, Hugging Fa
 	  $(for_programs) \
 	  python3 tests/cli/program_test.py OnProcesses
 	@PENSTOCK_KILLS=100 build/release/bin/penstock_runtime_test --gtest_filter='LostRank*'
+	@PENSTOCK_KILLS=100 PENSTOCK=$(CURDIR)/build/release/bin/penstock PENSTOCK_PROGRAMS=$(CURDIR)/build/soak/programs \
+	  PEER_PYTHON=$(CURDIR)/.venv/bin/python $(for_programs) python3 tests/cli/train_test.py Checkpoints
 	@$(MAKE) fuzz FUZZ_RUNS=1000000
 	@PENSTOCK_CASES=200000 build/release/bin/penstock_schedule_test --gtest_filter='Mutation*'
 

@@ -145,6 +145,7 @@ StepReport Trainer::step(bool wants_to_stop) {
       }
     }
   }
+  last_record_ = pipeline_->record();
   known = summed(std::move(known));
   report.bubble = known[all_losses + 1] > 0 ? 1 - known[all_losses] / known[all_losses + 1] : 0;
   report.somebody_wants_to_stop = known[all_losses + 2] > 0;
@@ -350,9 +351,9 @@ void Trainer::load(const Checkpoint& checkpoint) {
 }
 
 Record Trainer::record() {
-  Record record = pipeline_->record();
-  if (everyone_ == nullptr) return record;
-  const Schedule& schedule = pipeline_->recorded_schedule();
+  Record record = last_record_;
+  if (everyone_ == nullptr || record.empty()) return record;
+  const Schedule& schedule = pipeline_->schedule();
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     auto& own = record[static_cast<std::size_t>(rank)];
     const std::size_t count = schedule.actions(rank).size();

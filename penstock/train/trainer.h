@@ -88,7 +88,8 @@ class Trainer {
   bool speaks() const;
   // What the ranks of the first replica have had in memory, and what the schedule promised. All processes ask.
   std::vector<RankMemory> memory();
-  // What ran last on all ranks of the first replica. All processes ask.
+  // What ran in the last step, by the pipeline's schedule, on all ranks of the first replica; without actions if there
+  // was none. All processes ask.
   Record record();
 
   Pipeline& pipeline() { return *pipeline_; }
@@ -124,6 +125,7 @@ class Trainer {
   std::shared_ptr<Group> everyone_;
   std::shared_ptr<Group> peers_;
   std::int64_t steps_done_ = 0;
+  Record last_record_;
 };
 
 }  // namespace penstock

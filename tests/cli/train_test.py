@@ -212,7 +212,7 @@ class Checkpoints(Case):
     def test_one_that_is_damaged_or_of_another_model_is_refused(self):
         words = [*SMALL, "--steps", 2, "--checkpoint", "kept", "--checkpoint-every", 1]
         self.train(*words)
-        self.assert_refused("train", *words, "--resume", "--length", 5, "--data", __file__,
+        self.assert_refused("train", *words, "--resume", "--length", 7, "--data", __file__,
                             message="is of another model.\n  It is of:  GPT, 6 layers of width 16 ")
         damaged = self.folder / "kept/step-00000002/weights-0.safetensors"
         content = bytearray(damaged.read_bytes())

@@ -179,7 +179,14 @@ class Run {
     const bool is_text = options_.is_gpt() && sums() == nullptr;
     if (is_text) sample = write_text(trainer.pipeline(), options_.length, "", {.seed = options_.run.seed});
     if (!progress) return;
-    const Schedule& schedule = trainer.pipeline().recorded_schedule();
+    if (!record.empty()) sum_up(trainer.pipeline().schedule(), record, memory, *progress);
+    if (sums() != nullptr) show_sums(*progress);
+    if (is_text) progress->say("A sample:\n" + printable(sample));
+  }
+
+  // Throughput, bubble and memory, and the page.
+  void sum_up(const Schedule& schedule, const Record& record, const std::vector<RankMemory>& memory,
+              Progress& progress) const {
     const Timeline measured = timeline_of(schedule, record);
     const Costs costs = costs_of(schedule, record);
     const Timeline simulated = simulate(schedule, costs);
@@ -194,20 +201,17 @@ class Run {
                       .beside_name = "simulated",
                       .unit = "ms",
                       .curve_name = "Loss",
-                      .curve = progress->losses()});
+                      .curve = progress.losses()});
     });
-    std::string text = "\nthroughput   " + short_number(progress->units_per_second()) + " " + setup_.data->unit() +
-                       "/s\nbubble       " + percent(progress->bubble()) + " measured, " + percent(simulated.bubble) +
+    std::string text = "\nthroughput   " + short_number(progress.units_per_second()) + " " + setup_.data->unit() +
+                       "/s\nbubble       " + percent(progress.bubble()) + " measured, " + percent(simulated.bubble) +
                        " simulated\n";
     for (std::size_t rank = 0; rank < memory.size(); ++rank) {
       text += (rank == 0 ? "memory       rank " : "             rank ") + std::to_string(rank) + ": " +
               short_number(static_cast<double>(memory[rank].measured)) + "B measured, " +
               short_number(static_cast<double>(memory[rank].predicted)) + "B predicted\n";
     }
-    text += "timeline     " + page + "\n";
-    progress->say(text);
-    if (sums() != nullptr) show_sums(*progress);
-    if (is_text) progress->say("A sample:\n" + printable(sample));
+    progress.say(text + "timeline     " + page + "\n");
   }
 
   void show_sums(Progress& progress) const {
