@@ -1,6 +1,5 @@
 #include "penstock/program/whole_run.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/ones_like.h>
@@ -10,23 +9,12 @@
 #include <map>
 #include <utility>
 
+#include "penstock/tensor/intra_op_threads.h"
 #include "penstock/tensor/nested.h"
 #include "penstock/tensor/random_scope.h"
 
 namespace penstock {
 namespace {
-
-// The number of threads of operators on this thread, for as long as this lives.
-class IntraOpThreads {
- public:
-  explicit IntraOpThreads(int threads) : before_(at::get_num_threads()) { at::set_num_threads(threads); }
-  ~IntraOpThreads() { at::set_num_threads(before_); }
-  IntraOpThreads(const IntraOpThreads&) = delete;
-  IntraOpThreads& operator=(const IntraOpThreads&) = delete;
-
- private:
-  int before_;
-};
 
 // By stage: the microbatches in the order in which their gradients come.
 std::vector<std::vector<int>> gradient_order(const Schedule& schedule) {

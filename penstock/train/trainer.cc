@@ -4,10 +4,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <future>
+#include <iterator>
+#include <map>
 #include <numeric>
 #include <utility>
 
 #include "penstock/schedule/simulate.h"
+#include "penstock/tensor/intra_op_threads.h"
 
 namespace penstock {
 namespace {
@@ -106,6 +110,7 @@ StepReport Trainer::step(bool wants_to_stop) {
   const auto began = Clock::now();
   // Ranks let go of what is made here.
   const MemoryWatch::Scope nobody(memory_, -1);
+  const IntraOpThreads threads(options_.intra_op_threads);
   const Schedule& schedule = pipeline_->schedule();
   const auto microbatches = static_cast<std::size_t>(schedule.microbatches());
   const std::size_t all_losses = microbatches * static_cast<std::size_t>(num_replicas_ * options_.accumulate);
@@ -157,10 +162,7 @@ StepReport Trainer::step(bool wants_to_stop) {
   report.loss = mean(known);
   if (options_.clip > 0) report.gradient_norm = clip_gradients();
   report.learning_rate = options_.learning_rate.at(steps_done_, options_.steps);
-  for (Own& own : own_) {
-    const MemoryWatch::Scope scope(memory_, schedule.placement().rank_of(own.stage->stage_index()));
-    own.optimizer.step(report.learning_rate);
-  }
+  for_each_own([&](Own& own) { own.optimizer.step(report.learning_rate); });
   ++steps_done_;
   report.seconds = std::chrono::duration<double>(Clock::now() - began).count();
   return report;
@@ -175,27 +177,48 @@ std::optional<std::size_t> Trainer::position_of(int stage, const std::string& na
   return found == names_.end() ? std::nullopt : std::optional(static_cast<std::size_t>(found - names_.begin()));
 }
 
+void Trainer::for_each_own(const std::function<void(Own& own)>& act) {
+  const Placement& placement = pipeline_->schedule().placement();
+  std::map<std::pair<int, int>, std::vector<Own*>> by_rank;
+  for (Own& own : own_) by_rank[{own.replica, placement.rank_of(own.stage->stage_index())}].push_back(&own);
+  const auto run = [&](int rank, const std::vector<Own*>& all) {
+    const MemoryWatch::Scope scope(memory_, rank);
+    const IntraOpThreads threads(options_.intra_op_threads);
+    for (Own* own : all) act(*own);
+  };
+  std::vector<std::future<void>> others;
+  for (auto it = std::next(by_rank.begin()); it != by_rank.end(); ++it) {
+    others.push_back(std::async(std::launch::async, [&run, it] { run(it->first.second, it->second); }));
+  }
+  run(by_rank.begin()->first.second, by_rank.begin()->second);
+  for (std::future<void>& other : others) other.get();
+}
+
 double Trainer::clip_gradients() {
-  const c10::NoGradGuard no_grad;
-  std::vector<double> squares(names_.size(), 0);
-  for (const Own& own : own_) {
+  // By what this process has, so that each has a place of its own.
+  for_each_own([&](Own& own) {
+    own.squares.assign(names_.size(), 0);
     // Replicas that are whole have the same.
-    if (own.replica != 0 && !options_.sharded) continue;
+    if (own.replica != 0 && !options_.sharded) return;
+    const c10::NoGradGuard none;
     for (const auto& [name, parameter] : own.stage->parameters()) {
       const std::optional<std::size_t> position = position_of(own.stage->stage_index(), name);
       if (!position || !parameter.grad().defined()) continue;
       const at::Tensor gradient = parameter.grad().to(at::kDouble);
-      squares[*position] += gradient.square().sum().item<double>();
+      own.squares[*position] += gradient.square().sum().item<double>();
     }
-  }
+  });
+  std::vector<double> squares(names_.size(), 0);
+  for (const Own& own : own_) std::ranges::transform(squares, own.squares, squares.begin(), std::plus<>());
   squares = summed(std::move(squares));
   const double norm = std::sqrt(std::accumulate(squares.begin(), squares.end(), 0.0));
   if (norm <= options_.clip) return norm;
-  for (const Own& own : own_) {
+  for_each_own([&](Own& own) {
+    const c10::NoGradGuard none;
     for (const auto& [name, parameter] : own.stage->parameters()) {
       if (parameter.grad().defined()) parameter.mutable_grad().mul_(options_.clip / norm);
     }
-  }
+  });
   return norm;
 }
 

@@ -7,6 +7,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -100,12 +101,16 @@ class Trainer {
     int replica = 0;
     const PipelineStage* stage = nullptr;
     Optimizer optimizer;
+    // Of its gradients, by parameter of the model.
+    std::vector<double> squares = {};
   };
 
   std::int64_t replica_of(std::size_t local) const;
   // What all processes know: numbers that each of them has added to what others have left at 0.
   std::vector<double> summed(std::vector<double> numbers);
   Batch own_part(const Batch& batch) const;
+  // Calls act(own) for all that this process has, each rank's on a thread of its own.
+  void for_each_own(const std::function<void(Own& own)>& act);
   double clip_gradients();
   // Whether the parameter of this name in this stage counts for the norm, and as which.
   std::optional<std::size_t> position_of(int stage, const std::string& name) const;
