@@ -100,8 +100,8 @@ soak: build ## what takes long: sanitizers, whole grids on processes, Hugging Fa
 	  $(for_programs) \
 	  python3 tests/cli/program_test.py OnProcesses
 	@PENSTOCK_KILLS=100 build/release/bin/penstock_runtime_test --gtest_filter='LostRank*'
-	@PENSTOCK_KILLS=100 PENSTOCK=$(CURDIR)/build/release/bin/penstock PENSTOCK_PROGRAMS=$(CURDIR)/build/soak/programs \
-	  PEER_PYTHON=$(CURDIR)/.venv/bin/python $(for_programs) python3 tests/cli/train_test.py Checkpoints
+	@PENSTOCK_GRID=whole PENSTOCK_KILLS=100 PENSTOCK=$(CURDIR)/build/release/bin/penstock PENSTOCK_PROGRAMS=$(CURDIR)/build/soak/programs \
+	  PEER_PYTHON=$(CURDIR)/.venv/bin/python $(for_programs) python3 tests/cli/train_test.py Checkpoints Sameness
 	@$(MAKE) fuzz FUZZ_RUNS=1000000
 	@PENSTOCK_CASES=200000 build/release/bin/penstock_schedule_test --gtest_filter='Mutation*'
 

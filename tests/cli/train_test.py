@@ -1,5 +1,6 @@
 """penstock train, generate and launch, as a user calls them. PENSTOCK names the command, PENSTOCK_PROGRAMS what models.py
-has written, and PEER_PYTHON a Python with torch; with PENSTOCK_KILLS=N, N runs are killed."""
+has written, and PEER_PYTHON a Python with torch; with PENSTOCK_KILLS=N, N runs are killed, and with
+PENSTOCK_GRID=whole every schedule runs on processes too."""
 
 import json
 import os
@@ -14,6 +15,7 @@ import unittest
 PENSTOCK = os.environ["PENSTOCK"]
 PROGRAMS = os.environ["PENSTOCK_PROGRAMS"]
 PEER_PYTHON = os.environ["PEER_PYTHON"]
+WHOLE_GRID = os.environ.get("PENSTOCK_GRID") == "whole"
 KILLS = int(os.environ.get("PENSTOCK_KILLS", "3"))
 
 # Small enough for a test, with dropout and clipping on.
@@ -144,7 +146,8 @@ class Sameness(Case):
         for i, schedule in enumerate(schedules):
             for ranks in (1, 2, 4):
                 # In processes a part, as each takes its second to start.
-                transports = ["threads", "gloo"] if ranks == (2, 4)[i % 2] else ["threads"]
+                is_part = WHOLE_GRID or ranks == (2, 4)[i % 2]
+                transports = ["threads", "gloo"] if is_part else ["threads"]
                 for transport in transports:
                     with self.subTest(schedule=schedule, ranks=ranks, transport=transport):
                         self.train(*common, "--schedule", schedule, "--ranks", ranks, "--transport", transport,

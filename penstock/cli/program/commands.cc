@@ -2,7 +2,9 @@
 #include "penstock/cli/program/commands.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
 
+#include <cstdlib>
 #include <stdexcept>
 #include <utility>
 
@@ -10,6 +12,8 @@
 
 void penstock::cli::on_call(CLI::App& command, std::function<void()> act) {
   command.callback([act = std::move(act)] {
+    // Its warnings are for those who work on it: a host without a name, memory that it does not know.
+    if (std::getenv("TORCH_CPP_LOG_LEVEL") == nullptr) FLAGS_caffe2_log_level = c10::GLOG_ERROR;
     try {
       act();
     } catch (const c10::Error& error) {

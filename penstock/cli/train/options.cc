@@ -64,6 +64,8 @@ void TrainOptions::add_to(CLI::App& command) {
   cut.add_to(command, /*required=*/false);
   run.ranks = 0;
   run.add_to(command);
+  command.get_option("--ranks")->description("How many ranks; 2, or as many as the schedule needs for the stages");
+  command.get_option("--microbatches")->description("How many microbatches; four a rank unless told");
 
   command
       .add_option("--data", data,
