@@ -29,6 +29,11 @@ std::vector<PipelineStage> build(const Model& model, const Schedule& schedule, c
   return stages;
 }
 
+Kwargs kwargs_of(const Batch& batch) {
+  const auto found = batch.kwargs.find(0);
+  return found == batch.kwargs.end() ? Kwargs() : found->second;
+}
+
 double mean(const std::vector<double>& numbers) {
   return std::accumulate(numbers.begin(), numbers.end(), 0.0) / static_cast<double>(numbers.size());
 }
@@ -76,7 +81,8 @@ Trainer::Trainer(std::vector<std::unique_ptr<Model>> replicas, const Data& data,
     for (const PipelineStage& stage : pipeline_->stages(static_cast<int>(local))) {
       own_.push_back({.replica = static_cast<int>(replica_of(local)),
                       .stage = &stage,
-                      .optimizer = Optimizer(options_.optimizer, stage.parameters())});
+                      .optimizer = Optimizer(options_.optimizer, stage.parameters()),
+                      .positions = positions_in(stage)});
     }
   }
 }
@@ -111,56 +117,23 @@ StepReport Trainer::step(bool wants_to_stop) {
   // Ranks let go of what is made here.
   const MemoryWatch::Scope nobody(memory_, -1);
   const IntraOpThreads threads(options_.intra_op_threads);
-  const Schedule& schedule = pipeline_->schedule();
-  const auto microbatches = static_cast<std::size_t>(schedule.microbatches());
-  const std::size_t all_losses = microbatches * static_cast<std::size_t>(num_replicas_ * options_.accumulate);
   StepReport report{.step = steps_done_ + 1};
-  // Losses by batch, replica and microbatch; then how long ranks computed, how long they could have, who has enough, and
-  // what each rank has in memory.
-  const auto ranks = static_cast<std::size_t>(schedule.ranks());
-  std::vector<double> known(all_losses + 3 + ranks, 0);
-  known[all_losses + 2] = wants_to_stop ? 1 : 0;
-  for (std::size_t rank = 0; rank < ranks; ++rank) {
-    const bool is_here = options_.transport == nullptr || options_.transport->rank() == static_cast<int>(rank);
-    if (is_here) known[all_losses + 3 + rank] = static_cast<double>(memory_.most(static_cast<int>(rank)));
-  }
-  for (int part = 0; part < options_.accumulate; ++part) {
-    StepOptions step;
-    step.number = steps_done_ * options_.accumulate + part;
-    const Batch whole = data_.batch(*step.number);
-    report.size += data_.size_of(whole);
-    const Batch batch = own_part(whole);
-    step.weights.assign(microbatches * replicas_.size(), 1.0 / static_cast<double>(microbatches) / options_.accumulate);
-    step.reduce = part == options_.accumulate - 1;
-    step.return_outputs = false;
-    const auto kwargs = batch.kwargs.find(0);
-    const StepResult result =
-        pipeline_->step(batch.args, kwargs == batch.kwargs.end() ? Kwargs() : kwargs->second, batch.target, step);
-    const std::size_t first =
-        (static_cast<std::size_t>(part * num_replicas_) + static_cast<std::size_t>(replica_of(0))) * microbatches;
-    for (std::size_t i = 0; i < result.losses.size(); ++i) known[first + i] = result.losses[i].item<double>();
-    for (std::size_t local = 0; local < replicas_.size(); ++local) {
-      const Record& record = pipeline_->record(static_cast<int>(local));
-      const Timeline timeline = timeline_of(pipeline_->recorded_schedule(), record);
-      for (std::size_t rank = 0; rank < record.size(); ++rank) {
-        // Of other processes there is nothing.
-        if (record[rank].empty()) continue;
-        known[all_losses] += timeline.ranks[rank].work;
-        known[all_losses + 1] += timeline.makespan;
-      }
+  try {
+    Figures figures = run_batches(report);
+    figures.wants_to_stop = wants_to_stop ? 1 : 0;
+    sum_up(figures);
+    report.loss = mean(figures.losses);
+    report.bubble = figures.whole > 0 ? 1 - figures.computed / figures.whole : 0;
+    report.somebody_wants_to_stop = figures.wants_to_stop > 0;
+    for (const double bytes : figures.memory) report.memory.push_back(static_cast<std::int64_t>(bytes));
+    if (options_.clip > 0) report.gradient_norm = clip_gradients();
+  } catch (...) {
+    // What earlier batches of the step have left.
+    for (const Own& own : own_) {
+      for (const auto& [name, parameter] : own.stage->parameters()) parameter.mutable_grad().reset();
     }
+    throw;
   }
-  last_record_ = pipeline_->record();
-  known = summed(std::move(known));
-  report.bubble = known[all_losses + 1] > 0 ? 1 - known[all_losses] / known[all_losses + 1] : 0;
-  report.somebody_wants_to_stop = known[all_losses + 2] > 0;
-  for (std::size_t rank = 0; rank < ranks; ++rank) {
-    report.memory.push_back(static_cast<std::int64_t>(known[all_losses + 3 + rank]) /
-                            static_cast<std::int64_t>(replicas_.size()));
-  }
-  known.resize(all_losses);
-  report.loss = mean(known);
-  if (options_.clip > 0) report.gradient_norm = clip_gradients();
   report.learning_rate = options_.learning_rate.at(steps_done_, options_.steps);
   for_each_own([&](Own& own) { own.optimizer.step(report.learning_rate); });
   ++steps_done_;
@@ -168,13 +141,75 @@ StepReport Trainer::step(bool wants_to_stop) {
   return report;
 }
 
-std::optional<std::size_t> Trainer::position_of(int stage, const std::string& name) const {
-  for (const std::vector<SharedParameter>& places : model().shared_parameters()) {
-    const SharedParameter here{.stage = stage, .name = name};
-    if (std::ranges::find(places, here) != places.end() && places.front() != here) return std::nullopt;
+Trainer::Figures Trainer::run_batches(StepReport& report) {
+  const Schedule& schedule = pipeline_->schedule();
+  const auto microbatches = static_cast<std::size_t>(schedule.microbatches());
+  const auto replicas = static_cast<std::size_t>(num_replicas_);
+  const auto batches = static_cast<std::size_t>(options_.accumulate);
+  Figures figures{.losses = std::vector<double>(batches * replicas * microbatches, 0),
+                  .memory = std::vector<double>(static_cast<std::size_t>(schedule.ranks()), 0)};
+  for (std::size_t part = 0; part < batches; ++part) {
+    StepOptions step;
+    step.number = steps_done_ * options_.accumulate + static_cast<std::int64_t>(part);
+    const Batch whole = data_.batch(*step.number);
+    report.size += data_.size_of(whole);
+    const Batch batch = own_part(whole);
+    step.weights.assign(microbatches * replicas_.size(), 1.0 / static_cast<double>(microbatches * batches));
+    step.reduce = part == batches - 1;
+    step.return_outputs = false;
+    const StepResult result = pipeline_->step(batch.args, kwargs_of(batch), batch.target, step);
+    const std::size_t first = (part * replicas + static_cast<std::size_t>(replica_of(0))) * microbatches;
+    for (std::size_t i = 0; i < result.losses.size(); ++i) figures.losses[first + i] = result.losses[i].item<double>();
+    for (std::size_t local = 0; local < replicas_.size(); ++local) {
+      const Record& record = pipeline_->record(static_cast<int>(local));
+      const Timeline timeline = timeline_of(pipeline_->recorded_schedule(), record);
+      for (std::size_t rank = 0; rank < record.size(); ++rank) {
+        // Of other processes there is nothing.
+        if (record[rank].empty()) continue;
+        figures.computed += timeline.ranks[rank].work;
+        figures.whole += timeline.makespan;
+      }
+    }
   }
-  const auto found = std::ranges::find(names_, name);
-  return found == names_.end() ? std::nullopt : std::optional(static_cast<std::size_t>(found - names_.begin()));
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    const bool is_here = options_.transport == nullptr || options_.transport->rank() == rank;
+    if (is_here) figures.memory[static_cast<std::size_t>(rank)] = memory_here(rank);
+  }
+  last_record_ = pipeline_->record();
+  return figures;
+}
+
+// Each number is one process's, or a sum over all of them.
+void Trainer::sum_up(Figures& figures) {
+  std::vector<double*> places;
+  for (double& loss : figures.losses) places.push_back(&loss);
+  for (double& bytes : figures.memory) places.push_back(&bytes);
+  for (double* one : {&figures.computed, &figures.whole, &figures.wants_to_stop}) places.push_back(one);
+  std::vector<double> numbers;
+  for (const double* place : places) numbers.push_back(*place);
+  numbers = summed(std::move(numbers));
+  for (std::size_t i = 0; i < places.size(); ++i) *places[i] = numbers[i];
+}
+
+// Of one replica.
+double Trainer::memory_here(int rank) const {
+  return static_cast<double>(memory_.most(rank)) / static_cast<double>(replicas_.size());
+}
+
+// For each of a stage's parameters, its place among all names; none for one that counts in another stage.
+std::vector<std::optional<std::size_t>> Trainer::positions_in(const PipelineStage& stage) const {
+  const SharedParameters shared = model().shared_parameters();
+  std::vector<std::optional<std::size_t>> positions;
+  for (const auto& [name, parameter] : stage.parameters()) {
+    const SharedParameter here{.stage = stage.stage_index(), .name = name};
+    const bool counts_elsewhere = std::ranges::any_of(shared, [&](const std::vector<SharedParameter>& places) {
+      return places.front() != here && std::ranges::find(places, here) != places.end();
+    });
+    const auto found = std::ranges::find(names_, name);
+    positions.emplace_back();
+    if (!counts_elsewhere && found != names_.end()) positions.back() = static_cast<std::size_t>(found - names_.begin());
+  }
+  return positions;
 }
 
 void Trainer::for_each_own(const std::function<void(Own& own)>& act) {
@@ -195,26 +230,28 @@ void Trainer::for_each_own(const std::function<void(Own& own)>& act) {
 }
 
 double Trainer::clip_gradients() {
-  // By what this process has, so that each has a place of its own.
   for_each_own([&](Own& own) {
-    own.squares.assign(names_.size(), 0);
+    const c10::NoGradGuard no_grad;
+    const StageModule::NamedTensors& parameters = own.stage->parameters();
+    own.squares.assign(parameters.size(), 0);
     // Replicas that are whole have the same.
     if (own.replica != 0 && !options_.sharded) return;
-    const c10::NoGradGuard none;
-    for (const auto& [name, parameter] : own.stage->parameters()) {
-      const std::optional<std::size_t> position = position_of(own.stage->stage_index(), name);
-      if (!position || !parameter.grad().defined()) continue;
-      const at::Tensor gradient = parameter.grad().to(at::kDouble);
-      own.squares[*position] += gradient.square().sum().item<double>();
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      const at::Tensor& gradient = parameters[i].second.grad();
+      if (gradient.defined()) own.squares[i] = gradient.to(at::kDouble).square().sum().item<double>();
     }
   });
   std::vector<double> squares(names_.size(), 0);
-  for (const Own& own : own_) std::ranges::transform(squares, own.squares, squares.begin(), std::plus<>());
+  for (const Own& own : own_) {
+    for (std::size_t i = 0; i < own.squares.size(); ++i) {
+      if (own.positions[i]) squares[*own.positions[i]] += own.squares[i];
+    }
+  }
   squares = summed(std::move(squares));
   const double norm = std::sqrt(std::accumulate(squares.begin(), squares.end(), 0.0));
   if (norm <= options_.clip) return norm;
   for_each_own([&](Own& own) {
-    const c10::NoGradGuard none;
+    const c10::NoGradGuard no_grad;
     for (const auto& [name, parameter] : own.stage->parameters()) {
       if (parameter.grad().defined()) parameter.mutable_grad().mul_(options_.clip / norm);
     }
@@ -228,10 +265,8 @@ Trainer::Evaluation Trainer::evaluate(const std::vector<Batch>& batches) {
   Evaluation evaluation;
   std::vector<double> losses;
   for (const Batch& batch : batches) {
-    const auto kwargs = batch.kwargs.find(0);
     // Replicas that are processes all see all of it.
-    const StepResult result = pipeline_->eval(batch.args, kwargs == batch.kwargs.end() ? Kwargs() : kwargs->second,
-                                              batch.target, {.results_everywhere = true});
+    const StepResult result = pipeline_->eval(batch.args, kwargs_of(batch), batch.target, {.results_everywhere = true});
     for (const at::Tensor& loss : result.losses) losses.push_back(loss.item<double>());
     evaluation.outputs.push_back(result.output);
   }
@@ -409,7 +444,7 @@ std::vector<RankMemory> Trainer::memory() {
     if (own.replica != 0) continue;
     const int stage = own.stage->stage_index();
     const auto rank = static_cast<std::size_t>(schedule.placement().rank_of(stage));
-    known[rank] = static_cast<double>(memory_.most(static_cast<int>(rank))) / static_cast<double>(replicas_.size());
+    known[rank] = memory_here(static_cast<int>(rank));
     double bytes = 0;
     for (const auto& [name, parameter] : own.stage->parameters())
       bytes += 2.0 * static_cast<double>(parameter.nbytes());

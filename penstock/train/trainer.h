@@ -101,19 +101,35 @@ class Trainer {
     int replica = 0;
     const PipelineStage* stage = nullptr;
     Optimizer optimizer;
-    // Of its gradients, by parameter of the model.
+    // By parameter of the stage: where it stands among those of the model, and the sum of its gradient's squares.
+    std::vector<std::optional<std::size_t>> positions = {};
     std::vector<double> squares = {};
   };
 
+  // What the processes tell one another of a step.
+  struct Figures {
+    // By batch, replica and microbatch.
+    std::vector<double> losses;
+    // How long ranks computed, and how long they could have.
+    double computed = 0;
+    double whole = 0;
+    double wants_to_stop = 0;
+    // By rank of the first replica.
+    std::vector<double> memory;
+  };
+
   std::int64_t replica_of(std::size_t local) const;
+  // The batches of a step through the pipeline.
+  Figures run_batches(StepReport& report);
+  void sum_up(Figures& figures);
+  double memory_here(int rank) const;
   // What all processes know: numbers that each of them has added to what others have left at 0.
   std::vector<double> summed(std::vector<double> numbers);
   Batch own_part(const Batch& batch) const;
   // Calls act(own) for all that this process has, each rank's on a thread of its own.
   void for_each_own(const std::function<void(Own& own)>& act);
   double clip_gradients();
-  // Whether the parameter of this name in this stage counts for the norm, and as which.
-  std::optional<std::size_t> position_of(int stage, const std::string& name) const;
+  std::vector<std::optional<std::size_t>> positions_in(const PipelineStage& stage) const;
   NamedTensors whole(const Own& own, const StageModule::NamedTensors& tensors);
   at::Tensor part_for(const Own& own, const std::string& name, const at::Tensor& whole_tensor) const;
   Deadline deadline() const { return Clock::now() + options_.timeout; }
