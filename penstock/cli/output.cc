@@ -110,8 +110,8 @@ std::string printable(std::string_view text) {
       at += size;
       continue;
     }
-    constexpr std::string_view digits = "0123456789abcdef";
-    result += {'\\', 'x', digits[first >> 4U], digits[first & 15U]};
+    constexpr std::string_view kDigits = "0123456789abcdef";
+    result += {'\\', 'x', kDigits[first >> 4U], kDigits[first & 15U]};
     ++at;
   }
   return result;

@@ -60,8 +60,9 @@ void bind_outputs(const json& outer, const json& inner, const Scope& inside, Sco
 // Types of tensors, by their names in this graph.
 void GraphReader::declare(const json& graph) {
   declared_.emplace_back();
-  for (const auto& [name, meta] : graph.at("tensor_values").items()) {
-    at("value '" + name + "'", [&] { declared_.back().emplace(name, type_of(meta.get<schema::TensorMeta>())); });
+  for (const auto& item : graph.at("tensor_values").items()) {
+    at("value '" + item.key() + "'",
+       [&] { declared_.back().emplace(item.key(), type_of(item.value().get<schema::TensorMeta>())); });
   }
 }
 
@@ -115,9 +116,9 @@ void GraphReader::read_node(const json& described, Scope& scope, int region) {
     graph_->marks.push_back(static_cast<int>(graph_->nodes.size()));
     return;
   }
-  constexpr std::string_view higher_order = "torch.ops.higher_order.";
-  if (target.starts_with(higher_order)) {
-    read_region(described, target.substr(higher_order.size()), scope, region);
+  constexpr std::string_view kHigherOrder = "torch.ops.higher_order.";
+  if (target.starts_with(kHigherOrder)) {
+    read_region(described, target.substr(kHigherOrder.size()), scope, region);
     return;
   }
   const auto read = described.get<schema::Node>();

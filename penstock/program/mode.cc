@@ -37,8 +37,8 @@ bool has_no_statistics(const Node& node) {
 }  // namespace
 
 bool counts_batches(const std::string& buffer) {
-  constexpr std::string_view name = "num_batches_tracked";
-  return buffer == name || buffer.ends_with(std::string(".").append(name));
+  constexpr std::string_view kName = "num_batches_tracked";
+  return buffer == kName || buffer.ends_with(std::string(".").append(kName));
 }
 
 std::optional<bool> exported_mode(const Node& node) {

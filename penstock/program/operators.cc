@@ -79,9 +79,9 @@ bool may_be_called(std::string_view target) {
 
 std::optional<std::variant<c10::OperatorHandle, Arithmetic>> find_function(std::string_view target) {
   if (const Arithmetic arithmetic = find_arithmetic(target)) return arithmetic;
-  constexpr std::string_view prefix = "torch.ops.";
-  if (!target.starts_with(prefix)) return std::nullopt;
-  target.remove_prefix(prefix.size());
+  constexpr std::string_view kPrefix = "torch.ops.";
+  if (!target.starts_with(kPrefix)) return std::nullopt;
+  target.remove_prefix(kPrefix.size());
   const std::size_t space_end = target.find('.');
   if (space_end == std::string_view::npos) return std::nullopt;
   const std::size_t name_end = target.find('.', space_end + 1);

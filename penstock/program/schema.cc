@@ -99,12 +99,12 @@ std::int64_t fixed_number(const schema::SymInt& number) {
 }
 
 std::string model_name(const Archive& archive) {
-  constexpr std::string_view folder = "models/";
-  constexpr std::string_view ending = ".json";
+  constexpr std::string_view kFolder = "models/";
+  constexpr std::string_view kEnding = ".json";
   std::vector<std::string> names;
   for (const std::string& record : archive.records()) {
-    if (record.starts_with(folder) && record.ends_with(ending)) {
-      names.push_back(record.substr(folder.size(), record.size() - folder.size() - ending.size()));
+    if (record.starts_with(kFolder) && record.ends_with(kEnding)) {
+      names.push_back(record.substr(kFolder.size(), record.size() - kFolder.size() - kEnding.size()));
     }
   }
   if (names.size() == 1) return names.front();

@@ -259,8 +259,12 @@ double Trainer::clip_gradients() {
   return norm;
 }
 
+void Trainer::set_training(bool training) {
+  for (const auto& replica : replicas_) replica->set_training(training);
+}
+
 Trainer::Evaluation Trainer::evaluate(const std::vector<Batch>& batches) {
-  for (const auto& replica : replicas_) replica->set_training(false);
+  set_training(false);
   const MemoryWatch::Scope nobody(memory_, -1);
   Evaluation evaluation;
   std::vector<double> losses;
@@ -270,7 +274,7 @@ Trainer::Evaluation Trainer::evaluate(const std::vector<Batch>& batches) {
     for (const at::Tensor& loss : result.losses) losses.push_back(loss.item<double>());
     evaluation.outputs.push_back(result.output);
   }
-  for (const auto& replica : replicas_) replica->set_training(true);
+  set_training(true);
   evaluation.loss = losses.empty() ? 0 : mean(losses);
   return evaluation;
 }

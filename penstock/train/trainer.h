@@ -76,6 +76,8 @@ class Trainer {
     // Of each batch.
     std::vector<c10::IValue> outputs;
   };
+  // Whether dropout drops in what is run next: so it does, but in evaluate.
+  void set_training(bool training);
   // Forwards alone, in evaluation mode.
   Evaluation evaluate(const std::vector<Batch>& batches);
 

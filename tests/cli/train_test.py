@@ -217,6 +217,8 @@ class Checkpoints(Case):
         self.train(*words)
         self.assert_refused("train", *words, "--resume", "--length", 7, "--data", __file__,
                             message="is of another model.\n  It is of:  GPT, 6 layers of width 16 ")
+        self.assert_refused("train", *words, "--resume", "--optimizer", "sgd",
+                            message="has what adamw remembers, and the optimizer is sgd.\n  Hint: --optimizer adamw goes on.")
         damaged = self.folder / "kept/step-00000002/weights-0.safetensors"
         content = bytearray(damaged.read_bytes())
         content[-1] ^= 1

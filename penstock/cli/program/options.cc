@@ -27,9 +27,9 @@ Pipe CutOptions::cut(const Program& program, int otherwise) const {
   if (at.empty() && program.graph().marks.empty() && otherwise > 1) return pipeline(program, otherwise);
   SplitSpec spec;
   for (const std::string& name : at) {
-    constexpr std::string_view end = ":end";
-    if (name.ends_with(end)) {
-      spec.emplace_back(name.substr(0, name.size() - end.size()), SplitPoint::END);
+    constexpr std::string_view kEnd = ":end";
+    if (name.ends_with(kEnd)) {
+      spec.emplace_back(name.substr(0, name.size() - kEnd.size()), SplitPoint::END);
     } else {
       spec.emplace_back(name, SplitPoint::BEGINNING);
     }

@@ -82,7 +82,7 @@ class Run {
     if (options_.resume && options_.checkpoint.empty()) {
       throw std::runtime_error("--resume goes on from the checkpoints of --checkpoint DIR, which is missing.");
     }
-    if (options_.resume && has_checkpoint(options_.checkpoint)) trainer.load(Checkpoint(options_.checkpoint));
+    if (options_.resume && has_checkpoint(options_.checkpoint)) resume(trainer);
 
     std::optional<Progress> progress;
     if (trainer.speaks()) {
@@ -113,6 +113,16 @@ class Run {
 
  private:
   std::string path(const char* name) const { return (fs::path(options_.output) / name).string(); }
+
+  void resume(Trainer& trainer) const {
+    const Checkpoint checkpoint(options_.checkpoint);
+    const auto before = nlohmann::json::parse(checkpoint.info().configuration).value("optimizer", "");
+    if (before != options_.optimizer.name) {
+      throw CheckpointError(checkpoint.path() + ": has what " + before + " remembers, and the optimizer is " +
+                            options_.optimizer.name + ".\n  Hint: --optimizer " + before + " goes on.");
+    }
+    trainer.load(checkpoint);
+  }
 
   void require_processes() const {
     if (transport_ == nullptr || transport_->ranks() == ranks_needed()) return;
@@ -177,6 +187,7 @@ class Run {
     const std::vector<RankMemory> memory = trainer.memory();
     std::string sample;
     const bool is_text = options_.is_gpt() && sums() == nullptr;
+    trainer.set_training(false);
     if (is_text) sample = write_text(trainer.pipeline(), options_.length, "", {.seed = options_.run.seed});
     if (!progress) return;
     if (!record.empty()) sum_up(trainer.pipeline().schedule(), record, memory, *progress);
