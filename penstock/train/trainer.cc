@@ -1,6 +1,7 @@
 #include "penstock/train/trainer.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <cmath>
@@ -11,7 +12,6 @@
 #include <utility>
 
 #include "penstock/schedule/simulate.h"
-#include "penstock/tensor/intra_op_threads.h"
 
 namespace penstock {
 namespace {
@@ -47,6 +47,8 @@ Trainer::Trainer(std::vector<std::unique_ptr<Model>> replicas, const Data& data,
       options_(std::move(options)),
       memory_(schedule.ranks(), schedule.stages()),
       names_(replicas_.front()->parameter_names()) {
+  // For good: a part of it holds for the whole process, and another number would change how ranks round.
+  at::set_num_threads(options_.intra_op_threads);
   std::vector<std::vector<PipelineStage>> stages;
   for (const auto& replica : replicas_) {
     stages.push_back(build(*replica, schedule, options_.transport.get(), memory_));
@@ -116,7 +118,6 @@ StepReport Trainer::step(bool wants_to_stop) {
   const auto began = Clock::now();
   // Ranks let go of what is made here.
   const MemoryWatch::Scope nobody(memory_, -1);
-  const IntraOpThreads threads(options_.intra_op_threads);
   StepReport report{.step = steps_done_ + 1};
   try {
     Figures figures = run_batches(report);
@@ -218,7 +219,6 @@ void Trainer::for_each_own(const std::function<void(Own& own)>& act) {
   for (Own& own : own_) by_rank[{own.replica, placement.rank_of(own.stage->stage_index())}].push_back(&own);
   const auto run = [&](int rank, const std::vector<Own*>& all) {
     const MemoryWatch::Scope scope(memory_, rank);
-    const IntraOpThreads threads(options_.intra_op_threads);
     for (Own* own : all) act(*own);
   };
   std::vector<std::future<void>> others;

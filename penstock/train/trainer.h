@@ -60,7 +60,8 @@ struct StepReport {
 
 class Trainer {
  public:
-  // The models of the replicas of this process: all on threads, one on a process. `data` outlives it.
+  // The models of the replicas of this process: all on threads, one on a process. `data` outlives it. Operators of the
+  // caller have intra_op_threads from now on, as those of ranks.
   Trainer(std::vector<std::unique_ptr<Model>> replicas, const Data& data, const Schedule& schedule,
           TrainerOptions options);
   ~Trainer();
