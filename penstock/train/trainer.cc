@@ -9,12 +9,18 @@
 #include <iterator>
 #include <map>
 #include <numeric>
+#include <span>
+#include <string>
 #include <utility>
 
+#include "penstock/runtime/error.h"
 #include "penstock/schedule/simulate.h"
 
 namespace penstock {
 namespace {
+
+// How long others may take to say that they are there.
+constexpr Clock::duration kReportTime = std::chrono::milliseconds(500);
 
 // Its stages that belong to this process.
 std::vector<PipelineStage> build(const Model& model, const Schedule& schedule, const Transport* transport,
@@ -100,10 +106,26 @@ bool Trainer::speaks() const {
   return options_.transport == nullptr || options_.transport->rank() == 0;
 }
 
+void Trainer::finish(const std::function<std::unique_ptr<Work>()>& begin) const {
+  Transport& transport = *options_.transport;
+  try {
+    begin()->wait(Clock::now() + options_.timeout);
+  } catch (const TransportError& error) {
+    const std::string own = "rank " + std::to_string(transport.rank());
+    transport.abort(own + " has failed");
+    std::string message = own + ", behind step " + std::to_string(steps_done_) + ": " + error.what();
+    const auto reports = transport.reports(Clock::now() + kReportTime);
+    for (std::size_t rank = 0; rank < reports.size(); ++rank) {
+      if (!reports[rank]) message.append("\n  rank ").append(std::to_string(rank)).append(": did not answer");
+    }
+    throw PipelineError(message);
+  }
+}
+
 std::vector<double> Trainer::summed(std::vector<double> numbers) {
   if (everyone_ == nullptr) return numbers;
   const at::Tensor all = at::tensor(numbers, at::kDouble);
-  everyone_->all_reduce({all})->wait(deadline());
+  finish([&] { return everyone_->all_reduce({all}); });
   std::copy_n(all.const_data_ptr<double>(), numbers.size(), numbers.begin());
   return numbers;
 }
@@ -299,7 +321,7 @@ NamedTensors Trainer::whole(const Own& own, const StageModule::NamedTensors& ten
                           value.sizes() != shape->second.sizes() && num_replicas_ > 1;
     if (is_shard && peers_ != nullptr) {
       const at::Tensor all = at::empty({value.numel() * num_replicas_}, value.options());
-      peers_->all_gather(all, value.contiguous())->wait(deadline());
+      finish([&] { return peers_->all_gather(all, value.contiguous()); });
       value = all.narrow(0, 0, shape->second.numel()).view(shape->second.sizes());
     } else if (is_shard) {
       std::vector<at::Tensor> parts;
@@ -430,7 +452,7 @@ Record Trainer::record() {
       row[3] = own[i].bytes;
       row[4] = own[i].peer;
     }
-    everyone_->broadcast({numbers}, rank)->wait(deadline());
+    finish([&] { return everyone_->broadcast({numbers}, rank); });
     own.resize(count);
     for (std::size_t i = 0; i < count; ++i) {
       const auto row = rows[static_cast<std::int64_t>(i)];
@@ -443,33 +465,34 @@ Record Trainer::record() {
 std::vector<RankMemory> Trainer::memory() {
   const Schedule& schedule = pipeline_->schedule();
   const auto ranks = static_cast<std::size_t>(schedule.ranks());
-  std::vector<double> known(ranks + static_cast<std::size_t>(schedule.stages()) * 2, 0);
+  const auto stages = static_cast<std::size_t>(schedule.stages());
+  // By rank what it had, and then by stage its parameters with all that belongs to them, and what a microbatch keeps.
+  std::vector<double> known(ranks + 2 * stages, 0);
+  const std::span<double> most = std::span(known).first(ranks);
+  const std::span<double> held = std::span(known).subspan(ranks, stages);
+  const std::span<double> kept = std::span(known).subspan(ranks + stages);
   for (const Own& own : own_) {
     if (own.replica != 0) continue;
-    const int stage = own.stage->stage_index();
-    const auto rank = static_cast<std::size_t>(schedule.placement().rank_of(stage));
-    known[rank] = memory_here(static_cast<int>(rank));
-    double bytes = 0;
-    for (const auto& [name, parameter] : own.stage->parameters())
-      bytes += 2.0 * static_cast<double>(parameter.nbytes());
-    for (const auto& [name, state] : own.optimizer.state()) bytes += static_cast<double>(state.nbytes());
-    const std::size_t place = ranks + 2 * static_cast<std::size_t>(stage);
-    known[place] = bytes;
-    known[place + 1] = static_cast<double>(memory_.kept(stage));
+    const int rank = schedule.placement().rank_of(own.stage->stage_index());
+    const auto stage = static_cast<std::size_t>(own.stage->stage_index());
+    most[static_cast<std::size_t>(rank)] = memory_here(rank);
+    kept[stage] = static_cast<double>(memory_.kept(own.stage->stage_index()));
+    for (const auto& [name, parameter] : own.stage->parameters()) {
+      held[stage] += 2.0 * static_cast<double>(parameter.nbytes());
+    }
+    for (const auto& [name, state] : own.optimizer.state()) held[stage] += static_cast<double>(state.nbytes());
   }
-  known = summed(std::move(known));
+  std::ranges::copy(summed(known), known.begin());
   Costs costs;
-  for (int stage = 0; stage < schedule.stages(); ++stage) {
-    costs.stages.push_back({.bytes_kept = known[ranks + 2 * static_cast<std::size_t>(stage) + 1]});
-  }
+  for (const double bytes : kept) costs.stages.push_back({.bytes_kept = bytes});
   const Timeline simulated = simulate(schedule, costs);
   std::vector<RankMemory> memory(ranks);
   for (std::size_t rank = 0; rank < ranks; ++rank) {
     double predicted = simulated.ranks[rank].peak_bytes;
     for (const int stage : schedule.placement().stages_of(static_cast<int>(rank))) {
-      predicted += known[ranks + 2 * static_cast<std::size_t>(stage)];
+      predicted += held[static_cast<std::size_t>(stage)];
     }
-    memory[rank] = {.measured = static_cast<std::int64_t>(known[rank]),
+    memory[rank] = {.measured = static_cast<std::int64_t>(most[rank]),
                     .predicted = static_cast<std::int64_t>(predicted)};
   }
   return memory;

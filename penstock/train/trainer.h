@@ -126,6 +126,8 @@ class Trainer {
   Figures run_batches(StepReport& report);
   void sum_up(Figures& figures);
   double memory_here(int rank) const;
+  // Something that all processes do between the pipeline's steps. Throws PipelineError, with who is missing.
+  void finish(const std::function<std::unique_ptr<Work>()>& begin) const;
   // What all processes know: numbers that each of them has added to what others have left at 0.
   std::vector<double> summed(std::vector<double> numbers);
   Batch own_part(const Batch& batch) const;
@@ -135,7 +137,6 @@ class Trainer {
   std::vector<std::optional<std::size_t>> positions_in(const PipelineStage& stage) const;
   NamedTensors whole(const Own& own, const StageModule::NamedTensors& tensors);
   at::Tensor part_for(const Own& own, const std::string& name, const at::Tensor& whole_tensor) const;
-  Deadline deadline() const { return Clock::now() + options_.timeout; }
 
   std::vector<std::unique_ptr<Model>> replicas_;
   const Data& data_;

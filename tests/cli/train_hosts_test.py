@@ -6,6 +6,7 @@ cut off, all ranks end with an error in time; and two hosts go on from the check
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,11 +24,6 @@ TIMEOUT = 5
 def losses(folder):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return {line["step"]: line["loss"] for line in map(json.loads, lines) if "loss" in line}
-
-
-def is_close(found, expected):
-    # To the bit, but for what tests/CMakeLists.txt says is open.
-    return found.keys() == expected.keys() and all(abs(found[step] - expected[step]) < 1e-5 for step in found)
 
 
 def words(folder, steps, ranks, *more):
@@ -56,14 +52,14 @@ def main(penstock, python):
 
         started = by_hand(hosts, penstock, 3, 29500, *words(folder, 40, 6), stdout=subprocess.DEVNULL)
         assert ends(started, 120) == [0] * 6, "six ranks on three hosts did not train"
-        assert is_close(losses(folder / "run"), expected), "three hosts have other losses than one rank"
+        assert losses(folder / "run") == expected, "three hosts have other losses than one rank"
         for host in range(3):
             assert hosts.listening(host) == "", f"somebody still listens on host {host}:\n{hosts.listening(host)}"
 
         started = by_torchrun(hosts, python, penstock, 3, 29501, *words(folder, 40, 6), stdout=subprocess.DEVNULL,
                               stderr=subprocess.DEVNULL)
         assert ends(started, 180) == [0] * 3, "torchrun on three hosts did not train"
-        assert is_close(losses(folder / "run"), expected), "torchrun's ranks have other losses than one rank"
+        assert losses(folder / "run") == expected, "torchrun's ranks have other losses than one rank"
 
         # One that is cut off in the middle of it.
         kept = ["--checkpoint", folder / "kept", "--checkpoint-every", 5]
@@ -82,7 +78,11 @@ def main(penstock, python):
         assert [one.returncode for one in started] == [2] * 6, [one.returncode for one in started]
         assert took < 4 * TIMEOUT, f"it took {took:.1f} s until all had noticed"
         for rank, text in enumerate(texts):
-            assert text.startswith("penstock: rank ") and "no message came" in text, f"rank {rank} said:\n{text}"
+            # In a step; or between two of them, where each rank says what it knows itself.
+            known = re.search("no message came|not all ranks of a group have come|rank [0-9] has failed", text)
+            missing = range(4, 6) if rank < 4 else range(4)
+            names_one = any(f"rank {one}: did not answer" in text for one in missing)
+            assert text.startswith("penstock: rank ") and known and names_one, f"rank {rank} said:\n{text}"
 
         # The learning rate of a run of 100,000 steps is another one: what counts is that two hosts go on from there.
         started = by_hand(hosts, penstock, 2, 29503, *words(folder, 30, 4, *kept, "--resume"), stdout=subprocess.DEVNULL)

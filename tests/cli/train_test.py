@@ -249,6 +249,8 @@ class Processes(Case):
         result = subprocess.run(torchrun, cwd=self.folder, capture_output=True, text=True, timeout=300)
         self.assertEqual(result.returncode, 0, result.stderr)
         self.assertEqual(list(self.losses()), [1, 2])
+        self.train(*SMALL, "--steps", 2, output="threads")
+        self.assertEqual(self.losses(), self.losses("threads"))
 
     def test_an_error_of_a_rank_is_said_once(self):
         result = self.penstock("train", *SMALL, "--transport", "gloo", "--timeout", 0, code=2)
