@@ -44,7 +44,7 @@ def main():
     options = arguments.parse_args()
     if options.runs < 1:
         arguments.error("--runs is at least 1")
-    peer = (sys.executable, str(pathlib.Path(__file__).with_name("peer_train.py")))
+    peer = (sys.executable, "-W", "ignore", str(pathlib.Path(__file__).with_name("peer_train.py")))
     print(f"A step of training, a GPT of {LAYERS} layers, 1F1B: median of {options.runs} runs (fastest–slowest)\n")
     goals = {}
     with tempfile.TemporaryDirectory() as name, Answering(*peer) as answering:

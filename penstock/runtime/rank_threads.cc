@@ -1,10 +1,10 @@
 #include "penstock/runtime/rank_threads.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/ThreadLocalState.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/sqrt.h>
-#include <ATen/record_function.h>
-#include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <memory>
 #include <utility>
@@ -22,17 +22,6 @@ void make_vector_functions_ready() {
 }
 
 }  // namespace
-
-// What libtorch's profilers keep for each thread that they watch.
-struct RankThreads::Profiling {
-  at::RecordFunctionTLS callbacks = at::get_record_function_tls_();
-  std::shared_ptr<c10::ThreadLocalDebugInfo> state = c10::ThreadLocalDebugInfo::current();
-
-  void apply() const {
-    at::set_record_function_tls_(callbacks);
-    c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(state);
-  }
-};
 
 RankThreads::RankThreads(int ranks, int intra_op_threads)
     : gate_(static_cast<unsigned>(ranks) < std::thread::hardware_concurrency() ? kAwake : Clock::duration::zero()) {
@@ -54,16 +43,18 @@ RankThreads::~RankThreads() {
 
 void RankThreads::serve(int rank, int intra_op_threads) {
   at::set_num_threads(intra_op_threads);
-  const Profiling own;
+  // One cache a process: what is cast in it would outlive a weight's change.
+  at::autocast::set_autocast_cache_enabled(false);
   for (long done = 0;; ++done) {
     Gate::Lock lock = gate_.lock();
     gate_.wait(lock, Deadline::max(), [&] { return ending_ || round_ > done; });
     if (round_ == done) return;
-    const std::shared_ptr<const Profiling> profiling = profiling_;
+    const std::shared_ptr<const at::ThreadLocalState> caller = caller_;
     lock.unlock();
-    profiling->apply();
-    work_(rank);
-    own.apply();
+    {
+      const at::ThreadLocalStateGuard as_caller(*caller);
+      work_(rank);
+    }
     lock.lock();
     if (--working_ == 0) gate_.changed();
   }
@@ -73,7 +64,7 @@ void RankThreads::run(std::function<void(int)> work) {
   join();
   Gate::Lock lock = gate_.lock();
   work_ = std::move(work);
-  profiling_ = std::make_shared<const Profiling>();
+  caller_ = std::make_shared<const at::ThreadLocalState>();
   working_ = static_cast<int>(threads_.size());
   ++round_;
   gate_.changed();

@@ -8,6 +8,10 @@
 
 #include "penstock/transport/gate.h"
 
+namespace at {
+class ThreadLocalState;
+}
+
 namespace penstock {
 
 class RankThreads {
@@ -19,7 +23,7 @@ class RankThreads {
   RankThreads& operator=(const RankThreads&) = delete;
 
   // Calls work(rank) on each thread and returns when all have returned, or the caller has been released. It must not
-  // throw. A profiler that watches the caller's thread watches them too.
+  // throw. What holds on the caller's thread holds on them: autocast, a profiler that watches it.
   void run(std::function<void(int)> work);
   // Lets run return at once, if it waits, and the threads go on.
   void release();
@@ -28,8 +32,6 @@ class RankThreads {
   bool are_idle();
 
  private:
-  struct Profiling;
-
   void serve(int rank, int intra_op_threads);
 
   Gate gate_;
@@ -40,7 +42,7 @@ class RankThreads {
   bool waiting_ = false;
   bool ending_ = false;
   std::function<void(int)> work_;
-  std::shared_ptr<const Profiling> profiling_;
+  std::shared_ptr<const at::ThreadLocalState> caller_;
   std::vector<std::thread> threads_;
 };
 

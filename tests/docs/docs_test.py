@@ -37,6 +37,14 @@ class Pictures(unittest.TestCase):
             names.remove(name)
         self.assertEqual(names, set(), "schedules without a picture")
 
+    def test_those_of_the_documents_are_drawn_today(self):
+        names = {line.split()[0] for line in penstock("schedule", "list").stdout.splitlines()}
+        shown = (ROOT / "docs" / "schedules.md").read_text()
+        for name in names:
+            self.assertIn(f"(pictures/{name}.svg)", shown)
+            drawn = penstock("schedule", "show", name, "--ranks", "4", "--microbatches", "8", "--format", "svg").stdout
+            self.assertEqual((ROOT / "docs" / "pictures" / f"{name}.svg").read_text(), drawn, name)
+
 
 class Documents(unittest.TestCase):
     def test_programs_are_examples_that_the_build_compiles(self):

@@ -88,22 +88,63 @@ TEST(Archive, SaysWhatIsNoZip) {
 }
 
 TEST(Archive, RefusesAZipThatIsNotOneOfPyTorchs) {
-  for (const std::string& bytes : {std::string("PK"), std::string("PK\3\4 and no more"), zipped({})}) {
-    expect_refused([&] { read(bytes); }, "small: is not a .pt2, or is damaged: ");
+  for (const std::string& bytes : {std::string("PK"), std::string("PK\3\4 and no more")}) {
+    expect_refused([&] { read(bytes); },
+                   "small: is not a zip archive, or is damaged: the directory at its end is missing." + kHint);
   }
-  // Without the folder, or without a version.
+  expect_refused([&] { read(zipped({})); }, "small: is not a .pt2: it has no records." + kHint);
+  // Without the folder.
   std::string outside = zipped(small_records());
   for (std::size_t at = outside.find("archive/"); at != std::string::npos; at = outside.find("archive/", at)) {
     outside.replace(at, 8, "archive_");
   }
-  expect_refused([&] { read(outside); }, "small: is not a .pt2, or is damaged: ");
+  expect_refused([&] { read(outside); },
+                 "small: is not a .pt2: its record 'archive_models/model.json' is not in the folder archive_data/.");
+}
+
+// Larger fields than the usual, where a number would fill those, and a comment at the end.
+TEST(Archive, ReadsNumbersOf64Bits) {
+  std::string bytes = zipped(small_records());
+  const auto number = [](std::uint64_t value, int count) {
+    std::string text;
+    for (int i = 0; i < count; ++i) text.push_back(static_cast<char>(value >> (8 * static_cast<unsigned>(i)) & 255U));
+    return text;
+  };
+  const auto value = [&](std::size_t at, int count) {
+    std::uint64_t read = 0;
+    for (int i = count; i-- > 0;)
+      read = read << 8U | static_cast<unsigned char>(bytes[at + static_cast<std::size_t>(i)]);
+    return read;
+  };
+  // The first entry of the directory gets its sizes and its place from an extra field, behind another one.
+  const std::size_t begin = bytes.find("PK\1\2");
+  const std::string large = number(0x7777, 2) + number(3, 2) + "xyz" + number(1, 2) + number(24, 2) +
+                            number(value(begin + 24, 4), 8) + number(value(begin + 20, 4), 8) +
+                            number(value(begin + 42, 4), 8);
+  const std::size_t name = value(begin + 28, 2);
+  bytes.replace(begin + 20, 8, std::string(8, '\xff'));
+  bytes.replace(begin + 42, 4, std::string(4, '\xff'));
+  bytes.replace(begin + 30, 2, number(large.size(), 2));
+  bytes.insert(begin + 46 + name, large);
+  const std::size_t end = bytes.rfind("PK\5\6");
+  const std::uint64_t records = value(end + 10, 2);
+  std::string large_end = "PK\6\6" + number(44, 8) + number(0, 12) + number(records, 8) + number(records, 8) +
+                          number(end - begin, 8) + number(begin, 8);
+  large_end += "PK\6\7" + number(0, 4) + number(end, 8) + number(1, 4);
+  bytes =
+      bytes.substr(0, end) + large_end + "PK\5\6" + number(0, 4) + std::string(12, '\xff') + number(5, 2) + "PK\5\6.";
+  EXPECT_EQ(Archive(bytes, "small").records().size(), records);
+  EXPECT_EQ(read(bytes).run({at::ones({2, 3})}).toTensor().sum().item<double>(), 2.0 * (3 + 13 + 23 + 33));
+  // One that claims a number of 64 bits and does not have it.
+  bytes.replace(begin + 30, 2, number(7, 2));
+  expect_refused([&] { read(bytes); }, "small: archive/data/weights/weight_0 claims 4294967295 bytes");
 }
 
 TEST(Archive, IsRefusedWhereverItIsCutShort) {
   const std::string whole = zipped(small_records());
   for (std::size_t size = 0; size < whole.size(); size += size < 40 || size + 100 > whole.size() ? 1 : 13) {
     SCOPED_TRACE(size);
-    expect_refused([&] { read(whole.substr(0, size)); }, "small: is not a .pt2");
+    expect_refused([&] { read(whole.substr(0, size)); }, "small: is not a ");
     if (HasFailure()) return;
   }
 }
@@ -113,7 +154,8 @@ TEST(PythonsArchive, IsRefusedWhereverItIsCutShort) {
   const std::string whole = read_file(program_path("tied.pt2"));
   ASSERT_NO_THROW(read(whole));
   for (std::size_t size = 0; size < whole.size(); size += 97) {
-    expect_refused([&] { read(whole.substr(0, size)); }, "small: is not a .pt2");
+    // Behind a record that is itself an archive, there is an end of some directory.
+    expect_refused([&] { read(whole.substr(0, size)); }, "small: is ");
   }
 }
 
@@ -196,10 +238,11 @@ TEST(Archive, DoesNotUnpackMoreThanItHolds) {
   record->method = 8;
   record->claimed_size = 1U << 30U;
   const TensorBytes bytes;
-  expect_records_refused(records, "small: data/weights/weight_0 claims 1073741824 bytes, and the whole archive has ");
-  record->claimed_size = record->bytes.size();
   expect_records_refused(records,
-                         "small: data/weights/weight_0 is compressed, which torch.export.save does not do." + kHint);
+                         "small: archive/data/weights/weight_0 claims 1073741824 bytes, and the whole archive has ");
+  record->claimed_size = record->bytes.size();
+  expect_records_refused(
+      records, "small: archive/data/weights/weight_0 is compressed, which torch.export.save does not do." + kHint);
   EXPECT_LT(bytes.most(), 10'000);
 }
 

@@ -16,6 +16,7 @@
 #include "penstock/schedule/csv.h"
 #include "penstock/schedule/error.h"
 #include "penstock/schedule/generators.h"
+#include "penstock/tensor/autocast_scope.h"
 #include "tests/runtime/models.h"
 
 namespace penstock::testing {
@@ -123,6 +124,47 @@ TEST(Step, CallsTheUsersFunctionsAroundAndInsteadOfActions) {
   Pipeline plain(model.pipeline_stages(), schedule, {.loss = squared_error});
   plain.step({rows(8, "x")}, {}, rows(8, "y"));
   expect_equal(gradients_of(model), found);
+}
+
+// Also after a weight has changed: none is kept as it was cast before.
+TEST(Step, RunsUnderTheCallersAutocast) {
+  const Model model = perceptron(4);
+  Pipeline pipeline(model.pipeline_stages(), generate("ZBVZeroBubble", {.ranks = 2, .microbatches = 3}),
+                    {.loss = squared_error});
+  const at::Tensor x = rows(6, "x");
+  const at::Tensor y = rows(6, "y");
+  const at::Tensor full = pipeline.eval({x}, {}, y).output.toTensor();
+  for (int step = 0; step < 2; ++step) {
+    zero_grad(model);
+    const AutocastScope autocast(at::kCPU, at::kBFloat16);
+    const at::Tensor found = pipeline.step({x}, {}, y).output.toTensor();
+    const auto expected = plain(model, x, y, 3, {.step = step});
+    EXPECT_TRUE(at::equal(found, outputs_of(expected)));
+    EXPECT_FALSE(at::equal(found, full));
+    const auto gradients = added_up(pipeline.schedule(), expected);
+    for (std::size_t i = 0; i < model.stages.size(); ++i) {
+      const auto& parameters = model.stages[i].parameters;
+      for (std::size_t j = 0; j < parameters.size(); ++j) {
+        EXPECT_TRUE(same_tensor(parameters[j].second.grad(), gradients[i][j])) << i << " " << parameters[j].first;
+        parameters[j].second.detach().mul_(1.5);
+      }
+    }
+  }
+}
+
+TEST(Step, EvaluatesUnderTheCallersInferenceMode) {
+  const Model model = perceptron(2);
+  Schedule1F1B pipeline(model.pipeline_stages(), 2, {.loss = squared_error});
+  const at::Tensor expected = pipeline.eval({rows(4, "x")}).output.toTensor();
+  {
+    const c10::InferenceMode inference;
+    const at::Tensor found = pipeline.eval({rows(4, "x")}).output.toTensor();
+    EXPECT_TRUE(found.is_inference());
+    EXPECT_TRUE(at::equal(found, expected));
+  }
+  EXPECT_FALSE(pipeline.eval({rows(4, "x")}).output.toTensor().is_inference());
+  pipeline.step({rows(4, "x")}, {}, rows(4, "y"));
+  EXPECT_TRUE(gradients_of(model).front().defined());
 }
 
 TEST(Step, LeavesTheBackwardToTheUserIfAsked) {

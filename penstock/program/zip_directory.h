@@ -1,0 +1,35 @@
+// The directory of a zip archive: what records it has, and where their bytes lie. Every place that it claims is held
+// against the bytes that there are.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace penstock {
+
+struct ZipRecord {
+  std::string name;
+  // Its own header, and behind that its bytes.
+  std::size_t header = 0;
+  std::size_t begin = 0;
+  std::size_t size = 0;
+  // CRC-32 of the bytes.
+  std::uint32_t checksum = 0;
+
+  std::size_t end() const { return begin + size; }
+};
+
+// What is wrong with an archive, to stand behind its name.
+class ZipError : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// In the order of the directory. Throws ZipError, also for records that are compressed, or lie in one place: one place
+// under many names would make much of a small archive.
+std::vector<ZipRecord> read_zip_directory(std::string_view archive);
+
+}  // namespace penstock
