@@ -38,12 +38,19 @@ class Pictures(unittest.TestCase):
         self.assertEqual(names, set(), "schedules without a picture")
 
     def test_those_of_the_documents_are_drawn_today(self):
-        names = {line.split()[0] for line in penstock("schedule", "list").stdout.splitlines()}
         shown = (ROOT / "docs" / "schedules.md").read_text()
-        for name in names:
+        for line in penstock("schedule", "list").stdout.splitlines():
+            name = line.split()[0]
             self.assertIn(f"(pictures/{name}.svg)", shown)
-            drawn = penstock("schedule", "show", name, "--ranks", "4", "--microbatches", "8", "--format", "svg").stdout
-            self.assertEqual((ROOT / "docs" / "pictures" / f"{name}.svg").read_text(), drawn, name)
+            words = ["schedule", "show", name, "--ranks", "4", "--microbatches", "8"]
+            # With two stages a rank, each is half as much work.
+            if "8 stages" in penstock(*words).stdout:
+                words += ["--forward", "0.5", "--input", "0.5", "--weight", "0.5"]
+            drawn = penstock(*words, "--format", "svg").stdout
+            path = ROOT / "docs" / "pictures" / f"{name}.svg"
+            if os.environ.get("PENSTOCK_DRAW"):
+                path.write_text(drawn)
+            self.assertEqual(path.read_text(), drawn, f"{path.name} is another one today; PENSTOCK_DRAW=1 draws it")
 
 
 class Documents(unittest.TestCase):
