@@ -29,9 +29,9 @@ constexpr std::uint64_t kEncrypted = 1;
 class Piece {
  public:
   // Throws unless there are so many bytes there, and they begin with the mark.
-  Piece(std::string_view archive, std::uint64_t at, std::size_t size, std::string_view mark, const char* what) {
+  Piece(std::string_view archive, std::uint64_t at, std::size_t size, std::string_view mark, const std::string& what) {
     if (at > archive.size() || archive.size() - at < size || !archive.substr(at).starts_with(mark)) {
-      throw ZipError(std::string("is damaged: ") + what + " is not where it should be.");
+      throw ZipError("is damaged: " + what + " is not where it should be.");
     }
     bytes_ = archive.substr(at, size);
   }
@@ -44,7 +44,6 @@ class Piece {
     return number;
   }
   std::size_t size() const { return bytes_.size(); }
-  std::string_view bytes() const { return bytes_; }
 
  private:
   std::string_view bytes_;
@@ -99,26 +98,40 @@ struct LargeNumbers {
   }
 };
 
-ZipRecord read_record(std::string_view archive, std::string name, const Piece& entry, std::string_view extra_fields) {
+// Names go into messages.
+void require_readable(std::string_view name) {
+  const auto cannot_be_read = [](char one) { return static_cast<unsigned char>(one) < 0x20 || one == 0x7f; };
+  if (name.empty() || std::ranges::any_of(name, cannot_be_read)) {
+    throw ZipError("is damaged: the name of a record is empty, or has bytes that are no text.");
+  }
+}
+
+// `records` is the part of the archive in front of its directory.
+ZipRecord read_record(std::string_view records, std::string name, const Piece& entry, std::string_view extra_fields) {
+  require_readable(name);
   LargeNumbers numbers{.size = entry.number(24, 4), .stored_size = entry.number(20, 4), .header = entry.number(42, 4)};
   numbers.read(extra_fields);
-  if (numbers.size > archive.size()) {
-    throw ZipError(name + " claims " + std::to_string(numbers.size) + " bytes, and the whole archive has " +
-                   std::to_string(archive.size()) + ".");
+  if (numbers.size > records.size()) {
+    throw ZipError(name + " claims " + std::to_string(numbers.size) + " bytes, and all records have " +
+                   std::to_string(records.size()) + ".");
   }
-  if ((entry.number(8, 2) & kEncrypted) != 0) throw ZipError(name + " is encrypted.");
-  if (entry.number(10, 2) != 0) throw ZipError(name + " is compressed, which torch.export.save does not do.");
+  const Piece header(records, numbers.header, kHeaderSize, kHeader, "the header of " + name);
+  for (const std::uint64_t flags : {entry.number(8, 2), header.number(6, 2)}) {
+    if ((flags & kEncrypted) != 0) throw ZipError(name + " is encrypted.");
+  }
+  for (const std::uint64_t method : {entry.number(10, 2), header.number(8, 2)}) {
+    if (method != 0) throw ZipError(name + " is compressed, which torch.export.save does not do.");
+  }
   if (numbers.size != numbers.stored_size) {
     throw ZipError(name + " claims " + std::to_string(numbers.size) + " bytes, and " +
                    std::to_string(numbers.stored_size) + " are stored.");
   }
-  const Piece header(archive, numbers.header, kHeaderSize, kHeader, ("the header of " + name).c_str());
   ZipRecord record{.name = std::move(name),
                    .header = numbers.header,
                    .begin = numbers.header + kHeaderSize + header.number(26, 2) + header.number(28, 2),
                    .size = numbers.size,
                    .checksum = static_cast<std::uint32_t>(entry.number(16, 4))};
-  if (record.end() > archive.size()) throw ZipError(record.name + " goes on behind the end of the archive.");
+  if (record.end() > records.size()) throw ZipError(record.name + " goes on behind the place of all records.");
   return record;
 }
 
@@ -149,7 +162,8 @@ std::vector<ZipRecord> read_zip_directory(std::string_view archive) {
     left.remove_prefix(kEntrySize);
     if (left.size() < name + extra + comment)
       throw ZipError("is damaged: its directory ends in the middle of an entry.");
-    records.push_back(read_record(archive, std::string(left.substr(0, name)), entry, left.substr(name, extra)));
+    records.push_back(read_record(archive.substr(0, directory.begin), std::string(left.substr(0, name)), entry,
+                                  left.substr(name, extra)));
     left.remove_prefix(name + extra + comment);
   }
   if (records.size() != directory.records) {

@@ -1,5 +1,6 @@
 #include "penstock/runtime/pipeline.h"
 
+#include <ATen/autocast_mode.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -169,6 +170,8 @@ Batch Pipeline::State::batch_of(const Args& args, const Kwargs& kwargs, const c1
 std::uint64_t Pipeline::State::signature_of(const Batch& batch, bool backward) const {
   Digest signature;
   signature.add(number).add(backward ? 1 : 0).add(batch.target.isNone() ? 0 : 1);
+  signature.add(at::autocast::is_autocast_enabled(at::kCPU) ? 1 : 0);
+  signature.add(static_cast<std::int64_t>(at::autocast::get_autocast_dtype(at::kCPU)));
   add_sizes(signature, batch);
   // What is frozen gives activations that need no gradient.
   for (const PipelineStage& stage : ranks.stages().front()) {

@@ -1,13 +1,16 @@
 #include "penstock/runtime/rank_threads.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ThreadLocalState.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/sqrt.h>
+#include <ATen/record_function.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <memory>
 #include <utility>
+
+#include "penstock/tensor/autocast_scope.h"
 
 namespace penstock {
 namespace {
@@ -22,6 +25,19 @@ void make_vector_functions_ready() {
 }
 
 }  // namespace
+
+// What goes over from the caller's thread: autocast, and what libtorch's profilers keep for each thread that they watch.
+struct RankThreads::Caller {
+  bool autocast = at::autocast::is_autocast_enabled(at::kCPU);
+  at::ScalarType autocast_dtype = at::autocast::get_autocast_dtype(at::kCPU);
+  at::RecordFunctionTLS callbacks = at::get_record_function_tls_();
+  std::shared_ptr<c10::ThreadLocalDebugInfo> profiler = c10::ThreadLocalDebugInfo::current();
+
+  void watch() const {
+    at::set_record_function_tls_(callbacks);
+    c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(profiler);
+  }
+};
 
 RankThreads::RankThreads(int ranks, int intra_op_threads)
     : gate_(static_cast<unsigned>(ranks) < std::thread::hardware_concurrency() ? kAwake : Clock::duration::zero()) {
@@ -43,20 +59,23 @@ RankThreads::~RankThreads() {
 
 void RankThreads::serve(int rank, int intra_op_threads) {
   at::set_num_threads(intra_op_threads);
-  // One cache a process: what is cast in it would outlive a weight's change.
-  at::autocast::set_autocast_cache_enabled(false);
+  const Caller nobody;
   for (long done = 0;; ++done) {
     Gate::Lock lock = gate_.lock();
     gate_.wait(lock, Deadline::max(), [&] { return ending_ || round_ > done; });
     if (round_ == done) return;
-    const std::shared_ptr<const at::ThreadLocalState> caller = caller_;
-    lock.unlock();
     {
-      const at::ThreadLocalStateGuard as_caller(*caller);
+      const std::shared_ptr<const Caller> caller = caller_;
+      lock.unlock();
+      const AutocastScope autocast(at::kCPU, caller->autocast_dtype, caller->autocast);
+      caller->watch();
       work_(rank);
+      nobody.watch();
     }
     lock.lock();
-    if (--working_ == 0) gate_.changed();
+    if (--working_ > 0) continue;
+    caller_.reset();
+    gate_.changed();
   }
 }
 
@@ -64,7 +83,7 @@ void RankThreads::run(std::function<void(int)> work) {
   join();
   Gate::Lock lock = gate_.lock();
   work_ = std::move(work);
-  caller_ = std::make_shared<const at::ThreadLocalState>();
+  caller_ = std::make_shared<const Caller>();
   working_ = static_cast<int>(threads_.size());
   ++round_;
   gate_.changed();

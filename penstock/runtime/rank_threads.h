@@ -8,10 +8,6 @@
 
 #include "penstock/transport/gate.h"
 
-namespace at {
-class ThreadLocalState;
-}
-
 namespace penstock {
 
 class RankThreads {
@@ -23,7 +19,7 @@ class RankThreads {
   RankThreads& operator=(const RankThreads&) = delete;
 
   // Calls work(rank) on each thread and returns when all have returned, or the caller has been released. It must not
-  // throw. What holds on the caller's thread holds on them: autocast, a profiler that watches it.
+  // throw. They have the caller's autocast, and a profiler that watches the caller watches them too.
   void run(std::function<void(int)> work);
   // Lets run return at once, if it waits, and the threads go on.
   void release();
@@ -32,6 +28,8 @@ class RankThreads {
   bool are_idle();
 
  private:
+  struct Caller;
+
   void serve(int rank, int intra_op_threads);
 
   Gate gate_;
@@ -42,7 +40,7 @@ class RankThreads {
   bool waiting_ = false;
   bool ending_ = false;
   std::function<void(int)> work_;
-  std::shared_ptr<const at::ThreadLocalState> caller_;
+  std::shared_ptr<const Caller> caller_;
   std::vector<std::thread> threads_;
 };
 

@@ -74,14 +74,13 @@ class BatchFiles final : public Data {
     return loss_of(loss_, output, target);
   }
   std::int64_t size_of(const Batch& batch) const override {
+    std::vector<c10::IValue> values = batch.args;
+    for (const auto& [name, value] : batch.kwargs.at(0)) values.push_back(value);
     std::int64_t rows = 0;
-    for (const c10::IValue& arg : batch.args) {
-      for (const at::Tensor& tensor : extract_tensor_args(arg))
+    for (const c10::IValue& value : values) {
+      for (const at::Tensor& tensor : extract_tensor_args(value)) {
         rows = std::max(rows, tensor.dim() > 0 ? tensor.size(0) : 1);
-    }
-    for (const auto& [name, value] : batch.kwargs.at(0)) {
-      for (const at::Tensor& tensor : extract_tensor_args(value))
-        rows = std::max(rows, tensor.dim() > 0 ? tensor.size(0) : 1);
+      }
     }
     return rows;
   }

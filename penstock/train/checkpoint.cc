@@ -86,7 +86,7 @@ void sync_folder(const fs::path& folder) {
   if (!synced) fail(folder.string(), "could not be written: " + std::generic_category().message(reason) + ".");
 }
 
-void write_text(const fs::path& path, const std::string& text) {
+void write_file(const fs::path& path, const std::string& text) {
   AsideFile file(path.string());
   file.write(text.data(), text.size());
   file.sync_and_rename();
@@ -146,7 +146,7 @@ void CheckpointWriter::write_part(int part, const NamedTensors& weights, const N
       files.push_back(description_of(file));
       files.back()["kind"] = kind;
     }
-    write_text(unfinished / part_name(part), files.dump());
+    write_file(unfinished / part_name(part), files.dump());
   });
 }
 
@@ -167,7 +167,7 @@ void CheckpointWriter::finish(const CheckpointInfo& info, int parts, int keep) c
                            {"model", info.model},
                            {"configuration", json::parse(info.configuration)},
                            {"files", files}};
-    write_text(unfinished / kManifest, manifest.dump(2) + "\n");
+    write_file(unfinished / kManifest, manifest.dump(2) + "\n");
     for (int part = 0; part < parts; ++part) fs::remove(unfinished / part_name(part));
     sync_folder(unfinished);
     // One of an earlier run that got as far gives way in one go.

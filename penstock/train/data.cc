@@ -22,11 +22,6 @@ enum Place : std::int64_t { kPairs, kHeldOutPairs, kPieces };
 // What the loss leaves out, as PyTorch has it.
 constexpr std::int64_t kIgnored = -100;
 
-at::Tensor cross_entropy_of_bytes(const c10::IValue& output, const c10::IValue& target) {
-  return at::cross_entropy_loss(output.toTensor().reshape({-1, kVocabulary}), target.toTensor().reshape(-1),
-                                /*weight=*/{}, at::Reduction::Mean, kIgnored);
-}
-
 std::int64_t power_of_ten(int digits) {
   std::int64_t power = 1;
   for (int i = 0; i < digits; ++i) power *= 10;
@@ -53,6 +48,11 @@ std::string read_all(const fs::path& path) {
 }
 
 }  // namespace
+
+at::Tensor ByteData::loss(const c10::IValue& output, const c10::IValue& target) const {
+  return at::cross_entropy_loss(output.toTensor().reshape({-1, kVocabulary}), target.toTensor().reshape(-1),
+                                /*weight=*/{}, at::Reduction::Mean, kIgnored);
+}
 
 AdditionData::AdditionData(int digits, int rows, std::uint64_t seed) : digits_(digits), rows_(rows), seed_(seed) {
   constexpr int kMost = 17;
@@ -116,14 +116,6 @@ std::vector<Batch> AdditionData::held_out() const {
     }
   }
   return batches;
-}
-
-at::Tensor AdditionData::loss(const c10::IValue& output, const c10::IValue& target) const {
-  return cross_entropy_of_bytes(output, target);
-}
-
-std::int64_t AdditionData::size_of(const Batch& batch) const {
-  return batch.args[0].toTensor().numel();
 }
 
 std::string AdditionData::description() const {
@@ -197,14 +189,6 @@ std::vector<Batch> TextData::held_out() const {
     batches.push_back(pieces(trained_bytes_ + at::floor_divide(numbers * places, count * rows_)));
   }
   return batches;
-}
-
-at::Tensor TextData::loss(const c10::IValue& output, const c10::IValue& target) const {
-  return cross_entropy_of_bytes(output, target);
-}
-
-std::int64_t TextData::size_of(const Batch& batch) const {
-  return batch.args[0].toTensor().numel();
 }
 
 std::string TextData::description() const {

@@ -39,18 +39,24 @@ class Data {
   virtual std::string description() const = 0;
 };
 
+// Texts, whose bytes a model tells one after the other.
+class ByteData : public Data {
+ public:
+  // Of the bytes that count.
+  at::Tensor loss(const c10::IValue& output, const c10::IValue& target) const final;
+  std::int64_t size_of(const Batch& batch) const final { return batch.args[0].toTensor().numel(); }
+  std::string unit() const final { return "bytes"; }
+};
+
 // Sums of two numbers of so many digits, such as "123+045=0168". The loss is that of the digits behind the sign; the pairs
 // held out are drawn at random, and none of them is in a batch.
-class AdditionData final : public Data {
+class AdditionData final : public ByteData {
  public:
   // `rows` sums a batch.
   AdditionData(int digits, int rows, std::uint64_t seed);
 
   Batch batch(std::int64_t number) const override;
   std::vector<Batch> held_out() const override;
-  at::Tensor loss(const c10::IValue& output, const c10::IValue& target) const override;
-  std::int64_t size_of(const Batch& batch) const override;
-  std::string unit() const override { return "bytes"; }
   std::string description() const override;
 
   // Of a text without its last byte, which is never read.
@@ -70,16 +76,13 @@ class AdditionData final : public Data {
 };
 
 // Pieces of a text, with the byte behind each. The last twentieth is held out, unless the text is too short for it.
-class TextData final : public Data {
+class TextData final : public ByteData {
  public:
   // A file, or all files below a folder, in the order of their names. Throws DataError for a text that is too short.
   TextData(const std::string& path, int length, int rows, std::uint64_t seed);
 
   Batch batch(std::int64_t number) const override;
   std::vector<Batch> held_out() const override;
-  at::Tensor loss(const c10::IValue& output, const c10::IValue& target) const override;
-  std::int64_t size_of(const Batch& batch) const override;
-  std::string unit() const override { return "bytes"; }
   std::string description() const override;
 
  private:

@@ -35,7 +35,15 @@ class GptModel final : public Model {
 
 class ProgramModel final : public Model {
  public:
-  explicit ProgramModel(Pipe pipe) : pipe_(std::move(pipe)) {}
+  explicit ProgramModel(Pipe pipe) : pipe_(std::move(pipe)) {
+    std::map<const void*, std::vector<std::string>> by_tensor;
+    for (const NamedTensors& all : {pipe_.program().parameters(), pipe_.program().buffers()}) {
+      for (const auto& [name, tensor] : all) by_tensor[tensor.unsafeGetTensorImpl()].push_back(name);
+    }
+    for (const auto& [tensor, names] : by_tensor) {
+      for (const std::string& name : names) names_[name] = names;
+    }
+  }
 
   int num_stages() const override { return pipe_.num_stages(); }
   PipelineStage build_stage(int stage) const override { return pipe_.build_stage(stage); }
@@ -46,17 +54,7 @@ class ProgramModel final : public Model {
     for (const auto& [name, tensor] : pipe_.program().parameters()) names.push_back(name);
     return names;
   }
-  std::vector<std::string> names_of(const std::string& name) const override {
-    std::map<std::string, const void*> tensors;
-    for (const NamedTensors& all : {pipe_.program().parameters(), pipe_.program().buffers()}) {
-      for (const auto& [one, tensor] : all) tensors.emplace(one, tensor.unsafeGetTensorImpl());
-    }
-    std::vector<std::string> names;
-    for (const auto& [one, tensor] : tensors) {
-      if (tensor == tensors.at(name)) names.push_back(one);
-    }
-    return names;
-  }
+  std::vector<std::string> names_of(const std::string& name) const override { return names_.at(name); }
   std::string description() const override {
     std::ostringstream text;
     text << "an exported model with " << parameter_names().size() << " parameters:";
@@ -67,6 +65,8 @@ class ProgramModel final : public Model {
 
  private:
   Pipe pipe_;
+  // Of each tensor all, under each of them.
+  std::map<std::string, std::vector<std::string>> names_;
 };
 
 }  // namespace

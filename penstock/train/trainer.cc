@@ -10,6 +10,7 @@
 #include <map>
 #include <numeric>
 #include <span>
+#include <sstream>
 #include <string>
 #include <utility>
 
@@ -113,12 +114,18 @@ void Trainer::finish(const std::function<std::unique_ptr<Work>()>& begin) const 
   } catch (const TransportError& error) {
     const std::string own = "rank " + std::to_string(transport.rank());
     transport.abort(own + " has failed");
-    std::string message = own + ", behind step " + std::to_string(steps_done_) + ": " + error.what();
+    std::ostringstream message;
+    message << own << ", behind step " << steps_done_ << ": " << error.what();
+    if (error.why() == TransportError::Why::Late) {
+      message << " of " << std::chrono::duration<double>(options_.timeout).count() << " s";
+    }
     const auto reports = transport.reports(Clock::now() + kReportTime);
     for (std::size_t rank = 0; rank < reports.size(); ++rank) {
-      if (!reports[rank]) message.append("\n  rank ").append(std::to_string(rank)).append(": did not answer");
+      if (!reports[rank]) message << "\n  rank " << rank << ": did not answer";
+      // One that was late is still in its step.
+      if (reports[rank] && !reports[rank]->empty()) message << "\n  rank " << rank << ": was in a step";
     }
-    throw PipelineError(message);
+    throw PipelineError(message.str());
   }
 }
 
@@ -154,6 +161,8 @@ StepReport Trainer::step(bool wants_to_stop) {
     // What earlier batches of the step have left.
     for (const Own& own : own_) {
       for (const auto& [name, parameter] : own.stage->parameters()) parameter.mutable_grad().reset();
+      // Of shards, what was not reduced lies in the whole.
+      for (const auto& [name, parameter] : own.stage->module().parameters) parameter.mutable_grad().reset();
     }
     throw;
   }
@@ -359,7 +368,12 @@ std::string Trainer::save(const std::string& folder, int keep, const std::string
         failure = std::current_exception();
       }
     }
-    const bool failed = summed({failure ? 1.0 : 0.0}).front() > 0;
+    bool failed = false;
+    try {
+      failed = summed({failure ? 1.0 : 0.0}).front() > 0;
+    } catch (const PipelineError&) {
+      if (!failure) throw;
+    }
     if (failure) std::rethrow_exception(failure);
     if (failed) throw CheckpointError(writer.path() + ": another rank could not write its part.");
   };

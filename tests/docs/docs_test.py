@@ -46,7 +46,9 @@ class Pictures(unittest.TestCase):
             # With two stages a rank, each is half as much work.
             if "8 stages" in penstock(*words).stdout:
                 words += ["--forward", "0.5", "--input", "0.5", "--weight", "0.5"]
-            drawn = penstock(*words, "--format", "svg").stdout
+            shown_now = penstock(*words, "--format", "svg")
+            self.assertEqual(shown_now.returncode, 0, shown_now.stderr)
+            drawn = shown_now.stdout
             path = ROOT / "docs" / "pictures" / f"{name}.svg"
             if os.environ.get("PENSTOCK_DRAW"):
                 path.write_text(drawn)

@@ -128,16 +128,58 @@ TEST(Archive, ReadsNumbersOf64Bits) {
   bytes.insert(begin + 46 + name, large);
   const std::size_t end = bytes.rfind("PK\5\6");
   const std::uint64_t records = value(end + 10, 2);
-  std::string large_end = "PK\6\6" + number(44, 8) + number(0, 12) + number(records, 8) + number(records, 8) +
+  std::string large_end = "PK\6\6" + number(44, 8) + std::string(12, '\0') + number(records, 8) + number(records, 8) +
                           number(end - begin, 8) + number(begin, 8);
   large_end += "PK\6\7" + number(0, 4) + number(end, 8) + number(1, 4);
-  bytes =
-      bytes.substr(0, end) + large_end + "PK\5\6" + number(0, 4) + std::string(12, '\xff') + number(5, 2) + "PK\5\6.";
+  // The comment looks like another end.
+  const std::string comment = "PK\5\6" + std::string(30, '\xee');
+  bytes = bytes.substr(0, end) + large_end + "PK\5\6" + number(0, 4) + std::string(12, '\xff') +
+          number(comment.size(), 2) + comment;
   EXPECT_EQ(Archive(bytes, "small").records().size(), records);
   EXPECT_EQ(read(bytes).run({at::ones({2, 3})}).toTensor().sum().item<double>(), 2.0 * (3 + 13 + 23 + 33));
   // One that claims a number of 64 bits and does not have it.
   bytes.replace(begin + 30, 2, number(7, 2));
   expect_refused([&] { read(bytes); }, "small: archive/data/weights/weight_0 claims 4294967295 bytes");
+}
+
+TEST(Archive, SaysWhatIsWrongInItsDirectory) {
+  const std::string whole = zipped(small_records());
+  const std::size_t entry = whole.find("PK\1\2");
+  const std::size_t end = whole.rfind("PK\5\6");
+  const std::string first = "archive/data/weights/weight_0";
+  struct Change {
+    std::size_t at;
+    std::string bytes;
+    std::string message;
+  };
+  const std::vector<Change> changes = {
+      {entry + 8, {'\1', '\0'}, first + " is encrypted."},
+      {6, {'\1', '\0'}, first + " is encrypted."},
+      {entry + 10, {'\10', '\0'}, first + " is compressed, which torch.export.save does not do."},
+      {8, {'\10', '\0'}, first + " is compressed, which torch.export.save does not do."},
+      {entry + 20, {'\1', '\0'}, first + " claims 48 bytes, and 1 are stored."},
+      {entry + 42, {'\1', '\0'}, "is damaged: the header of " + first + " is not where it should be."},
+      {26, {'\xff', '\xff'}, first + " goes on behind the place of all records."},
+      {entry, "KP", "is damaged: an entry of its directory is not where it should be."},
+      {entry + 30, {'\xff', '\xff'}, "is damaged: its directory ends in the middle of an entry."},
+      {entry + 46, "\n", "is damaged: the name of a record is empty, or has bytes that are no text."},
+      {end + 10, {'\7', '\0'}, "is damaged: its directory has 8 records, and should have 7."},
+      {end + 19, "\x7f", "is damaged: its directory is not where it should be."},
+      {end - 20, {'P', 'K', '\6', '\7'}, "is damaged: the end of its directory is not where it should be."},
+  };
+  for (const Change& change : changes) {
+    SCOPED_TRACE(change.message);
+    std::string changed = whole;
+    changed.replace(change.at, change.bytes.size(), change.bytes);
+    expect_error<ProgramError>([&] { const Archive archive(changed, "small"); }, "small: " + change.message + kHint);
+  }
+  std::vector<Record> twice = small_records();
+  twice.push_back(twice.front());
+  expect_error<ProgramError>([&] { read(twice); }, "small: it has two records 'data/weights/weight_0'." + kHint);
+  std::string alone = zipped({{.name = "byteorder", .bytes = "little"}});
+  for (const std::size_t at : {alone.find("archive/"), alone.rfind("archive/")}) alone[at + 7] = '_';
+  expect_error<ProgramError>([&] { const Archive archive(alone, "small"); },
+                             "small: is not a .pt2: its record 'archive_byteorder' is not in a folder." + kHint);
 }
 
 TEST(Archive, IsRefusedWhereverItIsCutShort) {
@@ -167,7 +209,7 @@ TEST(Archive, WithAPieceCutOutIsRefused) {
   }
 }
 
-// A checksum stands behind each record: what is read is what was written.
+// The directory has a checksum of each record: what is read is what was written.
 TEST(Archive, WithAnyByteChangedIsRefusedOrReadsTheSame) {
   const std::string whole = zipped(small_records());
   const NamedTensors right = read(whole).state_dict();
@@ -239,7 +281,7 @@ TEST(Archive, DoesNotUnpackMoreThanItHolds) {
   record->claimed_size = 1U << 30U;
   const TensorBytes bytes;
   expect_records_refused(records,
-                         "small: archive/data/weights/weight_0 claims 1073741824 bytes, and the whole archive has ");
+                         "small: archive/data/weights/weight_0 claims 1073741824 bytes, and all records have ");
   record->claimed_size = record->bytes.size();
   expect_records_refused(
       records, "small: archive/data/weights/weight_0 is compressed, which torch.export.save does not do." + kHint);

@@ -52,8 +52,11 @@ int main(int count, char** arguments) {
       std::_Exit(2);
     }
     int status = 0;
-    if (process < 0 || waitpid(process, &status, 0) != process) return 2;
-    if (status != 0) ++wrong;
+    if (process < 0 || waitpid(process, &status, 0) != process || !WIFEXITED(status) || WEXITSTATUS(status) > 1) {
+      std::cout << "process " << i << " did not come to its end\n";
+      return 2;
+    }
+    wrong += WEXITSTATUS(status);
   }
   std::cout << wrong << " of " << penstock::kProcesses << " processes had another result on one of their ranks\n";
   return wrong == 0 ? 0 : 1;

@@ -10,6 +10,7 @@
 
 #include "penstock/runtime/pipeline.h"
 #include "penstock/schedule/generators.h"
+#include "penstock/tensor/autocast_scope.h"
 #include "penstock/transport/c10d.h"
 #include "tests/runtime/models.h"
 
@@ -76,9 +77,16 @@ TEST_F(Gloo, ShapesAreLearntAnewWhenTheBatchIsAnother) {
       StepOptions everywhere;
       everywhere.results_everywhere = true;
       std::int64_t step = 0;
-      // The same ones twice, larger, smaller, and such that the last microbatch has fewer rows.
-      for (const std::int64_t count : {8, 8, 32, 4, 4, 9, 9, 8}) {
-        SCOPED_TRACE(count);
+      struct Kind {
+        std::int64_t count;
+        bool autocast;
+      };
+      // The same ones twice, larger, smaller, and such that the last microbatch has fewer rows; then in other types.
+      for (const auto [count, autocast] :
+           {Kind{8, false}, Kind{8, false}, Kind{32, false}, Kind{4, false}, Kind{4, false}, Kind{9, false},
+            Kind{9, false}, Kind{8, false}, Kind{8, true}, Kind{8, true}, Kind{8, false}}) {
+        SCOPED_TRACE(std::to_string(count) + (autocast ? ", bfloat16" : ""));
+        const AutocastScope scope(at::kCPU, at::kBFloat16, autocast);
         const at::Tensor x = rows(count, "x");
         const at::Tensor y = rows(count, "y");
         const PlainOptions plain_options{.step = step};

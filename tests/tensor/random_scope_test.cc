@@ -4,7 +4,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -25,6 +24,8 @@
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "penstock/tensor/intra_op_threads.h"
 
 namespace penstock {
 namespace {
@@ -125,18 +126,6 @@ class NoisyThreads {
   std::atomic<bool> stop_ = false;
   std::thread without_scope_;
   std::thread with_scopes_;
-};
-
-// The number of threads that a kernel uses, on this thread and on those that it starts.
-class IntraOpThreads {
- public:
-  explicit IntraOpThreads(int threads) : before_(at::get_num_threads()) { at::set_num_threads(threads); }
-  ~IntraOpThreads() { at::set_num_threads(before_); }
-  IntraOpThreads(const IntraOpThreads&) = delete;
-  IntraOpThreads& operator=(const IntraOpThreads&) = delete;
-
- private:
-  int before_;
 };
 
 // Runs `body` on a thread of its own, to its end.

@@ -4,11 +4,14 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "penstock/runtime/error.h"
 #include "penstock/schedule/generators.h"
 #include "penstock/train/data.h"
 #include "penstock/train/model.h"
@@ -36,7 +39,7 @@ const AdditionData& sums() {
   return data;
 }
 
-std::unique_ptr<Trainer> trainer_of(const Case& setup) {
+std::unique_ptr<Trainer> trainer_of(const Case& setup, const Data& data = sums()) {
   const Schedule schedule = generate(
       setup.schedule,
       {.ranks = setup.ranks, .stages_per_rank = setup.stages_per_rank, .microbatches = kMicrobatches / setup.replicas});
@@ -52,7 +55,7 @@ std::unique_ptr<Trainer> trainer_of(const Case& setup) {
   options.sharded = setup.sharded;
   options.seed = 5;
   options.timeout = std::chrono::seconds(60);
-  return std::make_unique<Trainer>(std::move(replicas), sums(), schedule, std::move(options));
+  return std::make_unique<Trainer>(std::move(replicas), data, schedule, std::move(options));
 }
 
 std::vector<double> losses_of(Trainer& trainer, int steps) {
@@ -159,6 +162,39 @@ TEST(Trainer, AccumulatesBatches) {
   const StepReport report = trainer->step();
   EXPECT_EQ(report.size, 3 * 16 * sums().length());
   EXPECT_EQ(losses_of({.ranks = 2, .accumulate = 3}, 3), losses_of({.accumulate = 3}, 3));
+}
+
+// Sums whose loss cannot be computed when it is asked for the n-th time.
+class FailingSums final : public Data {
+ public:
+  Batch batch(std::int64_t number) const override { return sums().batch(number); }
+  at::Tensor loss(const c10::IValue& output, const c10::IValue& target) const override {
+    if (--asked == 0) throw std::runtime_error("the loss is lost");
+    return sums().loss(output, target);
+  }
+  std::int64_t size_of(const Batch& batch) const override { return sums().size_of(batch); }
+  std::string unit() const override { return sums().unit(); }
+  std::string description() const override { return sums().description(); }
+
+  mutable std::atomic<int> asked = 0;
+};
+
+TEST(Trainer, IsAsItWasBeforeAStepThatFailed) {
+  for (const Case& setup : {Case{.ranks = 2, .accumulate = 3}, Case{.ranks = 2, .replicas = 2, .accumulate = 3},
+                            Case{.ranks = 2, .replicas = 2, .sharded = true, .accumulate = 3}}) {
+    SCOPED_TRACE(std::to_string(setup.replicas) + (setup.sharded ? " sharded" : ""));
+    const std::vector<double> undisturbed = losses_of(setup);
+    const FailingSums data;
+    const auto trainer = trainer_of(setup, data);
+    EXPECT_EQ(trainer->step().loss, undisturbed[0]);
+    // In each batch of the step: what those before it have left counts no more.
+    for (int batch = 0; batch < 3; ++batch) {
+      data.asked = batch * kMicrobatches + 3;
+      EXPECT_THROW(trainer->step(), PipelineError);
+      EXPECT_EQ(trainer->steps_done(), 1);
+    }
+    EXPECT_EQ(losses_of(*trainer, 3), (std::vector<double>(undisturbed.begin() + 1, undisturbed.end())));
+  }
 }
 
 TEST(Trainer, EvaluatesWithoutDropout) {
