@@ -1,0 +1,155 @@
+// Trainer, as far as checkpoints go: what is written, put together over shards, and read into other ranks and stages.
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <exception>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "penstock/runtime/error.h"
+#include "penstock/train/trainer.h"
+
+namespace penstock {
+
+// The tensors of a stage as they are without shards, under all names that the model has for them. A shard's neighbours
+// are those of the other replicas.
+NamedTensors Trainer::whole(const Own& own, const StageModule::NamedTensors& tensors) {
+  std::map<std::string, at::Tensor> shapes;
+  for (const auto& [name, parameter] : own.stage->module().parameters) shapes.emplace(name, parameter);
+  NamedTensors result;
+  for (const auto& [full_name, tensor] : tensors) {
+    // "NAME" or "NAME.exp_avg".
+    std::string name = full_name;
+    std::string ending;
+    if (!shapes.contains(name) && name.rfind('.') != std::string::npos) {
+      ending = name.substr(name.rfind('.'));
+      name.resize(name.size() - ending.size());
+    }
+    at::Tensor value = tensor.detach();
+    const auto shape = shapes.find(name);
+    const bool is_shard = options_.sharded && shape != shapes.end() && value.dim() > 0 &&
+                          value.sizes() != shape->second.sizes() && num_replicas_ > 1;
+    if (is_shard && peers_ != nullptr) {
+      const at::Tensor all = at::empty({value.numel() * num_replicas_}, value.options());
+      finish([&] { return peers_->all_gather(all, value.contiguous()); });
+      value = all.narrow(0, 0, shape->second.numel()).view(shape->second.sizes());
+    } else if (is_shard) {
+      std::vector<at::Tensor> parts;
+      for (const Own& other : own_) {
+        if (other.stage->stage_index() != own.stage->stage_index()) continue;
+        const auto find_in = [&](const StageModule::NamedTensors& those) {
+          for (const auto& [one, part] : those) {
+            if (one == full_name) parts.push_back(part.detach());
+          }
+        };
+        if (ending.empty()) {
+          find_in(other.stage->parameters());
+        } else {
+          find_in(other.optimizer.state());
+        }
+      }
+      value = at::cat(parts).narrow(0, 0, shape->second.numel()).view(shape->second.sizes());
+    }
+    for (const std::string& alias : shape == shapes.end() ? std::vector{name} : model().names_of(name)) {
+      result.emplace_back(alias + ending, value);
+    }
+  }
+  return result;
+}
+
+std::string Trainer::save(const std::string& folder, int keep, const std::string& configuration) {
+  const CheckpointWriter writer(folder, steps_done_);
+  std::exception_ptr failure;
+  // All processes go through this in step, whether or not one of them has failed.
+  const auto together = [&](const auto& act) {
+    if (!failure) {
+      try {
+        act();
+      } catch (...) {
+        failure = std::current_exception();
+      }
+    }
+    bool failed = false;
+    try {
+      failed = summed({failure ? 1.0 : 0.0}).front() > 0;
+    } catch (const PipelineError&) {
+      if (!failure) throw;
+    }
+    if (failure) std::rethrow_exception(failure);
+    if (failed) throw CheckpointError(writer.path() + ": another rank could not write its part.");
+  };
+  const Schedule& schedule = pipeline_->schedule();
+  // Shards are put together by all; the first replica writes.
+  std::map<int, std::pair<NamedTensors, NamedTensors>> parts;
+  for (const Own& own : own_) {
+    NamedTensors weights = whole(own, own.stage->parameters());
+    NamedTensors optimizer = whole(own, own.optimizer.state());
+    if (own.replica != 0) continue;
+    auto& part = parts[schedule.placement().rank_of(own.stage->stage_index())];
+    for (const auto& [name, buffer] : own.stage->module().buffers) {
+      for (const std::string& alias : model().names_of(name)) weights.emplace_back(alias, buffer.detach());
+    }
+    // Stages of a rank may share a parameter.
+    const auto add = [](const NamedTensors& from, NamedTensors& to) {
+      for (const auto& [name, tensor] : from) {
+        const auto same = [&](const auto& one) { return one.first == name; };
+        if (std::ranges::none_of(to, same)) to.emplace_back(name, tensor);
+      }
+    };
+    add(weights, part.first);
+    add(optimizer, part.second);
+  }
+  together([&] {
+    if (speaks()) writer.begin();
+  });
+  together([&] {
+    for (const auto& [rank, part] : parts) writer.write_part(rank, part.first, part.second);
+  });
+  together([&] {
+    if (!speaks()) return;
+    writer.finish({.step = steps_done_, .model = model().description(), .configuration = configuration},
+                  schedule.ranks(), keep);
+  });
+  return writer.path();
+}
+
+// What a stage keeps of a tensor: all, or its replica's shard.
+at::Tensor Trainer::part_for(const Own& own, const std::string& name, const at::Tensor& whole_tensor) const {
+  for (const auto& [one, tensor] : own.stage->parameters()) {
+    if (one != name || tensor.sizes() == whole_tensor.sizes() || whole_tensor.dim() == 0) continue;
+    const std::int64_t length = tensor.numel();
+    at::Tensor part = at::zeros({length}, whole_tensor.options());
+    const std::int64_t begin = std::min(own.replica * length, whole_tensor.numel());
+    const std::int64_t count = std::min(length, whole_tensor.numel() - begin);
+    part.narrow(0, 0, count).copy_(whole_tensor.reshape(-1).narrow(0, begin, count));
+    return part;
+  }
+  return whole_tensor.clone();
+}
+
+void Trainer::load(const Checkpoint& checkpoint) {
+  checkpoint.require_model(model().description());
+  const c10::NoGradGuard no_grad;
+  // All that is needed is there, before anything changes.
+  for (const Own& own : own_) {
+    for (const auto& [name, parameter] : own.stage->parameters()) checkpoint.weight(name);
+    for (const auto& [name, buffer] : own.stage->module().buffers) checkpoint.weight(name);
+  }
+  for (Own& own : own_) {
+    for (const auto& [name, parameter] : own.stage->parameters()) {
+      parameter.detach().copy_(part_for(own, name, checkpoint.weight(name)));
+    }
+    for (const auto& [name, buffer] : own.stage->module().buffers) buffer.copy_(checkpoint.weight(name));
+    own.optimizer.load([&](const std::string& name) -> std::optional<at::Tensor> {
+      const std::optional<at::Tensor> state = checkpoint.optimizer_state(name);
+      if (!state) return std::nullopt;
+      return part_for(own, name.substr(0, name.rfind('.')), *state);
+    });
+  }
+  steps_done_ = checkpoint.info().step;
+}
+
+}  // namespace penstock
