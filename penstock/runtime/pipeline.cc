@@ -295,6 +295,9 @@ void Pipeline::abandon() {
 const Schedule& Pipeline::schedule() const {
   return state_->training;
 }
+int Pipeline::replicas() const {
+  return state_->replicas_here();
+}
 const std::vector<PipelineStage>& Pipeline::stages(int replica) const {
   return state_->ranks.stages().at(static_cast<std::size_t>(replica));
 }

@@ -98,6 +98,8 @@ class Pipeline {
   const Schedule& schedule() const;
   // Those of this process.
   const std::vector<PipelineStage>& stages(int replica = 0) const;
+  // How many replicas of this process share out a batch.
+  int replicas() const;
   // What ran last, with the schedule that it followed. Of other processes' ranks there is nothing.
   const Record& record(int replica = 0) const;
   const Schedule& recorded_schedule() const;

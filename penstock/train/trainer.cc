@@ -310,6 +310,25 @@ Trainer::Evaluation Trainer::evaluate(const std::vector<Batch>& batches) {
   return evaluation;
 }
 
+Pipeline& Trainer::writing_pipeline() {
+  set_training(false);
+  // Shards are put together by the actions of their own pipeline.
+  if (options_.sharded) return *pipeline_;
+  if (writing_) return *writing_;
+  const Schedule& schedule = pipeline_->schedule();
+  Schedule forwards(schedule.placement(), schedule.graph(), /*microbatches=*/1);
+  for (int stage = 0; stage < schedule.stages(); ++stage) {
+    forwards.add(schedule.placement().rank_of(stage), {.stage = stage, .microbatch = 0});
+  }
+  PipelineOptions options;
+  options.transport = options_.transport;
+  options.timeout = options_.timeout;
+  options.intra_op_threads = options_.intra_op_threads;
+  writing_ = std::make_unique<Pipeline>(build(*replicas_.front(), schedule, options_.transport.get(), memory_),
+                                        replicas_.front()->wiring(), forwards, std::move(options));
+  return *writing_;
+}
+
 Record Trainer::record() {
   Record record = last_record_;
   if (everyone_ == nullptr || record.empty()) return record;

@@ -97,6 +97,9 @@ class Trainer {
   Record record();
 
   Pipeline& pipeline() { return *pipeline_; }
+  // For a few rows at a time, as when a text is written: with as few microbatches as can be, and the model put into
+  // evaluation mode. All processes ask.
+  Pipeline& writing_pipeline();
   const Model& model() const { return *replicas_.front(); }
 
  private:
@@ -143,6 +146,7 @@ class Trainer {
   TrainerOptions options_;
   MemoryWatch memory_;
   std::unique_ptr<Pipeline> pipeline_;
+  std::unique_ptr<Pipeline> writing_;
   int num_replicas_ = 1;
   std::vector<Own> own_;
   std::vector<std::string> names_;

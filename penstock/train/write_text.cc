@@ -11,7 +11,7 @@ namespace penstock {
 std::string write_text(Pipeline& pipeline, int length, const std::string& text, const WriteTextOptions& options) {
   // An empty text begins with a new line, as texts do behind others.
   std::string written = text.empty() ? "\n" : text;
-  const int rows = pipeline.schedule().microbatches();
+  const int rows = pipeline.schedule().microbatches() * pipeline.replicas();
   for (int i = 0; i < options.bytes; ++i) {
     const std::string read =
         written.substr(written.size() - std::min<std::size_t>(written.size(), static_cast<std::size_t>(length)));

@@ -76,6 +76,20 @@ class Training(Case):
         again = self.penstock("generate", "kept/step-00000030", "the water", "--bytes", 20, "--temperature", 0, "--ranks", 1)
         self.assertEqual(again.stdout, sample)
 
+    def test_writes_the_same_sample_on_any_ranks(self):
+        (self.folder / "text").write_text("the water turns the wheel and the wheel turns the mill. " * 40)
+        common = ["--data", "text", "--length", 16, "--rows", 16, "--layers", 2, "--width", 32, "--steps", 3]
+
+        def sample(*words):
+            return self.train(*common, *words).partition("A sample:\n")[2]
+
+        whole = sample("--ranks", 1, "--microbatches", 8)
+        self.assertGreater(len(whole), 200)
+        for words in (["--ranks", 2], ["--ranks", 2, "--transport", "gloo"]):
+            self.assertEqual(sample("--microbatches", 8, *words), whole)
+        for words in ([], ["--shard"], ["--shard", "--transport", "gloo"]):
+            self.assertGreater(len(sample("--microbatches", 4, "--data-parallel", 2, *words)), 200)
+
     def test_trains_an_exported_model_on_batches_of_files(self):
         script = """
 import sys, torch

@@ -187,8 +187,7 @@ class Run {
     const std::vector<RankMemory> memory = trainer.memory();
     std::string sample;
     const bool is_text = options_.is_gpt() && sums() == nullptr;
-    trainer.set_training(false);
-    if (is_text) sample = write_text(trainer.pipeline(), options_.length, "", {.seed = options_.run.seed});
+    if (is_text) sample = write_text(trainer.writing_pipeline(), options_.length, "", {.seed = options_.run.seed});
     if (!progress) return;
     if (!record.empty()) sum_up(trainer.pipeline().schedule(), record, memory, *progress);
     if (sums() != nullptr) show_sums(*progress);
