@@ -7,7 +7,8 @@
 
 namespace penstock {
 
-// Throws ProgramError, which begins with `where`, for what is no JSON, and for nesting deeper than any exporter writes.
+// Of an exporter's files. Throws ProgramError, which begins with `where`, for what is no JSON, for nesting deeper than any
+// exporter writes, and for numbers that are too large for where they stand.
 nlohmann::json parse_json(std::string_view text, const std::string& where);
 
 }  // namespace penstock

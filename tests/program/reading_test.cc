@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "penstock/program/exported.h"
+#include "penstock/program/json.h"
 #include "penstock/program/pipe.h"
 #include "penstock/program/program.h"
 #include "penstock/program/pytree.h"
@@ -159,6 +160,22 @@ TEST(Reading, RefusesWhatIsNestedTooDeep) {
   expect_model_refused(model, ", the structure of the inputs: is nested more than 512 deep.");
   in_spec = json::array({1, {{"type", "builtins.dict"}, {"context", deep}, {"children_spec", json::array()}}}).dump();
   expect_model_refused(model, ", the structure of the inputs: is nested more than 512 deep.");
+}
+
+TEST(Reading, RefusesNumbersThatAreTooLargeForWhereTheyStand) {
+  for (const double number : {1.9e48, -1.9e48, 0x1p63}) {
+    json weights = small_weights();
+    weights["config"]["layer.bias"]["tensor_meta"]["strides"][0]["as_int"] = number;
+    expect_records_refused(small_records(small_model(), weights),
+                           "small: data/weights/model_weights_config.json: has the number ");
+  }
+  json model = small_model();
+  model["opset_version"]["aten"] = 1e300;
+  expect_model_refused(model, ": has the number 1e+300 where a whole number of 64 bits should stand.");
+  // As a mask has it.
+  model = small_model();
+  model["graph_module"]["metadata"]["as_floats"] = {-3.4028234663852886e+38, {1e300}};
+  EXPECT_NO_THROW(parse_json(model.dump(), "small"));
 }
 
 TEST(Reading, RefusesAHundredMegabytesOfBrackets) {
