@@ -77,8 +77,6 @@ class Trainer {
     // Of each batch.
     std::vector<c10::IValue> outputs;
   };
-  // Whether dropout drops in what is run next: so it does, but in evaluate.
-  void set_training(bool training);
   // Forwards alone, in evaluation mode.
   Evaluation evaluate(const std::vector<Batch>& batches);
 
@@ -124,6 +122,8 @@ class Trainer {
     std::vector<double> memory;
   };
 
+  // Whether dropout drops in what is run next.
+  void set_training(bool training);
   std::int64_t replica_of(std::size_t local) const;
   // The batches of a step through the pipeline.
   Figures run_batches(StepReport& report);

@@ -41,13 +41,18 @@ inline std::uint32_t checksum(std::string_view bytes) {
   return ~sum;
 }
 
+// A number as a zip has it.
+inline std::string little_endian(std::uint64_t number, int bytes) {
+  std::string text;
+  for (int i = 0; i < bytes; ++i) text.push_back(static_cast<char>(number >> (8 * static_cast<unsigned>(i)) & 255U));
+  return text;
+}
+
 // The records in a folder, as a zip has them: each behind a header, and all headers once more at the end.
 inline std::string zipped(const std::vector<Record>& records) {
   std::string file;
   std::string directory;
-  const auto put = [](std::string& to, std::uint64_t number, int bytes) {
-    for (int i = 0; i < bytes; ++i) to.push_back(static_cast<char>(number >> (8 * static_cast<unsigned>(i)) & 255U));
-  };
+  const auto put = [](std::string& to, std::uint64_t number, int bytes) { to += little_endian(number, bytes); };
   for (const Record& record : records) {
     const std::string name = "archive/" + record.name;
     const std::uint64_t offset = record.claimed_offset.value_or(static_cast<std::uint32_t>(file.size()));
