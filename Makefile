@@ -60,7 +60,8 @@ bench: build ## timings, beside those of torch.distributed.pipelining
 	done
 	@echo; .venv/bin/python bench/train.py --penstock build/release/bin/penstock
 
-# Each fuzzer starts from a copy of its corpus, so that what it adds stays out of the tree. What it finds is kept.
+# Each fuzzer starts from a copy of its corpus, so that what it adds stays out of the tree; that of archives from small
+# exports too, which are written anew. What it finds is kept.
 fuzz: ## the fuzzers, FUZZ_RUNS inputs each
 	@scripts/setup soak
 	@$(call quietly,cmake --preset fuzz)
@@ -68,10 +69,12 @@ fuzz: ## the fuzzers, FUZZ_RUNS inputs each
 	@mkdir -p build/fuzz/found; \
 	corpora=$$(mktemp -d); \
 	trap 'rm -rf "$$corpora"' EXIT; \
+	cp -r tests/fuzz/corpus/. "$$corpora"; \
+	.venv/bin/python tests/program/models.py "$$corpora/programs" && \
+	  find "$$corpora/programs" -name '*.pt2' -size -20k -exec cp {} "$$corpora/archive" \; || exit 1; \
 	for subject in action archive csv metadata safetensors; do \
-	  cp -r tests/fuzz/corpus/$$subject "$$corpora/$$subject"; \
 	  echo "fuzz_$$subject: $(FUZZ_RUNS) inputs"; \
-	  build/fuzz/bin/fuzz_$$subject -runs=$(FUZZ_RUNS) -max_len=8192 -timeout=10 \
+	  build/fuzz/bin/fuzz_$$subject -runs=$(FUZZ_RUNS) -max_len=20000 -malloc_limit_mb=64 -timeout=10 \
 	    -artifact_prefix=build/fuzz/found/$$subject- "$$corpora/$$subject" >"$$corpora/log" 2>&1 || \
 	    { tail -n 60 "$$corpora/log"; echo "fuzz_$$subject: the input is in build/fuzz/found"; exit 1; }; \
 	  tail -n 1 "$$corpora/log"; \

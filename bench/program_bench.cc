@@ -6,15 +6,16 @@
 #include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/randint.h>
 
-#include <algorithm>
 #include <iostream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bench/answering.h"
 #include "penstock/program/inputs.h"
 #include "penstock/program/pipe.h"
 #include "penstock/runtime/pipeline.h"
+#include "penstock/schedule/costs.h"
 #include "penstock/schedule/generators.h"
 
 namespace penstock {
@@ -33,8 +34,7 @@ double median_seconds(int steps, const Act& act) {
   std::vector<double> times;
   for (int i = 0; i < steps + 2; ++i) times.push_back(act());
   times.erase(times.begin(), times.begin() + 2);
-  std::ranges::nth_element(times, times.begin() + steps / 2);
-  return times[static_cast<std::size_t>(steps / 2)];
+  return median(std::move(times));
 }
 
 double time_one(const std::string& model, int threads, int steps) {

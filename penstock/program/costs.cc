@@ -8,10 +8,12 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "penstock/program/grad_flow.h"
 #include "penstock/program/part.h"
 #include "penstock/program/state.h"
+#include "penstock/schedule/costs.h"
 #include "penstock/tensor/random_scope.h"
 
 namespace penstock {
@@ -184,9 +186,7 @@ std::vector<NodeCost> measured_costs(const Program& program, const Args& args, c
   }
   for (std::size_t i = 0; i < costs.size(); ++i) {
     if (seconds[i].empty()) continue;
-    const auto middle = seconds[i].begin() + static_cast<std::ptrdiff_t>(seconds[i].size() / 2);
-    std::nth_element(seconds[i].begin(), middle, seconds[i].end());
-    costs[i].seconds = *middle * (grad[i] ? 1 + kBackwardPerForward : 1);
+    costs[i].seconds = median(std::move(seconds[i])) * (grad[i] ? 1 + kBackwardPerForward : 1);
   }
   return costs;
 }

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <iterator>
 #include <optional>
+#include <set>
+#include <string>
 #include <string_view>
 #include <unordered_map>
 #include <utility>
@@ -171,10 +173,15 @@ class Reader {
   void read_outputs(const schema::GraphSignature& signature, const Scope& scope) {
     std::size_t users = 0;
     std::size_t index = 0;
+    std::set<std::pair<ProgramOutput::Kind, std::string>> targets;
     for (const schema::OutputSpec& spec : signature.get_output_specs()) {
       nodes_.at("output " + std::to_string(index++), [&] {
         ProgramOutput output = output_of(spec, scope);
-        if (output.kind == ProgramOutput::Kind::User) ++users;
+        if (output.kind == ProgramOutput::Kind::User) {
+          ++users;
+        } else if (!targets.emplace(output.kind, output.target).second) {
+          throw ProgramError("is written to '" + output.target + "', as another output is.");
+        }
         exported_->outputs.push_back(std::move(output));
       });
     }
@@ -229,7 +236,9 @@ class Reader {
   std::string user_input(const std::string& name, const Scope& scope) const {
     const Operand& operand = look_up(name, scope);
     for (const ProgramInput& input : exported_->inputs) {
-      if (input.kind == ProgramInput::Kind::User && input.value == operand.value) return input.name;
+      if (input.kind != ProgramInput::Kind::User || !operand.is_value() || input.value != operand.value) continue;
+      if (exported_->graph.values[static_cast<std::size_t>(input.value)].kind == ValueKind::Tensor) return input.name;
+      throw ProgramError("is written to '" + name + "', which is no tensor.");
     }
     throw ProgramError("is written to '" + name + "', which is no input.");
   }

@@ -16,9 +16,6 @@
 namespace penstock {
 namespace {
 
-// How long the ranks of a failed step may take to say where they are.
-constexpr Clock::duration kReportTime = std::chrono::milliseconds(500);
-
 constexpr const char* kBroken =
     "this pipeline has failed in an earlier step.\n"
     "  Hint: between processes, each makes a new transport and a new pipeline to go on.";
@@ -378,7 +375,7 @@ void Ranks::fail(const Running& running) {
                     .what = running.what,
                     .reports = {},
                     .timeout_seconds = std::chrono::duration<double>(options_.timeout).count()};
-  for (const auto& text : locals_.front().transport->reports(Clock::now() + kReportTime)) {
+  for (const auto& text : locals_.front().transport->reports(Clock::now() + Transport::kReportTime)) {
     failed.reports.push_back(text ? std::optional(decode_report(*text)) : std::nullopt);
   }
   if (!are_threads()) broken_ = kBroken;

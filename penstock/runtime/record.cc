@@ -15,13 +15,6 @@ Span working_span(const ActionRecord& record) {
           .end = static_cast<double>(record.end) / kMillisecond};
 }
 
-double median(std::vector<double> values, double otherwise) {
-  if (values.empty()) return otherwise;
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
-
 // How many microbatches a rank keeps at most, by its list.
 int peak_activations(std::span<const Action> actions) {
   int kept = 0;
@@ -98,12 +91,12 @@ Costs costs_of(const Schedule& schedule, const Record& record) {
       return times[stage][static_cast<std::size_t>(computation)];
     };
     // A full backward is an input and a weight backward; which has what part of it cannot be seen.
-    const double half = median(of(Computation::FullBackward), 0) / 2;
+    const double half = median(of(Computation::FullBackward)) / 2;
     StageCosts own;
-    own.forward = median(of(Computation::Forward), 0);
+    own.forward = median(of(Computation::Forward));
     own.input = median(of(Computation::InputBackward), half);
     own.weight = median(of(Computation::WeightBackward), half);
-    own.bytes_sent = median(bytes[stage], 0);
+    own.bytes_sent = median(bytes[stage]);
     costs.stages.push_back(own);
   }
   return costs;

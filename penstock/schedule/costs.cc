@@ -74,6 +74,13 @@ const LinkCosts& Costs::of_link(int from_rank, int to_rank) const {
   return found == links.end() ? link : found->second;
 }
 
+double median(std::vector<double> measured, double if_none) {
+  if (measured.empty()) return if_none;
+  const auto middle = measured.begin() + static_cast<std::ptrdiff_t>(measured.size() / 2);
+  std::nth_element(measured.begin(), middle, measured.end());
+  return *middle;
+}
+
 void require_fit(const Costs& costs, int stages, int ranks) {
   if (costs.stages.size() > static_cast<std::size_t>(stages)) {
     throw ScheduleError("the costs have " + std::to_string(costs.stages.size()) +

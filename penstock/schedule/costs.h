@@ -42,6 +42,9 @@ struct Costs {
   const LinkCosts& of_link(int from_rank, int to_rank) const;
 };
 
+// The middle one of some measurements.
+double median(std::vector<double> measured, double if_none = 0);
+
 // Throws ScheduleError when costs name a stage or a rank that there is not.
 void require_fit(const Costs& costs, int stages, int ranks);
 

@@ -20,9 +20,6 @@
 namespace penstock {
 namespace {
 
-// How long others may take to say that they are there.
-constexpr Clock::duration kReportTime = std::chrono::milliseconds(500);
-
 // Its stages that belong to this process.
 std::vector<PipelineStage> build(const Model& model, const Schedule& schedule, const Transport* transport,
                                  MemoryWatch& memory) {
@@ -119,7 +116,7 @@ void Trainer::finish(const std::function<std::unique_ptr<Work>()>& begin) const 
     if (error.why() == TransportError::Why::Late) {
       message << " of " << std::chrono::duration<double>(options_.timeout).count() << " s";
     }
-    const auto reports = transport.reports(Clock::now() + kReportTime);
+    const auto reports = transport.reports(Clock::now() + Transport::kReportTime);
     for (std::size_t rank = 0; rank < reports.size(); ++rank) {
       if (!reports[rank]) message << "\n  rank " << rank << ": did not answer";
       // One that was late is still in its step.

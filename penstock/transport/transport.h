@@ -8,6 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -117,6 +118,8 @@ class Transport {
   // What this rank says of itself when waiting ends so, or because a rank is gone: asked by whichever thread learns of it,
   // also while the rank is busy. To be set while no step runs; nullptr for nothing.
   virtual void on_abort(std::function<std::string()> report) = 0;
+  // How long a rank that has failed gives the others to say where they were.
+  static constexpr Clock::duration kReportTime = std::chrono::milliseconds(500);
   // What each rank has said of itself, after all waiting has ended: by rank, as far as it has come by the deadline; empty
   // for one that had nothing to say.
   virtual std::vector<std::optional<std::string>> reports(Deadline deadline) = 0;

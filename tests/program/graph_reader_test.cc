@@ -248,6 +248,22 @@ TEST(Reading, RefusesWritesToWhatThereIsNot) {
   expect_model_refused(model, ": output 1: is written to 'bias', which there is not.");
   outputs[1] = {{"user_input_mutation", {{"arg", {{"name", "relu"}}}, {"user_input_name", "linear"}}}};
   expect_model_refused(model, ": output 1: is written to 'linear', which is no input.");
+  outputs[1] = {{"parameter_mutation", {{"arg", {{"name", "p_weight"}}}, {"parameter_name", "layer.weight"}}}};
+  outputs.push_back(json(outputs[1]));
+  expect_model_refused(model, ": output 2: is written to 'layer.weight', as another output is.");
+}
+
+TEST(Reading, RefusesAWriteToANumber) {
+  json model = small_model();
+  json& signature = model["graph_module"]["signature"];
+  const json number = {{"as_sym_int", {{"as_name", "x"}}}};
+  signature["input_specs"][2]["user_input"]["arg"] = number;
+  graph_of(model)["inputs"][2] = number;
+  graph_of(model)["sym_int_values"]["x"] = {{"as_int", 3}};
+  nodes_of(model) = json::array();
+  signature["output_specs"] = {{{"user_output", {{"arg", number}}}},
+                               {{"user_input_mutation", {{"arg", {{"name", "p_bias"}}}, {"user_input_name", "x"}}}}};
+  expect_model_refused(model, ": output 1: is written to 'x', which is no tensor.");
 }
 
 TEST(Reading, RefusesAnAutocastToADtypeThatThereIsNot) {

@@ -155,6 +155,12 @@ TEST(Costs, NameWhatIsWrongInAFile) {
   for (const auto& entry : cases) expect_error([&] { parse_costs(entry.first, "costs.json"); }, entry.second);
 }
 
+TEST(Costs, AreTheMiddleOfWhatWasMeasured) {
+  EXPECT_EQ(median({3, 100, 1}), 3);
+  EXPECT_EQ(median({}), 0);
+  EXPECT_EQ(median({}, 7), 7);
+}
+
 TEST(Costs, MustFit) {
   Costs costs;
   costs.stages.resize(3);

@@ -11,17 +11,12 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "penstock/schedule/costs.h"
+
 namespace penstock::cli {
 namespace {
 
 using nlohmann::json;
-
-double median(std::vector<double> numbers) {
-  if (numbers.empty()) return 0;
-  const auto middle = numbers.begin() + static_cast<std::ptrdiff_t>(numbers.size() / 2);
-  std::nth_element(numbers.begin(), middle, numbers.end());
-  return *middle;
-}
 
 std::string clock(double seconds) {
   const auto whole = static_cast<std::int64_t>(seconds + 0.5);
