@@ -3,31 +3,44 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <cstdint>
 #include <utility>
 
 #include "penstock/schedule/nearest.h"
 
 namespace penstock::cli {
 
-CLI::Validator whole_number() {
-  return {[](const std::string& text) {
-            int value = 0;
+namespace {
+
+// Of numbers that are this type's, and for which it holds.
+template <class Number, class Holds>
+CLI::Validator number_that(const Holds& holds, const std::string& expected) {
+  return {[holds, expected](const std::string& text) {
+            Number value{};
             const auto read = std::from_chars(text.data(), text.data() + text.size(), value);
-            const bool good = read.ec == std::errc() && read.ptr == text.data() + text.size() && value >= 1;
-            return good ? std::string() : "'" + text + "' should be a whole number from 1 on";
+            const bool good = read.ec == std::errc() && read.ptr == text.data() + text.size() && holds(value);
+            return good ? std::string() : "'" + text + "' should be " + expected;
           },
           ""};
 }
 
+}  // namespace
+
+CLI::Validator whole_number() {
+  return number_that<int>([](int value) { return value >= 1; }, "a whole number from 1 on");
+}
+
+CLI::Validator seed() {
+  return number_that<std::uint64_t>([](std::uint64_t) { return true; }, "a whole number from 0 to 2^64 - 1");
+}
+
 CLI::Validator cost() {
-  return {[](const std::string& text) {
-            double value = 0;
-            const auto read = std::from_chars(text.data(), text.data() + text.size(), value);
-            const bool good =
-                read.ec == std::errc() && read.ptr == text.data() + text.size() && std::isfinite(value) && value >= 0;
-            return good ? std::string() : "'" + text + "' should be a number that is not negative";
-          },
-          ""};
+  return number_that<double>([](double value) { return std::isfinite(value) && value >= 0; },
+                             "a number that is not negative");
+}
+
+CLI::Validator duration() {
+  return number_that<double>([](double value) { return std::isfinite(value) && value > 0; }, "a number above 0");
 }
 
 CLI::Validator one_of(std::vector<std::string> words) {

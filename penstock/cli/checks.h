@@ -9,8 +9,12 @@ namespace penstock::cli {
 
 // From 1 on.
 CLI::Validator whole_number();
+// From 0 on, of 64 bits.
+CLI::Validator seed();
 // Not negative.
 CLI::Validator cost();
+// Above 0.
+CLI::Validator duration();
 // With the nearest right word for a wrong one.
 CLI::Validator one_of(std::vector<std::string> words);
 

@@ -118,6 +118,7 @@ std::string printable(std::string_view text) {
 }
 
 void require_folder(const std::string& path) {
+  if (std::filesystem::is_directory(path)) fail(path, "is a folder; give the name of a file.");
   const std::filesystem::path folder = std::filesystem::path(path).parent_path();
   if (!folder.empty() && !std::filesystem::is_directory(folder)) {
     throw std::runtime_error(path + ": cannot be written, as there is no folder " + folder.string() + ".");

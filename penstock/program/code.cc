@@ -15,6 +15,7 @@
 #include "penstock/program/mode.h"
 #include "penstock/tensor/autocast_scope.h"
 #include "penstock/tensor/random_scope.h"
+#include "penstock/tensor/reason.h"
 
 namespace penstock {
 namespace {
@@ -43,12 +44,6 @@ c10::IValue converted(c10::IValue value, Operand::Conversion conversion) {
                                                                                            : at::kLong));
   tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
   return tensor;
-}
-
-// The text of an operator's error, without where in libtorch it came from.
-std::string reason_of(const std::exception& error) {
-  const auto* c10_error = dynamic_cast<const c10::Error*>(&error);
-  return c10_error == nullptr ? error.what() : c10_error->what_without_backtrace();
 }
 
 }  // namespace

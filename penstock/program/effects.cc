@@ -41,8 +41,16 @@ bool copies(const Graph& graph, const Node& node, int from, int result) {
   return false;
 }
 
+// torch.tensor([…]) in a model: a constant is copied, and the copy detached, which has no gradient anyway.
+bool detaches_constant(const Graph& graph, const Node& node) {
+  if (node.operator_name() != "aten::detach_" || !node.operands.front().is_value()) return false;
+  const int producer = graph.values[static_cast<std::size_t>(node.operands.front().value)].producer;
+  return producer >= 0 && graph.nodes[static_cast<std::size_t>(producer)].operator_name() == "aten::lift_fresh_copy";
+}
+
 void find_annotated(const Graph& graph, std::size_t number, const c10::FunctionSchema& schema, Effects& effects) {
   const Node& node = graph.nodes[number];
+  if (detaches_constant(graph, node)) return;
   const auto& arguments = schema.arguments();
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     const c10::AliasInfo* taken = arguments[i].alias_info();

@@ -247,6 +247,41 @@ class Reader {
   Exported* exported_;
 };
 
+// The buffer that the last node only assigns anew: nothing else writes to it, or is given it from there.
+const ProgramInput* assigned_last(const Exported& exported, const Effects& effects) {
+  if (exported.graph.nodes.empty()) return nullptr;
+  const Node& last = exported.graph.nodes.back();
+  if (last.operator_name() != "aten::copy_" || !last.operands[0].is_value() || !last.operands[1].is_value())
+    return nullptr;
+  const int to = last.operands[0].value;
+  const int from = effects.root_of(last.operands[1].value);
+  const auto index = [](int number) { return static_cast<std::size_t>(number); };
+  if (effects.writers[index(to)].size() != 1 || !effects.writers[index(from)].empty()) return nullptr;
+  for (const ProgramOutput& output : exported.outputs) {
+    if (output.operand.is_value() && effects.root_of(output.operand.value) == to) return nullptr;
+  }
+  const ProgramInput* buffer = nullptr;
+  for (const ProgramInput& input : exported.inputs) {
+    if (input.value == from && input.kind != ProgramInput::Kind::User) return nullptr;
+    if (input.value == to && input.kind == ProgramInput::Kind::Buffer) buffer = &input;
+  }
+  return buffer;
+}
+
+// `self.buffer = value` becomes a copy behind all other nodes, wherever it stands in the model. What is assigned is an
+// output that is written when all is done, which a cut puts where it is made.
+void take_assignments(Exported& exported) {
+  Graph& graph = exported.graph;
+  const Effects effects = effects_of(graph);
+  while (const ProgramInput* const buffer = assigned_last(exported, effects)) {
+    exported.outputs.push_back({.kind = ProgramOutput::Kind::Buffer,
+                                .operand = std::move(graph.nodes.back().operands[1]),
+                                .target = buffer->name});
+    graph.nodes.pop_back();
+  }
+  for (int& mark : graph.marks) mark = std::min(mark, static_cast<int>(graph.nodes.size()));
+}
+
 void check_version(const json& program, const std::string& where) {
   const json version = program.value("schema_version", json::object());
   const json major = version.is_object() ? version.value("major", json()) : json();
@@ -277,6 +312,7 @@ Exported read_exported(const Archive& archive) {
       known.most = constraint.get_max_val().value_or(known.most);
     }
     Reader(where, exported).read(program.at("graph_module"));
+    take_assignments(exported);
     exported.effects = effects_of(exported.graph);
   } catch (const ProgramError&) {
     throw;

@@ -27,6 +27,7 @@ struct Dimension {
 struct TensorType {
   at::ScalarType dtype = at::ScalarType::Float;
   at::Device device = at::kCPU;
+  at::Layout layout = at::kStrided;
   std::vector<Dimension> sizes = {};
   // Of the example.
   std::vector<std::int64_t> strides = {};

@@ -68,6 +68,12 @@ c10::IValue number_in(const std::string& name, ValueKind kind, const at::Tensor&
   return number.toLong();
 }
 
+std::string listed(const auto& names) {
+  std::string text;
+  for (const std::string& one : names) text.append(text.empty() ? "" : ", ").append(one);
+  return text.empty() ? "none" : text;
+}
+
 }  // namespace
 
 Arguments arguments_from(const Program& program, const TensorsByName& tensors) {
@@ -78,15 +84,17 @@ Arguments arguments_from(const Program& program, const TensorsByName& tensors) {
     if (input.kind != ProgramInput::Kind::User) continue;
     known.insert(input.name);
     const auto found = tensors.find(input.name);
-    if (found == tensors.end()) throw ProgramError("the input '" + input.name + "' is missing.");
+    if (found == tensors.end()) {
+      std::vector<std::string> given;
+      for (const auto& [name, tensor] : tensors) given.push_back(name);
+      throw ProgramError("the input '" + input.name + "' is missing; given are " + listed(given) + ".");
+    }
     const ValueKind kind = program.graph().values[static_cast<std::size_t>(input.value)].kind;
     leaves.push_back(kind == ValueKind::Tensor ? found->second : number_in(input.name, kind, found->second));
   }
   for (const auto& [name, tensor] : tensors) {
     if (known.contains(name)) continue;
-    std::string names;
-    for (const std::string& one : known) names.append(names.empty() ? "" : ", ").append(one);
-    throw ProgramError("there is no input '" + name + "'; the program takes " + (names.empty() ? "none" : names) + ".");
+    throw ProgramError("there is no input '" + name + "'; the program takes " + listed(known) + ".");
   }
   const c10::IValue both = program.in_spec().unflatten(leaves);
   const auto& elements = both.toTupleRef().elements();
@@ -137,9 +145,12 @@ std::vector<TensorsByName> split_inputs(const Program& program, const TensorsByN
     if (input.kind != ProgramInput::Kind::User || found == tensors.end()) continue;
     const at::Tensor& tensor = found->second;
     if (tensor.dim() == 0 || tensor.size(0) % microbatches != 0) {
-      throw ProgramError(input.name + ": has " +
-                         (tensor.dim() == 0 ? "no rows" : std::to_string(tensor.size(0)) + " rows") +
-                         ", which cannot be shared out among " + std::to_string(microbatches) + " microbatches.");
+      throw ProgramError(
+          input.name + ": has " + (tensor.dim() == 0 ? "no rows" : std::to_string(tensor.size(0)) + " rows") +
+          ", which cannot be shared out among " + std::to_string(microbatches) + " microbatches." +
+          (tensor.dim() == 0 ? "\n  Hint: of a number, or a tensor without dimensions, there is a row for "
+                               "each microbatch."
+                             : ""));
     }
     const std::int64_t rows = tensor.size(0) / microbatches;
     for (int i = 0; i < microbatches; ++i) {

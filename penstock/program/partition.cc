@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <iterator>
 #include <map>
 #include <set>
 #include <string>
@@ -63,6 +64,7 @@ constexpr auto kCheap = std::to_array<std::string_view>({"aten::add",
                                                          "aten::select",
                                                          "aten::sin",
                                                          "aten::slice",
+                                                         "aten::sparse_coo_tensor",
                                                          "aten::squeeze",
                                                          "aten::stack",
                                                          "aten::sub",
@@ -99,6 +101,7 @@ class Partitioner {
         input_of_(graph_.values.size(), -1),
         home_(graph_.values.size(), 0),
         written_in_(graph_.values.size()),
+        written_through_(graph_.values.size()),
         bonds_(bonds_of(exported)) {
     for (std::size_t i = 0; i < exported_.inputs.size(); ++i) {
       if (exported_.inputs[i].value >= 0) input_of_[index(exported_.inputs[i].value)] = static_cast<int>(i);
@@ -110,6 +113,7 @@ class Partitioner {
     find_homes();
     require_order();
     require_together();
+    require_detached_alone();
     find_recomputable();
     place_writes();
     for (const ProgramInput& input : exported_.inputs) {
@@ -156,7 +160,10 @@ class Partitioner {
   void find_homes() {
     for (std::size_t i = 0; i < graph_.nodes.size(); ++i) {
       for_each_result(graph_.nodes[i], [&](int result) { home_[index(result)] = stages_[i]; });
-      for (const int written : effects_.writes[i]) written_in_[index(effects_.root_of(written))].insert(stages_[i]);
+      for (const int written : effects_.writes[i]) {
+        written_in_[index(effects_.root_of(written))].insert(stages_[i]);
+        written_through_[index(origin_of(written))].insert(stages_[i]);
+      }
     }
   }
 
@@ -212,6 +219,38 @@ class Partitioner {
         break;
     }
     throw ProgramError(text + "\n  Hint: cut so that both are in one stage.");
+  }
+
+  bool is_detached(int one) const {
+    const int producer = value(one).producer;
+    return effects_.view_of[index(one)] >= 0 && producer >= 0 && node(producer).operator_name() == "aten::detach";
+  }
+
+  // Where the gradients of a value and of its views meet: the value whose memory they lie in, or a detached view of it.
+  int origin_of(int one) const {
+    while (effects_.view_of[index(one)] >= 0 && !is_detached(one)) one = effects_.view_of[index(one)];
+    return one;
+  }
+
+  // What is written through a detached view has a gradient that the tensor behind it has not: to later stages they go as
+  // two. If one is written to there, the other would not see it.
+  void require_detached_alone() const {
+    for (int origin = 0; origin < static_cast<int>(graph_.values.size()); ++origin) {
+      const int root = effects_.root_of(origin);
+      const std::set<int>& through = written_through_[index(origin)];
+      if (origin == root || through.empty() || *written_in_[index(root)].rbegin() == *through.begin()) continue;
+      for (const int user : effects_.users[index(root)]) {
+        if (stages_[index(user)] <= *through.begin()) continue;
+        for_each_operand_value(node(user), [&](int operand) {
+          if (effects_.root_of(operand) != root || origin_of(operand) == origin) return;
+          throw ProgramError("'" + value(origin).name + "', which is '" + value(root).name +
+                             "' detached, is written to in stage " + std::to_string(*through.begin()) + ", and " +
+                             named(user) + " uses '" + value(operand).name + "', the same memory, in stage " +
+                             std::to_string(stages_[index(user)]) +
+                             ", where one of them is written to again.\n  Hint: cut so that both are in one stage.");
+        });
+      }
+    }
   }
 
   // Whether a later stage than that which makes it writes to it.
@@ -324,7 +363,12 @@ class Partitioner {
     const int root = effects_.root_of(operand);
     const bool is_view = operand != root && !written_in_[index(root)].empty();
     if (is_view && (is_written_later(root) || is_held(root))) {
-      run_again(producer, filling);
+      const int from = last_before(filling.stage, written_through_[index(operand)]);
+      if (from >= 0 && is_detached(operand)) {
+        take(operand, from, filling);
+      } else {
+        run_again(producer, filling);
+      }
     } else if (producer >= 0 && recomputable_[index(producer)]) {
       run_again(producer, filling);
     } else {
@@ -342,16 +386,25 @@ class Partitioner {
     return first;
   }
 
+  // -1 if there is none.
+  static int last_before(int stage, const std::set<int>& stages) {
+    const auto behind = stages.lower_bound(stage);
+    return behind == stages.begin() ? -1 : *std::prev(behind);
+  }
+
   // The stage that has a value as it is before this one.
   int last_writer_before(int stage, int operand) const {
-    int from = home_[index(operand)];
-    for (const int writer : written_in_[index(effects_.root_of(operand))]) {
-      if (writer < stage && writer > from && effects_.root_of(operand) == operand) from = writer;
-    }
-    return from;
+    const int home = home_[index(operand)];
+    return effects_.root_of(operand) == operand ? std::max(home, last_before(stage, written_in_[index(operand)]))
+                                                : home;
   }
 
   void take(int operand, int from, Filling& filling) {
+    if (value(operand).type && value(operand).type->layout != at::kStrided) {
+      throw ProgramError("stage " + std::to_string(filling.stage) + " uses '" + value(operand).name +
+                         "', a sparse tensor of stage " + std::to_string(from) +
+                         "; these cannot be sent.\n  Hint: cut so that both are in one stage.");
+    }
     filling.made.insert(operand);
     std::vector<int>& results = parts_[index(from)].results;
     auto found = std::find(results.begin(), results.end(), operand);
@@ -398,6 +451,8 @@ class Partitioner {
   std::vector<int> input_of_;
   std::vector<int> home_;
   std::vector<std::set<int>> written_in_;
+  // By origin: the stages that write to it through itself or its views.
+  std::vector<std::set<int>> written_through_;
   std::vector<Bond> bonds_;
   std::vector<bool> recomputable_;
 };

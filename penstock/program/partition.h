@@ -6,7 +6,8 @@
 //   stage that uses it. So is arithmetic on sizes, where the tensor whose size it is comes along anyway; other numbers
 //   travel.
 // - A value that a later stage writes to in place comes from the last stage before that has written to it. Views of it are
-//   made anew from it, so that they see what was written.
+//   made anew from it, so that they see what was written; but a detached view that was written to comes itself, with the
+//   gradient of what was written.
 #pragma once
 
 #include <vector>

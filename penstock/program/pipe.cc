@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <iomanip>
 #include <iterator>
+#include <limits>
 #include <ostream>
 #include <set>
 #include <sstream>
@@ -151,6 +152,11 @@ std::vector<Weight> weights_of(const Program& program, const std::vector<StagePa
   return weights;
 }
 
+// As sizes do, a sum stays at the largest number where it would go beyond it.
+void add(std::int64_t more, std::int64_t& sum) {
+  if (__builtin_add_overflow(sum, more, &sum)) sum = std::numeric_limits<std::int64_t>::max();
+}
+
 }  // namespace
 
 std::function<c10::IValue(const Args&, const Kwargs&)> Pipe::State::forward_of(
@@ -229,14 +235,14 @@ void Pipe::State::make_info(const Program& program, const std::vector<int>& stag
   for (int stage = 0; stage < static_cast<int>(parts.size()); ++stage) {
     const StagePart& part = parts[index(stage)];
     PipeInfo::Stage one{.modules = modules_of(graph, stages, stage), .nodes = static_cast<int>(part.nodes.size())};
-    for (const auto& [name, tensor] : modules[index(stage)].parameters) one.parameters += tensor.numel();
-    for (const auto& [name, tensor] : modules[index(stage)].buffers) one.buffers += tensor.numel();
+    for (const auto& [name, tensor] : modules[index(stage)].parameters) add(tensor.numel(), one.parameters);
+    for (const auto& [name, tensor] : modules[index(stage)].buffers) add(tensor.numel(), one.buffers);
     for (const int number : part.nodes) {
       one.flops += costs[index(number)].flops;
       one.seconds += costs[index(number)].seconds;
       for_each_result(graph.nodes[index(number)], [&](int value) {
         const auto& type = graph.values[index(value)].type;
-        if (type && effects.view_of[index(value)] < 0) one.kept_bytes += type->bytes();
+        if (type && effects.view_of[index(value)] < 0) add(type->bytes(), one.kept_bytes);
       });
     }
     info.stages.push_back(std::move(one));
@@ -389,7 +395,8 @@ std::ostream& operator<<(std::ostream& out, const Pipe& pipe) {
     const PipeInfo::Stage& stage = info.stages[i];
     out << "  stage " << i << ": ";
     for (std::size_t k = 0; k < stage.modules.size(); ++k) out << (k == 0 ? "" : ", ") << stage.modules[k];
-    if (stage.modules.empty()) out << stage.nodes << " operations of the model itself";
+    if (stage.modules.empty())
+      out << stage.nodes << (stage.nodes == 1 ? " operation" : " operations") << " of the model itself";
     out << "\n    " << figures_of(stage) << "\n";
     for (const PipeInfo::Crossing& crossing : info.crossings) {
       if (crossing.from != static_cast<int>(i)) continue;

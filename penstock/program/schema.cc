@@ -84,6 +84,7 @@ Dimension dimension_of(const schema::SymInt& size) {
 TensorType type_of(const schema::TensorMeta& meta) {
   TensorType type{.dtype = dtype_of(meta.get_dtype()),
                   .device = device_of(meta.get_device()),
+                  .layout = layout_of(meta.get_layout()),
                   .requires_grad = meta.get_requires_grad()};
   for (const schema::SymInt& size : meta.get_sizes()) {
     type.sizes.push_back(dimension_of(size));

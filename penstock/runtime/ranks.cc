@@ -11,6 +11,7 @@
 
 #include "penstock/runtime/error.h"
 #include "penstock/runtime/results.h"
+#include "penstock/tensor/reason.h"
 #include "penstock/transport/threads.h"
 
 namespace penstock {
@@ -236,8 +237,8 @@ void Ranks::on_all(const std::function<void(Local&)>& act) {
     Local& local = locals_[static_cast<std::size_t>(index)];
     try {
       act(local);
-    } catch (...) {
-      local.transport->abort("rank " + std::to_string(local.rank) + " has failed");
+    } catch (const std::exception& error) {
+      local.transport->abort("rank " + std::to_string(local.rank) + ": " + reason_of(error));
       const std::lock_guard lock(mutex);
       if (!first) first = std::current_exception();
     }
@@ -319,10 +320,8 @@ void Ranks::run_rank(Running& running, std::size_t index) {
       case TransportError::Why::Gone: failure.kind = RankReport::Kind::IsGone; break;
       case TransportError::Why::Aborted: failure.kind = RankReport::Kind::None; break;
     }
-  } catch (const c10::Error& error) {
-    failure.failure = error.what_without_backtrace();
   } catch (const std::exception& error) {
-    failure.failure = error.what();
+    failure.failure = reason_of(error);
   } catch (...) {
     failure.failure = "an exception that is no std::exception";
   }

@@ -53,7 +53,7 @@ class ReplicatedParameters : public ParameterSync {
     for (std::size_t i = own.size(); i-- > 0;) {
       at::Tensor& gradient = own[i].mutable_grad();
       if (gradient.defined()) present_.data_ptr<float>()[i] = 1;
-      gradient = gradient.defined() ? gradient.contiguous() : at::zeros_like(own[i]);
+      gradient = gradient.defined() ? dense(gradient) : at::zeros_like(own[i]);
       bucket.push_back(gradient);
       bytes += gradient.nbytes();
       if (bytes < kBucketBytes) continue;
@@ -183,10 +183,14 @@ class ShardedParameters : public ParameterSync {
     if (whole_.empty()) return;
     const c10::AutoGradMode no_grad(false);
     gradients_ = at::zeros({length_ * group_->size()}, part_.options());
+    for (const at::Tensor& parameter : whole_) {
+      at::Tensor& gradient = parameter.mutable_grad();
+      if (gradient.defined()) gradient = dense(gradient);
+    }
     for_each_piece([&](std::size_t i, std::int64_t begin, std::int64_t count, std::int64_t in_buffer) {
       const at::Tensor& gradient = whole_[i].grad();
       if (gradient.defined()) {
-        gradients_.narrow(0, in_buffer, count).copy_(gradient.reshape(-1).narrow(0, begin, count));
+        gradients_.narrow(0, in_buffer, count).copy_(gradient.view(-1).narrow(0, begin, count));
       }
     });
     present_ = at::zeros({static_cast<std::int64_t>(whole_.size())});
@@ -276,6 +280,10 @@ std::unique_ptr<ParameterSync> shard_parameters(const StageModule& module, const
   return std::make_unique<ShardedParameters>(module, shared, stage, std::move(group));
 }
 
+at::Tensor dense(const at::Tensor& gradient) {
+  return gradient.is_sparse() ? gradient.to_dense() : gradient.contiguous();
+}
+
 Contribution::Contribution(std::vector<at::Tensor> parameters) : parameters_(std::move(parameters)) {
   now_.set_aside.resize(parameters_.size());
 }
@@ -333,11 +341,10 @@ void SharedSum::reduce(Deadline deadline) {
   const std::vector<at::Tensor>& own = contribution_.parameters();
   at::Tensor sum;
   for (const at::Tensor& one : own) {
-    if (one.grad().defined()) sum = sum.defined() ? sum.add(one.grad()) : one.grad().clone();
+    if (one.grad().defined()) sum = sum.defined() ? sum.add(dense(one.grad())) : dense(one.grad()).clone();
   }
   const at::Tensor present = at::full({1}, sum.defined() ? 1 : 0, at::TensorOptions(at::kFloat));
   if (!sum.defined()) sum = at::zeros_like(own.front()).detach();
-  sum = sum.contiguous();
   groups_.speakers->all_reduce({sum, present})->wait(deadline);
   sum.div_(replicas_);
   // Where nobody has a gradient there is none, as in one process.

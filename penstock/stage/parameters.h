@@ -51,6 +51,9 @@ std::unique_ptr<ParameterSync> replicate_parameters(const StageModule& module, c
 std::unique_ptr<ParameterSync> shard_parameters(const StageModule& module, const std::vector<bool>& shared, int stage,
                                                 std::shared_ptr<Group> group, Deadline deadline);
 
+// A gradient as it is summed over ranks, and as optimizers take it: that of an embedding may be sparse.
+at::Tensor dense(const at::Tensor& gradient);
+
 // Gradients of which only what a step contributes is reduced.
 class Contribution {
  public:

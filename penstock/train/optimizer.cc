@@ -1,6 +1,8 @@
 #include "penstock/train/optimizer.h"
 
 #include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/view_as_complex.h>
+#include <ATen/ops/view_as_real.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
@@ -13,6 +15,10 @@
 #include <vector>
 
 namespace penstock {
+
+at::Tensor as_real(const at::Tensor& tensor) {
+  return tensor.is_complex() ? at::view_as_real(tensor.detach().resolve_conj()) : tensor;
+}
 
 class Optimizer::Kind {
  public:
@@ -27,41 +33,65 @@ template <class Traits>
 class Optimizer::KindOf final : public Kind {
  public:
   KindOf(const OptimizerOptions& options, StageModule::NamedTensors parameters)
-      : parameters_(std::move(parameters)), optimizer_(tensors(), Traits::options(options)) {}
+      : parameters_(std::move(parameters)), stepped_(all_as_real()), optimizer_(learning(), Traits::options(options)) {}
 
   void step(double learning_rate) override {
     for (torch::optim::OptimizerParamGroup& group : optimizer_.param_groups()) group.options().set_lr(learning_rate);
+    for (std::size_t i = 0; i < stepped_.size(); ++i) {
+      if (stepped_[i].is_same(parameters_[i].second)) continue;
+      const at::Tensor gradient = std::exchange(parameters_[i].second.mutable_grad(), {});
+      if (gradient.defined()) stepped_[i].mutable_grad() = as_real(gradient);
+    }
     optimizer_.step();
-    optimizer_.zero_grad(/*set_to_none=*/true);
+    for (const at::Tensor& tensor : stepped_) tensor.mutable_grad().reset();
   }
 
   StageModule::NamedTensors state() const override {
     StageModule::NamedTensors named;
-    for (const auto& [name, tensor] : parameters_) {
-      const auto found = optimizer_.state().find(tensor.unsafeGetTensorImpl());
+    for (std::size_t i = 0; i < stepped_.size(); ++i) {
+      const auto& [name, parameter] = parameters_[i];
+      const auto found = optimizer_.state().find(stepped_[i].unsafeGetTensorImpl());
       if (found == optimizer_.state().end()) continue;
+      const std::size_t first = named.size();
       Traits::save(static_cast<const typename Traits::State&>(*found->second), name + ".", named);
+      for (std::size_t k = first; k < named.size(); ++k) {
+        at::Tensor& state = named[k].second;
+        if (parameter.is_complex() && state.is_floating_point()) state = at::view_as_complex(state);
+      }
     }
     return named;
   }
 
   void load(const std::function<std::optional<at::Tensor>(const std::string&)>& find) override {
-    for (const auto& [name, tensor] : parameters_) {
+    const auto find_real = [&](const std::string& name) {
+      std::optional<at::Tensor> found = find(name);
+      if (found) found = as_real(*found);
+      return found;
+    };
+    for (std::size_t i = 0; i < stepped_.size(); ++i) {
       auto state = std::make_unique<typename Traits::State>();
-      if (Traits::load(*state, name + ".", find)) optimizer_.state()[tensor.unsafeGetTensorImpl()] = std::move(state);
+      if (!Traits::load(*state, parameters_[i].first + ".", find_real)) continue;
+      optimizer_.state()[stepped_[i].unsafeGetTensorImpl()] = std::move(state);
     }
   }
 
  private:
-  std::vector<at::Tensor> tensors() const {
+  std::vector<at::Tensor> all_as_real() const {
     std::vector<at::Tensor> all;
-    for (const auto& [name, tensor] : parameters_) {
-      if (tensor.requires_grad()) all.push_back(tensor);
+    for (const auto& [name, tensor] : parameters_) all.push_back(as_real(tensor));
+    return all;
+  }
+  std::vector<at::Tensor> learning() const {
+    std::vector<at::Tensor> all;
+    for (std::size_t i = 0; i < stepped_.size(); ++i) {
+      if (parameters_[i].second.requires_grad()) all.push_back(stepped_[i]);
     }
     return all;
   }
 
   StageModule::NamedTensors parameters_;
+  // What the optimizer steps: themselves, or their memory as real numbers.
+  std::vector<at::Tensor> stepped_;
   typename Traits::Optimizer optimizer_;
 };
 

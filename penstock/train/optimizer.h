@@ -25,6 +25,9 @@ struct OptimizerOptions {
   double weight_decay = 0.01;
 };
 
+// A parameter or its gradient as optimizers take it: a complex number is two real ones.
+at::Tensor as_real(const at::Tensor& tensor);
+
 // libtorch's optimizers behind one face.
 class Optimizer {
  public:

@@ -16,6 +16,7 @@
 
 #include "penstock/runtime/error.h"
 #include "penstock/schedule/simulate.h"
+#include "penstock/stage/parameters.h"
 
 namespace penstock {
 namespace {
@@ -147,6 +148,12 @@ StepReport Trainer::step(bool wants_to_stop) {
   StepReport report{.step = steps_done_ + 1};
   try {
     Figures figures = run_batches(report);
+    for (const Own& own : own_) {
+      for (const auto& [name, parameter] : own.stage->parameters()) {
+        at::Tensor& gradient = parameter.mutable_grad();
+        if (gradient.defined()) gradient = dense(gradient);
+      }
+    }
     figures.wants_to_stop = wants_to_stop ? 1 : 0;
     sum_up(figures);
     report.loss = mean(figures.losses);
@@ -266,7 +273,7 @@ double Trainer::clip_gradients() {
     if (own.replica != 0 && !options_.sharded) return;
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       const at::Tensor& gradient = parameters[i].second.grad();
-      if (gradient.defined()) own.squares[i] = gradient.to(at::kDouble).square().sum().item<double>();
+      if (gradient.defined()) own.squares[i] = as_real(gradient).to(at::kDouble).square().sum().item<double>();
     }
   });
   std::vector<double> squares(names_.size(), 0);

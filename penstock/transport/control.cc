@@ -8,6 +8,8 @@
 #include <cstring>
 #include <utility>
 
+#include "penstock/tensor/reason.h"
+
 namespace penstock {
 namespace {
 
@@ -45,8 +47,7 @@ at::Tensor message_of(const Word& word) {
 
 // The first sentence, without the place in gloo or libtorch and without the backtrace.
 std::string brief(const std::exception& error) {
-  const auto* from_torch = dynamic_cast<const c10::Error*>(&error);
-  std::string text = from_torch == nullptr ? error.what() : from_torch->what_without_backtrace();
+  std::string text = reason_of(error);
   if (text.starts_with("[") && text.find("] ") != std::string::npos) text.erase(0, text.find("] ") + 2);
   return text.substr(0, std::min(text.find(". "), text.find('\n')));
 }

@@ -4,12 +4,14 @@
 #include <poll.h>
 #include <signal.h>  // NOLINT(modernize-deprecated-headers): sigset_t and its functions are POSIX's
 #include <spawn.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <optional>
 #include <stdexcept>
@@ -17,6 +19,9 @@
 
 namespace penstock {
 namespace {
+
+// Tells ranks which process has started them.
+constexpr const char* kStarter = "PENSTOCK_STARTED_BY";
 
 // This process's variables, without those that would send the ranks to another meeting.
 std::map<std::string, std::string> own_environment() {
@@ -76,6 +81,15 @@ std::string to_string(const ProcessEnd& end) {
   return "ended by signal " + std::to_string(end.code) + " (" + strsignal(end.code) + ")";
 }
 
+void end_with_starter() {
+  const char* text = std::getenv(kStarter);
+  const auto starter = static_cast<pid_t>(text == nullptr ? 0 : std::atol(text));
+  if (starter <= 0) return;
+  if (::getppid() == starter) ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+  // It may have ended before.
+  if (::kill(starter, 0) != 0 && errno == ESRCH) ::raise(SIGKILL);
+}
+
 ProcessRanks::ProcessRanks(const ProcessOptions& options) : grace_(options.grace) {
   if (options.ranks < 1) {
     throw std::invalid_argument("there are " + std::to_string(options.ranks) +
@@ -100,6 +114,7 @@ void ProcessRanks::start(const ProcessOptions& options, int rank, const Descript
   const std::string count = std::to_string(options.ranks);
   variables["RANK"] = variables["LOCAL_RANK"] = std::to_string(rank);
   variables["WORLD_SIZE"] = variables["LOCAL_WORLD_SIZE"] = count;
+  variables[kStarter] = std::to_string(::getpid());
   variables["MASTER_ADDR"] = kLoopback;
   variables["MASTER_PORT"] = std::to_string(port_of(socket));
 

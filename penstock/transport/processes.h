@@ -48,6 +48,9 @@ struct ProcessEnd {
 // "exited with 3", "ended by signal 11 (Segmentation fault)", "was killed".
 std::string to_string(const ProcessEnd& end);
 
+// Lets the system kill this process when the one ends whose ProcessRanks has started it, if one has; rendezvous() does so.
+void end_with_starter();
+
 class ProcessRanks {
  public:
   // Starts them. They meet at a port of loopback that nobody else can take: rank 0 inherits its socket. Throws

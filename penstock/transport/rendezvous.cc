@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "penstock/transport/processes.h"
 #include "penstock/transport/sockets.h"
 
 namespace penstock {
@@ -180,6 +181,7 @@ bool is_in_rank_environment(const Variables& variables) {
 }
 
 Rendezvous rendezvous(const RankEnvironment& environment, Clock::duration timeout) {
+  end_with_starter();
   const Deadline deadline = Clock::now() + timeout;
   const std::string address =
       environment.one_machine ? kLoopback : address_towards(environment.master_address, environment.master_port);

@@ -9,6 +9,7 @@ import re
 import struct
 import subprocess
 import tempfile
+import time
 import unittest
 import xml.etree.ElementTree
 
@@ -103,6 +104,8 @@ class Usage(Case):
         self.refuses("check", self.model("mlp"), "--transport", "mpi", message="'mpi' is none of threads, gloo")
         self.refuses("check", self.model("mlp"), "--schedule", "1F2B", message="1F1B")
         self.refuses("check", self.model("mlp"), "--ranks", "0", message="should be a whole number from 1 on")
+        self.refuses("check", self.model("mlp"), "--seed", "-1", message="'-1' should be a whole number from 0 to 2^64 - 1")
+        self.refuses("check", self.model("mlp"), "--timeout", "0", message="'0' should be a number above 0")
         self.refuses("run", self.model("mlp"), message="--inputs is required")
 
     def test_files_that_are_no_models(self):
@@ -199,6 +202,7 @@ class Check(Case):
                 self.assertIn("bit-equal to one process\n", self.answers("check", os.path.join(PROGRAMS, f"{name}.pt2")))
 
     def test_a_dump_that_cannot_be_written_is_said_before_the_work(self):
+        self.refuses("check", self.model("mlp"), "--dump", self.folder, message="is a folder; give the name of a file.")
         place = self.path("none/dump.safetensors")
         self.refuses("check", self.model("mlp"), "--dump", place,
                      message=f"{place}: cannot be written, as there is no folder {self.path('none')}.")
@@ -249,10 +253,25 @@ class OnProcesses(Case):
                     self.check(name, *schedule)
 
     def test_an_error_is_said_once(self):
-        result = self.penstock("check", self.model("moe_capacity"), "--stages", 2, "--transport", "gloo", "--timeout", 0)
+        result = self.penstock("check", self.model("moe_capacity"), "--stages", 2, "--transport", "gloo", "--timeout", 0.001)
         self.assertEqual(result.returncode, 2)
         self.assertEqual(result.stdout, "")
         self.assertEqual(len(re.findall(r"^penstock: ", result.stderr, re.M)), 1, result.stderr)
+
+    def test_ranks_end_when_they_are_told_to(self):
+        process = subprocess.Popen(
+            [PENSTOCK, "check", self.model("mlp"), "--stages", "2", "--transport", "gloo", "--microbatches", "100000"],
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": self.temporary}
+        )
+        deadline = time.monotonic() + 60
+        while not os.listdir(self.temporary) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        process.terminate()
+        _, text = process.communicate(timeout=60)
+        self.assertEqual(process.returncode, 2)
+        self.assertRegex(text, r"^penstock: rank \d ended by signal 15 \(Terminated\)\.$")
+        self.assertEqual(os.listdir(self.temporary), [])
 
 
 class Run(Case):

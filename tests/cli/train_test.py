@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -20,6 +21,25 @@ KILLS = int(os.environ.get("PENSTOCK_KILLS", "3"))
 
 # Small enough for a test, with dropout and clipping on.
 SMALL = ["--digits", 1, "--rows", 8, "--layers", 6, "--width", 16, "--heads", 2, "--dropout", 0.1, "--clip", 0.5]
+
+
+def children_of(process):
+    found = []
+    for status in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # The name, in brackets, may have anything in it.
+            if int(status.read_text().rpartition(")")[2].split()[1]) == process:
+                found.append(int(status.parent.name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def is_running(process):
+    try:
+        return pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 class Case(unittest.TestCase):
@@ -142,6 +162,9 @@ save_tensors({"args.0": x, "target": x @ torch.ones(4, 2)}, f"{sys.argv[2]}/eval
 
     def test_says_what_is_wrong(self):
         self.assert_refused("train", "--data", "none", message="none: there is no such file or folder.")
+        self.assert_refused("train", "--output", "/proc/none", message="/proc/none: cannot be made a folder: ")
+        self.assert_refused("train", f"{PROGRAMS}/pair.pt2", "--layers", 2,
+                            message="--layers is of the GPT that is trained without MODEL.pt2; given is ")
         self.assert_refused("train", "--stages", 9, message="a GPT of 4 layers cannot be cut into 9 stages")
         self.assert_refused("train", "--width", 10, "--heads", 4, message="the heads share it out evenly")
         self.assert_refused("train", os.path.join(PROGRAMS, "pair.pt2"), message="what is ")
@@ -190,19 +213,42 @@ class Checkpoints(Case):
             self.assertEqual(self.losses(), self.losses("whole"))
         self.assertIn("goes on after step 8\n", text)
 
-    def interrupted(self, words, after):
-        """Sends Ctrl-C after some steps."""
+    def begun(self, words, after):
+        """A training that has done some steps."""
         process = subprocess.Popen([PENSTOCK, "train", "--output", "run", *map(str, words)], cwd=self.folder,
                                    stdout=subprocess.PIPE, text=True)
         metrics = self.folder / "run/metrics.jsonl"
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and (not metrics.exists() or len(metrics.read_text().splitlines()) < after):
             time.sleep(0.001)
+        return process
+
+    def interrupted(self, words, after):
+        """Sends Ctrl-C after some steps."""
+        process = self.begun(words, after)
         process.send_signal(signal.SIGINT)
         text, _ = process.communicate(timeout=60)
         # It may have been done already.
         self.assertIn(process.returncode, (0, 130))
         return text + ("stopped after step" if process.returncode == 0 else "")
+
+    def test_processes_end_with_the_one_that_has_started_them(self):
+        words = [*SMALL, "--steps", 100000, "--microbatches", 8, "--transport", "gloo", "--checkpoint", "kept"]
+        for number, code, resumes in ((signal.SIGTERM, 130, True), (signal.SIGINT, 130, True), (signal.SIGKILL, -9, False)):
+            with self.subTest(signal=number):
+                shutil.rmtree(self.folder / "run", ignore_errors=True)
+                shutil.rmtree(self.folder / "kept", ignore_errors=True)
+                process = self.begun(words, after=2)
+                ranks = children_of(process.pid)
+                self.assertEqual(len(ranks), 2)
+                process.send_signal(number)
+                process.communicate(timeout=60)
+                self.assertEqual(process.returncode, code)
+                deadline = time.monotonic() + 20
+                while any(map(is_running, ranks)) and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                self.assertFalse(any(map(is_running, ranks)))
+                self.assertEqual(list((self.folder / "kept").glob("step-*")) != [], resumes)
 
     def test_a_run_that_is_killed_at_any_moment_goes_on_to_the_same_losses(self):
         common = [*SMALL, "--steps", 60, "--microbatches", 8]
@@ -267,7 +313,7 @@ class Processes(Case):
         self.assertEqual(self.losses(), self.losses("threads"))
 
     def test_an_error_of_a_rank_is_said_once(self):
-        result = self.penstock("train", *SMALL, "--transport", "gloo", "--timeout", 0, code=2)
+        result = self.penstock("train", *SMALL, "--transport", "gloo", "--timeout", 0.001, code=2)
         self.assertEqual(result.stderr.count("penstock: "), 1, result.stderr)
 
 

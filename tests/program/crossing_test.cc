@@ -143,6 +143,26 @@ TEST(Buffers, ThatAreCopiedToThemselvesAreLeftAsTheyAre) {
   EXPECT_EQ(row_of(exported("plus_equals"), SplitSpec{}), "linear add_ mul");
 }
 
+TEST(Crossing, RefusesATensorAndItsDetachedViewThatAreBothWrittenTo) {
+  const Program program = exported("detached_twice");
+  EXPECT_NO_THROW(pipeline(program, {{"second", SplitPoint::BEGINNING}}));
+  expect_error<ProgramError>(
+      [&] { pipeline(program, {{"second", SplitPoint::BEGINNING}, {"third", SplitPoint::BEGINNING}}); },
+      "'detach', which is 'linear' detached, is written to in stage 1, and node 'mul_' (torch.ops.aten.mul_.Tensor) of "
+      "the "
+      "model itself (__main__.DetachedTwice) uses 'linear', the same memory, in stage 2, where one of them is written "
+      "to "
+      "again.\n  Hint: cut so that both are in one stage.");
+}
+
+TEST(Crossing, RefusesASparseTensorThatWouldBeSent) {
+  const Program program = exported("sparse_crosses");
+  expect_error<ProgramError>(
+      [&] { pipeline(program, {{"first", SplitPoint::BEGINNING}}); },
+      "stage 1 uses 'to_sparse', a sparse tensor of stage 0; these cannot be sent.\n  Hint: cut so "
+      "that both are in one stage.");
+}
+
 TEST(Buffers, ThatAreViewsOfWhatIsWrittenAreRefused) {
   expect_error<ProgramError>([] { exported("view_of_written"); },
                              program_path("view_of_written.pt2") +

@@ -139,7 +139,7 @@ def computed(model, microbatches):
     values = {f"output.{i}": joined(column) for i, column in enumerate(zip(*outputs)) if column[0] is not None}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.grad is not None:
-            values[f"grad.{name}"] = parameter.grad.clone().contiguous()
+            values[f"grad.{name}"] = parameter.grad.to_dense().clone().contiguous()
     for name, buffer in model.named_buffers():
         values[f"buffer.{name}"] = buffer.detach().clone().contiguous()
     return values, len(outputs[0])

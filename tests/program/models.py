@@ -206,6 +206,38 @@ class ViewOfWritten(nn.Module):
         return self.first(x) + self.part
 
 
+@write("detached_twice", torch.ones(2, 4))
+class DetachedTwice(nn.Module):
+    """A tensor and its detached view, both written to."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.third = nn.Linear(4, 4)
+
+    def forward(self, x):
+        base = self.first(x)
+        view = base.detach()
+        view.copy_(self.second(x))
+        out = self.third(x)
+        base.mul_(2)
+        return out + view
+
+
+@write("sparse_crosses", torch.ones(4, 4))
+class SparseCrosses(nn.Module):
+    """A sparse tensor that depends on the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x):
+        matrix = x.to_sparse()
+        return torch.sparse.mm(matrix, self.first(x))
+
+
 @write("sparse", torch.tensor([1, 2, 1]))
 class Sparse(nn.Module):
     """Gradients that are sparse."""

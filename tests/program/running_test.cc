@@ -374,7 +374,8 @@ TEST(Examples, AreKnownByTheirNames) {
                              "there is no input 'args.7'; the program takes args.0, args.1.0, kwargs.mask.");
   inputs.erase("args.7");
   inputs.erase("kwargs.mask");
-  expect_error<ProgramError>([&] { arguments_from(program, inputs); }, "the input 'kwargs.mask' is missing.");
+  expect_error<ProgramError>([&] { arguments_from(program, inputs); },
+                             "the input 'kwargs.mask' is missing; given are args.0, args.1.0.");
 }
 
 TEST(Examples, AreSharedOutAmongMicrobatches) {
@@ -384,8 +385,10 @@ TEST(Examples, AreSharedOutAmongMicrobatches) {
   EXPECT_TRUE(same(counting({6, 4}).narrow(0, 3, 3), parts[1].at("args.0")));
   expect_error<ProgramError>([&] { split_inputs(program, {{"args.0", at::ones({7, 4})}}, 2); },
                              "args.0: has 7 rows, which cannot be shared out among 2 microbatches.");
-  expect_error<ProgramError>([&] { split_inputs(program, {{"args.0", at::ones({})}}, 2); },
-                             "args.0: has no rows, which cannot be shared out among 2 microbatches.");
+  expect_error<ProgramError>(
+      [&] { split_inputs(program, {{"args.0", at::ones({})}}, 2); },
+      "args.0: has no rows, which cannot be shared out among 2 microbatches.\n  Hint: of a number, or a tensor "
+      "without dimensions, there is a row for each microbatch.");
 }
 
 TEST(Costs, AreMeasuredWithoutTouchingTheProgram) {

@@ -200,3 +200,83 @@ class SharedAcross(nn.Module):
     def forward(self, x):
         x = torch.tanh(self.middle(self.first(x)))
         return torch.sin(self.last(x) + x)
+
+
+@entry(
+    "detached",
+    features(3, 8),
+    [
+        (["middle", "middle:end", "last"], "what was written through a detached view has a gradient in another stage"),
+        (["middle:end", "last"], "detached in one stage, written in the next, used in the last"),
+        (["last"], "detached and written in one stage"),
+        (["middle", "last", "last:end"], "the tensor behind the view is used last"),
+    ],
+)
+class Detached(nn.Module):
+    """A tensor that is written to through its detached view: one memory, two gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.middle = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x):
+        base = torch.tanh(self.first(x)) * 2
+        view = base.detach()
+        hidden = self.middle(x)
+        view[1].copy_(hidden[0])
+        return self.last(view[:, :8]) + base
+
+
+@entry(
+    "sparse_gradients",
+    lambda: ((torch.randint(0, 10, (3, 5)),), {}),
+    [
+        (["middle"], "the two stages share a table with sparse gradients"),
+        (["middle", "head"], "a third takes it as a dense matrix"),
+    ],
+)
+class SparseGradients(nn.Module):
+    """A table whose gradients are sparse in one use and dense in another, and a matrix of constants that is sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(10, 8, sparse=True)
+        self.middle = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 10)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        places = torch.tensor([[0, 1, 2], [2, 0, 1]])
+        mixing = torch.sparse_coo_tensor(places, torch.tensor([1.0, 2.0, 3.0]), (3, 3))
+        hidden = torch.tanh(self.middle(self.table(ids))) + self.table(ids)
+        mixed = (mixing @ hidden.flatten(1)).view_as(hidden)
+        return self.head(mixed)
+
+
+@entry(
+    "assigned_buffer",
+    features(3, 8),
+    [
+        (["middle"], "what is assigned is made before the cut, and the export writes it behind all others"),
+        (["middle", "last"], "the same with a stage between"),
+    ],
+)
+class AssignedBuffer(nn.Module):
+    """Two buffers are assigned anew, of which the next microbatch reads one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.middle = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 8)
+        self.register_buffer("memory", torch.zeros(3, 8))
+        self.register_buffer("seen", torch.zeros(3, 8))
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x) + self.memory)
+        self.memory = hidden.detach()
+        hidden = self.middle(hidden)
+        self.seen = hidden.detach() * 2
+        return self.last(torch.relu(hidden))

@@ -5,10 +5,12 @@
 #include <cstdlib>
 #include <map>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "penstock/program/pipe.h"
 #include "penstock/schedule/generators.h"
 #include "penstock/tensor/safetensors.h"
 #include "penstock/train/trainer.h"
@@ -38,11 +40,21 @@ class GivenData final : public Data {
   const std::map<std::string, at::Tensor>& given_;
 };
 
-TEST(TrainerPeer, HasTheLossesOfPlainPyTorch) {
+std::string written(const std::string& name) {
   const char* const folder = std::getenv("PENSTOCK_TRAINING");
-  ASSERT_NE(folder, nullptr) << "PENSTOCK_TRAINING should be a folder that trainer_peer.py has written.";
-  const NamedTensors read = read_safetensors(std::string(folder) + "/training.safetensors");
-  const std::map<std::string, at::Tensor> given(read.begin(), read.end());
+  if (folder == nullptr) {
+    throw std::runtime_error("PENSTOCK_TRAINING should be a folder that trainer_peer.py has written.");
+  }
+  return std::string(folder) + "/" + name;
+}
+
+std::map<std::string, at::Tensor> tensors_of(const std::string& name) {
+  const NamedTensors read = read_safetensors(written(name));
+  return {read.begin(), read.end()};
+}
+
+TEST(TrainerPeer, HasTheLossesOfPlainPyTorch) {
+  const std::map<std::string, at::Tensor> given = tensors_of("training.safetensors");
   const at::Tensor expected = given.at("losses");
   const GivenData data(given);
   for (const std::string name : {"1F1B", "ZBVZeroBubble"}) {
@@ -69,6 +81,40 @@ TEST(TrainerPeer, HasTheLossesOfPlainPyTorch) {
     trainer.load(Checkpoint(kept.path()));
     for (std::int64_t step = 0; step < expected.size(0); ++step) {
       EXPECT_NEAR(trainer.step().loss, expected[step].item<double>(), 1e-4) << step;
+    }
+  }
+}
+
+// A complex parameter, and one whose gradients are sparse in one stage and dense in another.
+TEST(TrainerPeer, StepsComplexAndSparseGradientsAsPlainPyTorch) {
+  const std::map<std::string, at::Tensor> given = tensors_of("strange.safetensors");
+  const GivenData data(given);
+  for (const std::string optimizer : {"sgd", "adam", "adamw"}) {
+    const at::Tensor expected = given.at("losses." + optimizer);
+    for (const int replicas : {1, 2}) {
+      SCOPED_TRACE(optimizer + " with " + std::to_string(replicas) + " replicas");
+      const auto make = [&] {
+        const Schedule schedule = generate("1F1B", {.ranks = 2, .microbatches = 4 / replicas});
+        std::vector<std::unique_ptr<Model>> models;
+        for (int i = 0; i < replicas; ++i) {
+          models.push_back(program_model(pipeline(Program(written("strange.pt2")), schedule.stages())));
+        }
+        TrainerOptions options;
+        options.steps = expected.size(0);
+        options.learning_rate = {.rate = 0.1, .schedule = "constant", .warmup = 0};
+        options.optimizer.name = optimizer;
+        options.clip = 0.5;
+        return std::make_unique<Trainer>(std::move(models), data, schedule, std::move(options));
+      };
+      std::unique_ptr<Trainer> trainer = make();
+      const Folder kept;
+      for (std::int64_t step = 0; step < expected.size(0); ++step) {
+        EXPECT_NEAR(trainer->step().loss, expected[step].item<double>(), 1e-4) << step;
+        if (step != 5) continue;
+        trainer->save(kept.path(), /*keep=*/1, "{}");
+        trainer = make();
+        trainer->load(Checkpoint(kept.path()));
+      }
     }
   }
 }

@@ -1,12 +1,16 @@
-"""The GPT of examples/ trained by plain PyTorch in one process, for Trainer to agree with.
+"""Models trained by plain PyTorch in one process, for Trainer to agree with.
 
     trainer_peer.py DIR
 
-Writes DIR/training.safetensors: the first weights "weight.NAME", the batches "ids.I" and "target.I" of each step, and the
-"losses" before each step. AdamW with decoupled decay, the gradients clipped at 0.5, the learning rate warmed up in 10 of 50
-steps and then along a cosine down to a twentieth.
+Writes DIR/training.safetensors for the GPT of examples/: its first weights "weight.NAME", the batches "ids.I" and
+"target.I" of each step, and the "losses" before each step. AdamW with decoupled decay, the gradients clipped at 0.5, the
+learning rate warmed up in 10 of 50 steps and then along a cosine down to a twentieth.
+
+And DIR/strange.pt2, a model of complex numbers and sparse gradients, with strange.safetensors: its batches, and the losses
+"losses.NAME" with each optimizer, at a constant rate.
 """
 
+import copy
 import math
 import pathlib
 import sys
@@ -29,9 +33,54 @@ def rate_of(step):
     return RATE * (LEAST + (1 - LEAST) * (1 + math.cos(math.pi * done)) / 2)
 
 
+class Strange(torch.nn.Module):
+    """A table has sparse gradients where it is looked up, and dense ones where it is the head's; numbers are turned."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(10, 6, sparse=True)
+        self.turn = torch.nn.Parameter(torch.randn(6, dtype=torch.cfloat))
+        self.head = torch.nn.Linear(6, 10)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        turned = self.turn * self.table(ids).to(torch.cfloat)
+        return self.head(torch.tanh(turned.real + turned.imag))
+
+
+def write_strange(folder):
+    ids, target = torch.randint(10, (2, 12, 8, 3)).unbind()
+    values = {}
+    for step in range(12):
+        values |= {f"ids.{step}": ids[step].clone(), f"target.{step}": target[step].clone()}
+    first = Strange()
+    torch.export.save(torch.export.export(first.train(), (ids[0, :2],)), folder / "strange.pt2")
+    for name, make in {"sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+                       "adam": lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.9, 0.98), weight_decay=0.01),
+                       "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.9, 0.98), weight_decay=0.01)}.items():
+        model = copy.deepcopy(first)
+        optimizer = make(model.parameters())
+        losses = [stepped(model, optimizer, ids[i], target[i]) for i in range(12)]
+        values[f"losses.{name}"] = torch.tensor(losses, dtype=torch.float64)
+    exporting.save_tensors(values, folder / "strange.safetensors")
+
+
+def stepped(model, optimizer, ids, target):
+    """The loss before a step."""
+    optimizer.zero_grad()
+    parts = [F.cross_entropy(model(x).flatten(0, 1), y.flatten()) for x, y in
+             zip(ids.chunk(MICROBATCHES), target.chunk(MICROBATCHES))]
+    loss = sum(parts) / MICROBATCHES
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    return loss.item()
+
+
 def main(folder):
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    folder.mkdir(parents=True, exist_ok=True)
     model = GPT(layers=3, width=32, length=12).train()
     values = {f"weight.{name}": tensor.detach().clone() for name, tensor in model.state_dict().items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.01)
@@ -41,19 +90,12 @@ def main(folder):
         rows = torch.stack([text[i : i + 13] for i in torch.randint(387, (8,))])
         ids, target = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         values |= {f"ids.{step}": ids, f"target.{step}": target}
-        optimizer.zero_grad()
-        parts = [F.cross_entropy(model(x).flatten(0, 1), y.flatten()) for x, y in
-                 zip(ids.chunk(MICROBATCHES), target.chunk(MICROBATCHES))]
-        loss = sum(parts) / MICROBATCHES
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         for group in optimizer.param_groups:
             group["lr"] = rate_of(step)
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(stepped(model, optimizer, ids, target))
     values["losses"] = torch.tensor(losses, dtype=torch.float64)
-    folder.mkdir(parents=True, exist_ok=True)
     exporting.save_tensors(values, folder / "training.safetensors")
+    write_strange(folder)
     print(f"{STEPS} steps, from a loss of {losses[0]:.3f} to {losses[-1]:.3f}")
 
 

@@ -79,14 +79,13 @@ Difference difference_of(const std::string& name, const at::Tensor& expected, co
   const auto largest = expected.to(wide).abs().max().item<double>();
   difference.relative = largest > 0 ? difference.absolute / largest : difference.absolute;
   // By default eight times what the dtype rounds to.
-  const double allowed =
-      tolerance ? *tolerance
-                : (expected.is_floating_point() ? 8 * std::pow(2.0, -(expected.scalar_type() == at::kDouble     ? 52
-                                                                      : expected.scalar_type() == at::kFloat    ? 23
-                                                                      : expected.scalar_type() == at::kHalf     ? 10
-                                                                      : expected.scalar_type() == at::kBFloat16 ? 7
-                                                                                                                : 3))
-                                                : 0);
+  const at::ScalarType real = c10::toRealValueType(expected.scalar_type());
+  const double rounds = std::pow(2.0, -(real == at::kDouble     ? 52
+                                        : real == at::kFloat    ? 23
+                                        : real == at::kHalf     ? 10
+                                        : real == at::kBFloat16 ? 7
+                                                                : 3));
+  const double allowed = tolerance.value_or(numbers ? 8 * rounds : 0);
   difference.is_tolerable = difference.relative <= allowed;
   return difference;
 }

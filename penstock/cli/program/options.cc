@@ -57,10 +57,12 @@ void RunOptions::add_to(CLI::App& command) {
   command.add_option("--threads", threads, "Threads of each rank's own operators")
       ->option_text("N [1]")
       ->check(whole_number());
-  command.add_option("--seed", seed, "Of random numbers: dropout, and inputs that are made up")->option_text("S [0]");
+  command.add_option("--seed", seed, "Of random numbers: dropout, and inputs that are made up")
+      ->option_text("S [0]")
+      ->check(cli::seed());
   command.add_option("--timeout", timeout, "Seconds that a rank waits for another")
       ->option_text("T [300]")
-      ->check(cost());
+      ->check(duration());
 }
 
 int RunOptions::stages_wanted() const {

@@ -7,7 +7,9 @@
 #include <vector>
 
 #include "penstock/cli/command.h"
+#include "penstock/cli/interruption.h"
 #include "penstock/cli/output.h"
+#include "penstock/tensor/reason.h"
 #include "penstock/transport/processes.h"
 #include "penstock/transport/rendezvous.h"
 
@@ -58,12 +60,14 @@ std::vector<std::string> own_words() {
 struct OwnRanks::Processes {
   TemporaryFolder folder;
   ProcessRanks ranks;
+  PassedOnInterruptions interruptions;
 
   explicit Processes(int count)
       : ranks({.program = "/proc/self/exe",
                .arguments = own_words(),
                .ranks = count,
-               .environment = {{kFolder, folder.path().string()}}}) {}
+               .environment = {{kFolder, folder.path().string()}}}),
+        interruptions(ranks) {}
 };
 
 OwnRanks::OwnRanks(int count) : processes_(std::make_unique<Processes>(count)) {}
@@ -93,11 +97,12 @@ bool OwnRanks::is_rank() {
 void OwnRanks::run(const std::function<void(const fs::path& folder, int rank)>& act) {
   const fs::path folder = std::getenv(kFolder);
   const int rank = read_environment().rank;
+  end_with_starter();
   try {
     act(folder, rank);
     std::exit(kYes);
   } catch (const std::exception& error) {
-    std::ofstream(error_of(folder, rank)) << error.what();
+    std::ofstream(error_of(folder, rank)) << reason_of(error);
     std::exit(kBadUse);
   }
 }

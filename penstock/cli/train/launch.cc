@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "penstock/cli/checks.h"
+#include "penstock/cli/interruption.h"
 #include "penstock/cli/program/commands.h"
 #include "penstock/transport/processes.h"
 
@@ -26,6 +27,7 @@ void add_launch(CLI::App& command, int& exit) {
       throw std::runtime_error("what is to be launched?\n  Hint: penstock launch --processes 4 train …");
     ProcessRanks ranks(
         {.program = "/proc/self/exe", .arguments = words, .ranks = options->processes, .environment = {}});
+    const PassedOnInterruptions interruptions(ranks);
     const std::vector<ProcessEnd> ends = ranks.wait(Clock::now() + std::chrono::hours(24 * 365));
     for (std::size_t rank = 0; rank < ends.size(); ++rank) {
       if (ends[rank].is_good()) continue;

@@ -99,6 +99,12 @@ void TrainOptions::add_to(CLI::App& command) {
       ->check(one_of({"constant", "linear", "cosine"}));
   command.add_option("--warmup", learning_rate.warmup, "Steps in which it goes up")->option_text("N [50]");
   command.add_option("--momentum", optimizer.momentum, "Of sgd")->option_text("M [0.9]")->check(cost());
+  command.add_option("--beta1", optimizer.beta1, "Of adam and adamw: how slowly the mean of gradients follows")
+      ->option_text("B [0.9]")
+      ->check(CLI::Range(0.0, 1.0));
+  command.add_option("--beta2", optimizer.beta2, "The same of the mean of their squares")
+      ->option_text("B [0.98]")
+      ->check(CLI::Range(0.0, 1.0));
   command.add_option("--weight-decay", optimizer.weight_decay, "Of all optimizers")
       ->option_text("D [0.01]")
       ->check(cost());
@@ -123,6 +129,15 @@ void TrainOptions::add_to(CLI::App& command) {
   command.add_option("--config", config, "A file with these options by name, TOML or JSON; the line comes first")
       ->option_text("FILE");
   for (CLI::Option* option : command.get_options()) option->capture_default_str();
+}
+
+void TrainOptions::require_fit(const CLI::App& command) const {
+  if (is_gpt()) return;
+  for (const char* name : {"--digits", "--rows", "--length", "--layers", "--width", "--heads", "--dropout"}) {
+    if (command.get_option(name)->count() == 0) continue;
+    throw std::runtime_error(std::string(name) + " is of the GPT that is trained without MODEL.pt2; given is " +
+                             cut.model + ".");
+  }
 }
 
 void TrainOptions::read_config(CLI::App& command) const {

@@ -47,6 +47,8 @@ struct TrainOptions {
   std::string config;
 
   void add_to(CLI::App& command);
+  // Throws std::runtime_error for an option on the line that makes a GPT or its data, where a model is given.
+  void require_fit(const CLI::App& command) const;
   // Takes up what the file says and the line does not. Throws std::runtime_error, which names the file.
   void read_config(CLI::App& command) const;
   // Every option with what it is now, by its name.

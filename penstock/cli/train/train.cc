@@ -1,9 +1,5 @@
 // penstock train: a model made better, from data to a checkpoint.
-#include <signal.h>  // NOLINT(modernize-deprecated-headers): sigaction is POSIX's
-#include <unistd.h>
-
 #include <array>
-#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -13,6 +9,7 @@
 #include <string>
 
 #include "penstock/cli/command.h"
+#include "penstock/cli/interruption.h"
 #include "penstock/cli/output.h"
 #include "penstock/cli/program/commands.h"
 #include "penstock/cli/program/own_ranks.h"
@@ -28,23 +25,6 @@ namespace penstock::cli {
 namespace {
 
 namespace fs = std::filesystem;
-
-constexpr int kInterrupted = 130;
-
-// Ctrl-C, or the signal of a scheduler that takes the machine away. The first is asked about after each step; the second
-// ends the process at once.
-std::atomic<int> interruptions = 0;
-
-void note_interruption(int /*signal*/) {
-  if (++interruptions > 1) ::_exit(kInterrupted);
-}
-
-void catch_interruptions() {
-  struct sigaction action{};
-  action.sa_handler = note_interruption;
-  ::sigaction(SIGINT, &action, nullptr);
-  ::sigaction(SIGTERM, &action, nullptr);
-}
 
 std::string percent(double part) {
   std::array<char, 32> text{};
@@ -86,7 +66,9 @@ class Run {
 
     std::optional<Progress> progress;
     if (trainer.speaks()) {
-      fs::create_directories(options_.output);
+      std::error_code failed;
+      fs::create_directories(options_.output, failed);
+      if (failed) throw std::runtime_error(options_.output + ": cannot be made a folder: " + failed.message() + ".");
       write_output(path("config.json"), [&](std::ostream& out) { out << configuration_.dump(2) << "\n"; });
       introduce(trainer);
       progress.emplace(path("metrics.jsonl"), trainer.steps_done(), options_.steps, setup_.data->unit());
@@ -163,7 +145,7 @@ class Run {
 
   LoopEvents events_of(std::optional<Progress>& progress) {
     LoopEvents events;
-    events.wants_to_stop = [] { return interruptions > 0; };
+    events.wants_to_stop = [] { return interruptions() > 0; };
     if (!progress) return events;
     events.stepped = [&](const StepReport& report) { progress->stepped(report); };
     events.evaluated = [&](std::int64_t step, const Trainer::Evaluation& evaluation) {
@@ -266,13 +248,11 @@ int train(const TrainOptions& options, const nlohmann::json& configuration) {
   if (is_in_rank_environment()) return as_rank();
   Run run(options, configuration, nullptr);
   if (options.run.transport == "threads") return run.train();
-  // Ctrl-C reaches the ranks too, and they end by it in order.
-  catch_interruptions();
   OwnRanks ranks(run.ranks_needed());
   try {
     ranks.wait(Clock::now() + std::chrono::hours(24 * 365));
   } catch (const std::runtime_error&) {
-    if (interruptions > 0) return kInterrupted;
+    if (interruptions() > 0) return kInterrupted;
     throw;
   }
   return kYes;
@@ -284,6 +264,7 @@ void add_train(CLI::App& command, int& exit) {
   const auto options = std::make_shared<TrainOptions>();
   options->add_to(command);
   on_call(command, [options, &command, &exit] {
+    options->require_fit(command);
     options->read_config(command);
     exit = train(*options, TrainOptions::resolved(command));
   });
