@@ -48,7 +48,8 @@ struct ProcessEnd {
 // "exited with 3", "ended by signal 11 (Segmentation fault)", "was killed".
 std::string to_string(const ProcessEnd& end);
 
-// Lets the system kill this process when the one ends whose ProcessRanks has started it, if one has; rendezvous() does so.
+// Lets the system kill this process when the thread ends whose ProcessRanks has started it, if one has; rendezvous() does
+// so.
 void end_with_starter();
 
 class ProcessRanks {
