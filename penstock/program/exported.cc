@@ -41,7 +41,7 @@ class Reader {
  private:
   void read_interface(const json& calls) {
     for (const json& entry : calls) {
-      if (entry.at("fqn") != "") continue;
+      if (!entry.at("fqn").get<std::string>().empty()) continue;
       if (entry.at("signature").is_null()) break;
       const auto signature = entry.at("signature").get<schema::ModuleCallSignature>();
       exported_->in_spec = TreeSpec::parse(signature.get_in_spec(), nodes_.where() + ", the structure of the inputs");

@@ -71,7 +71,7 @@ class Optimizer::KindOf final : public Kind {
     for (std::size_t i = 0; i < stepped_.size(); ++i) {
       auto state = std::make_unique<typename Traits::State>();
       if (!Traits::load(*state, parameters_[i].first + ".", find_real)) continue;
-      optimizer_.state()[stepped_[i].unsafeGetTensorImpl()] = std::move(state);
+      optimizer_.state().insert_or_assign(stepped_[i].unsafeGetTensorImpl(), std::move(state));
     }
   }
 
