@@ -14,16 +14,13 @@ SOURCES = find $(wildcard penstock tests bench examples) -name node_modules -pru
 
 # $(call quietly,command): its output only when it fails.
 quietly = log=$$(mktemp); trap 'rm -f "$$log"' EXIT; $(1) >"$$log" 2>&1 || { cat "$$log"; exit 1; }
-# In front of a test of exported models: without oneDNN's AMX, which some machines name and forbid, and without threads
-# that spin while they wait.
-for_programs = ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 OMP_WAIT_POLICY=PASSIVE
 # $(call build,preset): configured without a word, then built.
 define build
 @$(call quietly,cmake --preset $(1))
 @cmake --build --preset $(1) -j $(JOBS)
 endef
 
-.PHONY: help setup build demo test lint format bench fuzz soak clean
+.PHONY: help setup build demo test lint format bench cpus fuzz soak clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,7 +67,7 @@ fuzz: ## the fuzzers, FUZZ_RUNS inputs each
 	corpora=$$(mktemp -d); \
 	trap 'rm -rf "$$corpora"' EXIT; \
 	cp -r tests/fuzz/corpus/. "$$corpora"; \
-	.venv/bin/python tests/program/models.py "$$corpora/programs" && \
+	tests/reference_python tests/program/models.py "$$corpora/programs" && \
 	  find "$$corpora/programs" -name '*.pt2' -size -20k -exec cp {} "$$corpora/archive" \; || exit 1; \
 	for subject in action archive csv metadata safetensors; do \
 	  echo "fuzz_$$subject: $(FUZZ_RUNS) inputs"; \
@@ -80,13 +77,21 @@ fuzz: ## the fuzzers, FUZZ_RUNS inputs each
 	  tail -n 1 "$$corpora/log"; \
 	done
 
-soak: build ## what takes long: sanitizers, whole grids on processes, Hugging Face, lost ranks, a million fuzzed inputs
+# Other machines have other kernels: these are the settings by which libtorch, MKL and oneDNN choose theirs.
+CPU_SETTINGS = ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 MKL_CBWR=COMPATIBLE \
+  ONEDNN_MAX_CPU_ISA=AVX2 ONEDNN_MAX_CPU_ISA=AVX512_CORE
+cpus: build ## all tests once under each of the CPU settings that other machines have
+	@for setting in $(CPU_SETTINGS); do \
+	  echo "$$setting"; env $$setting ctest --preset release --output-on-failure --no-tests=error -j $(JOBS); \
+	done
+
+soak: build cpus ## what takes long: other CPUs, sanitizers, whole grids on processes, Hugging Face, lost ranks, a million fuzzed inputs
 	@scripts/setup soak
 	$(call build,asan)
 	@ctest --preset asan --output-on-failure --no-tests=error -j $(JOBS)
-	@.venv/bin/python tests/program/zoo.py write build/soak/zoo
-	@.venv/bin/python tests/program/models.py build/soak/programs
-	@PENSTOCK_ZOO=build/soak/zoo PENSTOCK_PROGRAMS=build/soak/programs $(for_programs) \
+	@tests/reference_python tests/program/zoo.py write build/soak/zoo
+	@tests/reference_python tests/program/models.py build/soak/programs
+	@PENSTOCK_ZOO=build/soak/zoo PENSTOCK_PROGRAMS=build/soak/programs tests/settings \
 	  build/asan/bin/penstock_program_test --gtest_brief=1
 	$(call build,tsan)
 	@ctest --preset tsan --output-on-failure --no-tests=error -j $(JOBS)
@@ -97,14 +102,13 @@ soak: build ## what takes long: sanitizers, whole grids on processes, Hugging Fa
 	done
 	@scripts/setup hf
 	@build/hugging_face/venv/bin/python tests/program/hugging_face.py write build/hugging_face/zoo
-	@PENSTOCK_ZOO=build/hugging_face/zoo $(for_programs) \
+	@PENSTOCK_ZOO=build/hugging_face/zoo tests/settings \
 	  build/release/bin/penstock_program_test --gtest_brief=1 --gtest_filter='*Zoo*'
 	@PENSTOCK_GRID=whole PENSTOCK=build/release/bin/penstock PENSTOCK_ZOO=build/soak/zoo PENSTOCK_PROGRAMS=build/soak/programs \
-	  $(for_programs) \
-	  python3 tests/cli/program_test.py OnProcesses
+	  tests/settings python3 tests/cli/program_test.py OnProcesses
 	@PENSTOCK_KILLS=100 build/release/bin/penstock_runtime_test --gtest_filter='LostRank*'
 	@PENSTOCK_GRID=whole PENSTOCK_KILLS=100 PENSTOCK=$(CURDIR)/build/release/bin/penstock PENSTOCK_PROGRAMS=$(CURDIR)/build/soak/programs \
-	  PEER_PYTHON=$(CURDIR)/.venv/bin/python $(for_programs) python3 tests/cli/train_test.py Checkpoints Sameness
+	  PEER_PYTHON=$(CURDIR)/tests/reference_python tests/settings python3 tests/cli/train_test.py Checkpoints Sameness
 	@$(MAKE) fuzz FUZZ_RUNS=1000000
 	@PENSTOCK_CASES=200000 build/release/bin/penstock_schedule_test --gtest_filter='Mutation*'
 

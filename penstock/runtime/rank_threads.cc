@@ -2,8 +2,6 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
-#include <ATen/ops/ones.h>
-#include <ATen/ops/sqrt.h>
 #include <ATen/record_function.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
@@ -11,18 +9,13 @@
 #include <utility>
 
 #include "penstock/tensor/autocast_scope.h"
+#include "penstock/tensor/cpu_kernels.h"
 
 namespace penstock {
 namespace {
 
 // Between two steps there is most often little to do.
 constexpr Clock::duration kAwake = std::chrono::microseconds(50);
-
-// MKL makes its vector functions ready at the first call of one of them, and a call from another thread meanwhile is
-// exact to three or four digits only.
-void make_vector_functions_ready() {
-  [[maybe_unused]] static const bool ready = at::sqrt(at::ones(1)).defined();
-}
 
 }  // namespace
 
@@ -41,7 +34,7 @@ struct RankThreads::Caller {
 
 RankThreads::RankThreads(int ranks, int intra_op_threads)
     : gate_(static_cast<unsigned>(ranks) < std::thread::hardware_concurrency() ? kAwake : Clock::duration::zero()) {
-  make_vector_functions_ready();
+  prepare_vector_functions();
   threads_.reserve(static_cast<std::size_t>(ranks));
   for (int rank = 0; rank < ranks; ++rank) {
     threads_.emplace_back([this, rank, intra_op_threads] { serve(rank, intra_op_threads); });

@@ -25,6 +25,8 @@ transformers.logging.set_verbosity_error()
 logging.getLogger("torch.fx.experimental.symbolic_shapes").setLevel(logging.ERROR)
 # Some machines name AMX among what they can, and forbid it. oneDNN asks when it is first used.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+# MKL computes as it does in our processes, which ask for the same by themselves.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 VOCABULARY = 97
 
