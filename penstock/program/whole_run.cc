@@ -6,6 +6,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <algorithm>
 #include <map>
 #include <utility>
 
@@ -89,7 +90,11 @@ WholeRun run_whole(const Pipe& pipe, const Schedule& schedule, std::span<const A
     at::Tensor sum;
     for (const int microbatch : order[static_cast<std::size_t>(stage_of.at(names[i]))]) {
       const at::Tensor& one = gradients[static_cast<std::size_t>(microbatch)][i];
-      if (one.defined()) sum = sum.defined() ? sum + one : one.clone();
+      if (!one.defined()) continue;
+      sum = sum.defined() ? sum + one : one.clone();
+      if (one.numel() == 0) continue;
+      double& largest = result.largest_contributions[names[i]];
+      largest = std::max(largest, dense(one).abs().to(at::kDouble).max().item<double>());
     }
     if (sum.defined()) result.gradients.emplace(names[i], sum.is_sparse() ? sum.to_dense() : sum);
   }

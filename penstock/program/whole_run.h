@@ -6,7 +6,9 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "penstock/program/inputs.h"
@@ -34,6 +36,8 @@ struct WholeRun {
   std::vector<at::Tensor> losses;
   // By the model's own names, dense; without those of parameters that got none.
   TensorsByName gradients;
+  // Largest absolute element that one microbatch contributed to each of them: the scale at which they were rounded.
+  std::map<std::string, double> largest_contributions;
 };
 
 // Runs the program on one microbatch after the other, in this thread, with the backward of loss / microbatches; and adds

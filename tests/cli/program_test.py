@@ -62,10 +62,10 @@ class Case(unittest.TestCase):
     def path(self, name):
         return os.path.join(self.folder, name)
 
-    def penstock(self, *words):
-        environment = {**os.environ, "TMPDIR": self.temporary}
+    def penstock(self, *words, environment={}):
         result = subprocess.run(
-            [PENSTOCK, *map(str, words)], capture_output=True, text=True, timeout=120, env=environment
+            [PENSTOCK, *map(str, words)], capture_output=True, text=True, timeout=120,
+            env={**os.environ, "TMPDIR": self.temporary, **environment},
         )
         self.assertEqual(os.listdir(self.temporary), [], words)
         return result
@@ -154,21 +154,31 @@ class Split(Case):
 
 
 class Check(Case):
-    def test_says_that_it_is_bit_equal(self):
+    def test_says_that_it_is_bitwise_identical(self):
         text = self.answers("check", self.model("mlp"), "--stages", 2)
         self.assertRegex(
             text,
             r"^.*mlp\.pt2: 2 stages on 2 ranks \(threads\), 1F1B, 4 microbatches, training\n"
-            r"  outputs: 1, all bit-equal\n  gradients: \d+, all bit-equal\nbit-equal to one process\n$",
+            r"  outputs: 1, all bitwise identical\n  gradients: \d+, all bitwise identical\nbitwise identical to one process\n$",
         )
 
     def test_what_is_shared_is_equal_but_for_rounding(self):
         words = ("check", self.model("gpt"), "--stages", 2, "--eval", "--inputs", os.path.join(ZOO, "gpt.inputs.safetensors"))
         text = self.answers(*words)
         self.assertIn("1F1B, 4 microbatches, evaluation\n", text)
-        self.assertRegex(text, r"the largest difference is \S+ in grad\.\S+ \(\S+ of its largest element\)\n")
+        self.assertRegex(text, r"the largest difference is \S+ in grad\.\S+ \(\S+ of its own scale, \S+ of the largest of all gradients\)\n")
         self.assertIn("equal to one process, but for rounding\n", text)
         self.assertIn("NOT what one process gives\n", self.answers(*words, "--tolerance", 0, code=1))
+        self.assertNotIn("note:", text)
+
+    def test_says_when_products_depend_on_alignment(self):
+        words = ("check", self.model("gpt"), "--stages", 2, "--eval", "--inputs", os.path.join(ZOO, "gpt.inputs.safetensors"))
+        result = self.penstock(*words, environment={"MKL_CBWR": "AUTO"})
+        self.assertRegex(
+            result.stdout,
+            r"\nnote: Products may differ in their last bits by where a tensor lies in memory: MKL_CBWR=AUTO does not ask MKL "
+            r"for strict reproducibility\.\n  Hint: unset MKL_CBWR, or set MKL_CBWR=AUTO,STRICT\.\n$",
+        )
 
     def test_dumps_what_eager_pytorch_computes(self):
         for name in ("gpt", "unet", "kwargs_none", "gpt_dynamic"):
@@ -199,7 +209,7 @@ class Check(Case):
     def test_models_that_write_to_what_they_hold(self):
         for name in ("written_parameter", "counted_at_the_end", "plus_equals", "expanded_buffer", "sparse", "writes_input"):
             with self.subTest(name=name):
-                self.assertIn("bit-equal to one process\n", self.answers("check", os.path.join(PROGRAMS, f"{name}.pt2")))
+                self.assertIn("bitwise identical to one process\n", self.answers("check", os.path.join(PROGRAMS, f"{name}.pt2")))
 
     def test_a_dump_that_cannot_be_written_is_said_before_the_work(self):
         self.refuses("check", self.model("mlp"), "--dump", self.folder, message="is a folder; give the name of a file.")
@@ -242,7 +252,7 @@ class OnProcesses(Case):
         self.assertIn(f"{stages} stage", text)
         # Only what several stages have is summed up in another order.
         if not json.loads(self.answers("split", self.model(name), "--stages", stages, "--json"))["shared"]:
-            self.assertIn("bit-equal to one process\n", text, (name, schedule))
+            self.assertIn("bitwise identical to one process\n", text, (name, schedule))
 
     def test_models_of_the_zoo(self):
         with open(os.path.join(ZOO, "zoo.json")) as file:
