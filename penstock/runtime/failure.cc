@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "penstock/schedule/draw.h"
+#include "penstock/schedule/source.h"
 
 namespace penstock {
 namespace {
@@ -36,6 +37,10 @@ class Explanation {
       const Action& action = actions[static_cast<std::size_t>(place.position)];
       message += ", stage " + std::to_string(action.stage) + ", " + to_string(action);
       if (action.microbatch != kNone) message += " (microbatch " + std::to_string(action.microbatch) + ")";
+      // An action that a pass has added is not in the file.
+      const ScheduleSource* const source = step_.schedule->source().get();
+      const auto in_file = source == nullptr ? std::nullopt : source->place_of(place.rank % ranks_, action);
+      if (in_file) message += ", " + *in_file;
     }
     if (place.position == static_cast<int>(actions.size())) message += ", at the end of the step";
     message += ": " + place.what;

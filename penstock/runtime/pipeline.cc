@@ -24,7 +24,13 @@ using Stages = std::vector<PipelineStage>;
 
 Schedule lowered(const Schedule& schedule, const StageGraph& graph) {
   Schedule wired = schedule.with_graph(graph);
-  if (features_of(wired).computations_only()) return lower(wired);
+  const Features features = features_of(wired);
+  const auto crosses = [&](const Edge& edge) {
+    return wired.placement().rank_of(edge.from) != wired.placement().rank_of(edge.to);
+  };
+  // Lists that have reductions already may still lack their messages.
+  const bool lacks_messages = !features.communication && std::ranges::any_of(wired.graph().edges(), crosses);
+  if (features.computations_only() || lacks_messages) return lower(wired);
   require_valid(wired);
   return wired;
 }

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <utility>
 
 #include "penstock/schedule/error.h"
+#include "penstock/schedule/source.h"
 
 namespace penstock {
 namespace {
@@ -35,36 +37,51 @@ std::string_view take_line(std::string_view& text) {
   return line;
 }
 
-std::string_view unquoted(std::string_view cell) {
-  const std::size_t begin = cell.find_first_not_of(" \t");
-  if (begin == std::string_view::npos) return {};
-  cell = cell.substr(begin, cell.find_last_not_of(" \t") - begin + 1);
-  if (cell.size() >= 2 && cell.starts_with('"') && cell.ends_with('"')) return cell.substr(1, cell.size() - 2);
-  return cell;
+constexpr std::string_view kBlanks = " \t";
+
+// A cell's text without the blanks and quotation marks around it, and the index in the line where that begins.
+struct Text {
+  std::string_view text;
+  std::size_t begin;
+};
+Text unquoted(std::string_view line, std::size_t begin, std::size_t end) {
+  const std::size_t first = std::min(line.find_first_not_of(kBlanks, begin), end);
+  std::string_view cell = line.substr(first, end - first);
+  cell = cell.substr(0, cell.find_last_not_of(kBlanks) + 1);
+  if (cell.size() >= 2 && cell.starts_with('"') && cell.ends_with('"')) {
+    return {.text = cell.substr(1, cell.size() - 2), .begin = first + 1};
+  }
+  return {.text = cell, .begin = first};
 }
 
-std::vector<Placed> read_cells(std::string_view text, const std::string& source, int& ranks) {
+// What a file contains: the actions with their places, and the line of each rank's row.
+struct Cells {
+  std::vector<Placed> actions;
+  std::vector<std::size_t> rows;
+};
+
+Cells read_cells(std::string_view text, const std::string& source) {
   if (text.starts_with("\xEF\xBB\xBF")) text.remove_prefix(3);
-  std::vector<Placed> cells;
-  std::size_t line_number = 0;
-  while (!text.empty()) {
-    const std::string_view line = take_line(text);
-    const int rank = static_cast<int>(line_number++);
+  Cells cells;
+  for (std::size_t line_number = 1; !text.empty(); ++line_number) {
+    const std::string_view whole = take_line(text);
+    const std::string_view line = whole.substr(0, whole.find('#'));
+    if (line.find_first_not_of(kBlanks) == std::string_view::npos) continue;
+    const int rank = static_cast<int>(cells.rows.size());
+    cells.rows.push_back(line_number);
     for (std::size_t begin = 0; begin <= line.size();) {
       const std::size_t end = std::min(line.find(',', begin), line.size());
-      const std::string_view cell = unquoted(line.substr(begin, end - begin));
-      if (!cell.empty()) {
+      const Text cell = unquoted(line, begin, end);
+      if (!cell.text.empty()) {
         try {
-          cells.push_back({parse_action(cell), rank, line_number, begin + 1});
+          cells.actions.push_back({parse_action(cell.text), rank, line_number, cell.begin + 1});
         } catch (const ScheduleError& error) {
-          fail(source, line_number, begin + 1, error.what());
+          fail(source, line_number, cell.begin + 1, error.what());
         }
       }
       begin = end + 1;
     }
   }
-  // Empty lines at the end are no ranks.
-  ranks = cells.empty() ? 0 : cells.back().rank + 1;
   return cells;
 }
 
@@ -78,14 +95,14 @@ std::string to_csv(const Schedule& schedule) {
       if (!std::exchange(first, false)) out += ',';
       append_text(out, action);
     }
+    if (first) out += ',';
     out += '\n';
   }
   return out;
 }
 
 Schedule parse_csv(std::string_view text, const CsvOptions& options) {
-  int ranks = 0;
-  const std::vector<Placed> cells = read_cells(text, options.source, ranks);
+  const auto [cells, rows] = read_cells(text, options.source);
   if (cells.empty()) {
     throw ScheduleError(options.source +
                         ": there is no action in it.\n  Hint: a row for each rank, such as 0F0,0F1,0B0,0B1");
@@ -142,8 +159,18 @@ Schedule parse_csv(std::string_view text, const CsvOptions& options) {
   graph.add_edges(options.skips);
   for (const std::vector<int>& group : options.shared) graph.share(group);
 
-  Schedule schedule(Placement(std::move(rank_of_stage), ranks), std::move(graph), std::max(microbatches, 1));
-  for (const Placed& cell : cells) schedule.add(cell.rank, cell.action);
+  Schedule schedule(Placement(std::move(rank_of_stage), static_cast<int>(rows.size())), std::move(graph),
+                    std::max(microbatches, 1));
+  const auto source = std::make_shared<ScheduleSource>(options.source);
+  auto cell = cells.begin();
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    source->add_row(rows[static_cast<std::size_t>(rank)]);
+    for (; cell != cells.end() && cell->rank == rank; ++cell) {
+      schedule.add(rank, cell->action);
+      source->add_action(cell->action, cell->column);
+    }
+  }
+  schedule.set_source(source);
   return schedule;
 }
 

@@ -1,5 +1,6 @@
 // Schedules as CSV, in the form of torch.distributed.pipelining: a row for each rank, a cell for each action, an empty
-// cell for an idle slot.
+// cell for an idle slot. Ours may also have comments, from a `#` to the end of its line, and blank lines; PyTorch's reader
+// takes neither, so to_csv writes none.
 #pragma once
 
 #include <span>
@@ -11,6 +12,7 @@
 
 namespace penstock {
 
+// Writes a row for each rank; a rank without actions is a row of two idle slots, since a blank line is no rank.
 std::string to_csv(const Schedule& schedule);
 
 struct CsvOptions {
@@ -21,9 +23,10 @@ struct CsvOptions {
   std::vector<std::vector<int>> shared = {};
 };
 
-// The schedule that a CSV says; stages lie where their actions stand, and idle slots are left out. The file is read for
-// what it is, and not verified; empty lines stand for ranks without actions, but not at the end. Throws ScheduleError,
-// with the file, and the line and column where there is one.
+// Reads a schedule; stages lie where their actions stand, and idle slots are left out. Lines that are blank or have a
+// comment alone are skipped; every other line is a rank, also one of commas alone. The file is not verified. Errors that
+// are found in the schedule later name their place in the file. Throws ScheduleError, with the file, and the line and
+// column where there is one.
 Schedule parse_csv(std::string_view text, const CsvOptions& options = {});
 
 }  // namespace penstock

@@ -30,9 +30,16 @@ std::size_t Schedule::size() const {
   return total;
 }
 
+Schedule Schedule::without_actions() const {
+  Schedule result(placement_, graph_, microbatches_);
+  result.source_ = source_;
+  return result;
+}
+
 Schedule Schedule::with_graph(StageGraph graph) const {
   Schedule result(placement_, std::move(graph), microbatches_);
   result.lists_ = lists_;
+  result.source_ = source_;
   return result;
 }
 

@@ -15,6 +15,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <span>
 #include <string>
 #include <utility>
@@ -25,6 +26,8 @@
 #include "penstock/schedule/placement.h"
 
 namespace penstock {
+
+class ScheduleSource;
 
 class Schedule {
  public:
@@ -52,8 +55,8 @@ class Schedule {
   void reserve(int rank, std::size_t actions) { lists_[static_cast<std::size_t>(rank)].reserve(actions); }
   void assign(int rank, std::vector<Action> actions) { lists_[static_cast<std::size_t>(rank)] = std::move(actions); }
 
-  // The same placement, graph and number of microbatches, with empty lists.
-  Schedule without_actions() const { return {placement_, graph_, microbatches_}; }
+  // Returns the same placement, graph, number of microbatches and source, with empty lists.
+  Schedule without_actions() const;
   // The same lists on another graph of as many stages.
   Schedule with_graph(StageGraph graph) const;
 
@@ -64,13 +67,22 @@ class Schedule {
   }
   std::size_t cells() const { return cell(stages(), 0); }
 
-  friend bool operator==(const Schedule&, const Schedule&) = default;
+  // The file that the schedule was read from, for error messages (source.h); null if it was not read from one.
+  const std::shared_ptr<const ScheduleSource>& source() const { return source_; }
+  void set_source(std::shared_ptr<const ScheduleSource> source) { source_ = std::move(source); }
+
+  // Compares everything but the source.
+  friend bool operator==(const Schedule& one, const Schedule& other) {
+    return one.placement_ == other.placement_ && one.graph_ == other.graph_ &&
+           one.microbatches_ == other.microbatches_ && one.lists_ == other.lists_;
+  }
 
  private:
   Placement placement_;
   StageGraph graph_;
   int microbatches_;
   std::vector<std::vector<Action>> lists_;
+  std::shared_ptr<const ScheduleSource> source_;
 };
 
 // What a schedule contains besides forwards. A schedule is checked for the whole of each: one REDUCE_GRAD means one for

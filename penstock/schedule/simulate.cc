@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "penstock/schedule/error.h"
+#include "penstock/schedule/source.h"
 #include "penstock/schedule/verify.h"
 
 namespace penstock {
@@ -319,7 +320,7 @@ class Simulator {
       const auto actions = schedule_.actions(rank);
       if (state(rank).next < actions.size()) {
         throw ScheduleError("the schedule does not run to its end: rank " + std::to_string(rank) +
-                            " is stuck at position " + std::to_string(state(rank).next) + ", " +
+                            " is stuck at " + place_text(schedule_, rank, state(rank).next) + ", " +
                             to_string(actions[state(rank).next]) + ".\n  Hint: verify says why.");
       }
       timeline_.makespan = std::max(timeline_.makespan, state(rank).clock);

@@ -5,6 +5,7 @@
 
 #include "penstock/schedule/draw.h"
 #include "penstock/schedule/error.h"
+#include "penstock/schedule/source.h"
 #include "penstock/schedule/verify/tables.h"
 
 namespace penstock {
@@ -42,9 +43,16 @@ std::optional<Violation> verify_each_list(const Schedule& schedule, const Featur
 std::string explain(const Schedule& schedule, const Violation& violation) {
   const auto actions = schedule.actions(violation.rank);
   const auto position = static_cast<std::size_t>(violation.position);
-  std::string text = "rank " + std::to_string(violation.rank) + ", ";
-  text += position < actions.size() ? "position " + std::to_string(position) + ", " + to_string(actions[position])
-                                    : "at the end of its " + std::to_string(actions.size()) + " actions";
+  const std::string rank = "rank " + std::to_string(violation.rank);
+  std::string text;
+  if (position >= actions.size()) {
+    if (schedule.source() != nullptr) text = schedule.source()->line_of(violation.rank) + ": ";
+    text += rank + ", at the end of its " + std::to_string(actions.size()) + " actions";
+  } else if (schedule.source() != nullptr) {
+    text = place_text(schedule, violation.rank, position) + ": " + rank + ", " + to_string(actions[position]);
+  } else {
+    text = rank + ", " + place_text(schedule, violation.rank, position) + ", " + to_string(actions[position]);
+  }
   return text + ": " + violation.what + "\n\n" +
          table_of(
              schedule,

@@ -26,7 +26,8 @@ std::optional<Violation> verify(const Schedule& schedule, const Features& expect
 // The same without the run of all lists against each other: what it accepts is complete and paired, and may deadlock.
 std::optional<Violation> verify_each_list(const Schedule& schedule, const Features& expected);
 
-// The violation in full: rank, position and action, the sentence, and the table around the place, which is marked.
+// Returns the violation in full: rank, position (or line and column of the file that the schedule was read from) and
+// action, the sentence, and the table around the place, which is marked.
 std::string explain(const Schedule& schedule, const Violation& violation);
 
 // Throws ScheduleError with the explanation of the first violation; `require_lists` of what verify_each_list finds.

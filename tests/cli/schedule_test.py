@@ -178,13 +178,21 @@ class Verify(Case):
     def test_a_violation_is_one_with_the_place_marked(self):
         result = schedule("verify", "--csv", self.write("bad.csv", "0F0,0B0\n1B0,1F0\n"))
         self.assertEqual(result.returncode, 1)
-        self.assertIn("rank 1, position 0, 1B0: 1B0 comes before its forward 1F0.", result.stdout)
+        self.assertIn("bad.csv:2:1: rank 1, 1B0: 1B0 comes before its forward 1F0.", result.stdout)
         self.assertIn("0     0F0     [1B0]   <-- here", result.stdout)
 
     def test_a_deadlock_names_its_cycle(self):
-        result = schedule("verify", "--csv", self.write("stuck.csv", "0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n"))
+        file = self.write("stuck.csv", "# Rank 0.\n0F0,,0B0,0F1,0B1\n\n1F1,1F0,1B0,1B1  # rank 1\n")
+        result = schedule("verify", "--csv", file)
         self.assertEqual(result.returncode, 1)
-        self.assertIn("rank 0, position 1: 0B0 waits for 1B0 on rank 1\n  rank 1, position 0: 1F1 waits for 0F1 on rank 0", result.stdout)
+        cycle = (f"{file}:2:6: rank 0, 0B0: the ranks wait for each other in a circle:\n"
+                 f"  rank 0, {file}:2:6: 0B0 waits for 1B0 on rank 1\n"
+                 f"  rank 1, {file}:4:1: 1F1 waits for 0F1 on rank 0\n")
+        self.assertIn(cycle, result.stdout)
+        # The same places, and no action that is not in the file, wherever the schedule is lowered first.
+        table = result.stdout[result.stdout.index("step"):]
+        for words in (["show"], ["show", "--lowered"], ["simulate"], ["export"], ["export", "--lowered"]):
+            self.assertIn(cycle + "\n" + table, self.refuses("schedule", *words, "--csv", file, message=cycle), words)
 
     def test_a_file_with_reductions_alone_gets_its_messages(self):
         text = self.answers("verify", "--csv", self.write("half.csv", "0F0,0B0,0REDUCE_GRAD\n1F0,1B0,1REDUCE_GRAD\n"))

@@ -83,6 +83,11 @@ class Training(Case):
         self.assertIn('"name":"simulated"', page)
         self.assertIn('"curve":{"name":"Loss"', page)
 
+    def test_names_places_in_the_file_of_a_schedule(self):
+        (self.folder / "stuck.csv").write_text("# Stuck.\n0F0,0B0,0F1,0B1\n\n1F1,1F0,1B0,1B1\n")
+        self.assert_refused("train", *SMALL, "--steps", 1, "--csv", "stuck.csv",
+                            message="rank 0, stuck.csv:2:5: 0B0 waits for 1B0 on rank 1\n  rank 1, stuck.csv:4:1: 1F1 waits for 0F1 on rank 0")
+
     def test_reads_text_and_writes_a_sample(self):
         (self.folder / "text").write_text("the water turns the wheel and the wheel turns the mill. " * 40)
         text = self.train("--data", "text", "--length", 16, "--rows", 16, "--layers", 2, "--width", 32, "--steps", 30,

@@ -13,6 +13,8 @@
 #include <vector>
 
 #include "penstock/runtime/pipeline.h"
+#include "penstock/schedule/csv.h"
+#include "penstock/schedule/error.h"
 #include "penstock/schedule/generators.h"
 #include "tests/runtime/models.h"
 
@@ -60,6 +62,17 @@ TEST(Failure, InAForwardNamesRankStageActionAndMicrobatchAndWhereTheOthersWere) 
   expect_begins(error, "rank 2, stage 2, 2F0 (microbatch 0): hot bearings\n  rank 0: was in ");
   EXPECT_NE(error.find("<-- here"), std::string::npos) << error;
   EXPECT_NE(error.find("2F0"), std::string::npos) << error;
+}
+
+TEST(Failure, NamesThePlaceInTheFileOfTheSchedule) {
+  Failing failing([](const Args&, const c10::IValue&) -> c10::IValue { throw std::runtime_error("hot bearings"); });
+  const std::string rows_of_ranks =
+      "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n\n# The third.\n 2F0,2F1,2B0,2B1\n3F0,3B0,3F1,3B1\n";
+  Pipeline pipeline(failing.model.pipeline_stages(), parse_csv(rows_of_ranks, {.source = "own.csv"}),
+                    {.loss = squared_error});
+  *failing.armed = true;
+  const std::string error = error_of([&] { pipeline.step({rows(8, "x")}, {}, rows(8, "y")); });
+  expect_begins(error, "rank 2, stage 2, 2F0 (microbatch 0), own.csv:5:2: hot bearings\n");
 }
 
 TEST(Failure, OfAStepLeavesNothingToTheNext) {
@@ -174,6 +187,18 @@ TEST(Step, RefusesWhatDoesNotFit) {
   const c10::AutoGradMode off(false);
   expect_begins(error_of([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y")); }),
                 "step computes gradients, which are switched off on this thread.");
+}
+
+TEST(Pipelines, RefuseAScheduleThatDeadlocksWithItsPlacesInTheFile) {
+  const Model model = perceptron(2);
+  const Schedule stuck = parse_csv("# Rank 0.\n0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n", {.source = "own.csv"});
+  const std::string error =
+      error_of<ScheduleError>([&] { Pipeline(model.pipeline_stages(), stuck, {.loss = squared_error}); });
+  expect_begins(error,
+                "own.csv:2:5: rank 0, 0B0: the ranks wait for each other in a circle:\n"
+                "  rank 0, own.csv:2:5: 0B0 waits for 1B0 on rank 1\n"
+                "  rank 1, own.csv:3:1: 1F1 waits for 0F1 on rank 0\n\n"
+                "step  rank 0  rank 1\n0     0F0     1F1\n");
 }
 
 TEST(Pipelines, RefuseStagesThatAreNotInOrder) {

@@ -40,7 +40,7 @@ constexpr Handwritten kHandwritten[] = {
     // The second rank has nothing to do.
     {"OneRankIdle",
      "0F0,1F0,1B0,0F1,1F1,1B1,0B0,0B1\n"
-     "\n"
+     ",\n"
      "2F0,2B0,2F1,2B1\n"},
     {"Reordered",
      "0F0,0F2,0F1,0F3,0B3,0B0,0B2,0B1\n"
@@ -61,6 +61,7 @@ constexpr Handwritten kHandwritten[] = {
      "0F0,0F1,3F0,(0F2;3B0)OVERLAP_F_B,3F1,(0F3;3B1)OVERLAP_F_B,(3F2;0B0)OVERLAP_F_B,3B2,(3F3;0B1)OVERLAP_F_B,3B3,"
      "0B2,0B3\n"
      "1F0,2F0,1F1,2F1,(1F2;2B0)OVERLAP_F_B,1B0,2F2,(1F3;2B1)OVERLAP_F_B,1B1,2F3,2B2,1B2,2B3,1B3\n"},
+    {"ReductionsWithoutMessages", "0F0,0F1,0B0,0B1,0REDUCE_GRAD\n1F0,1B0,1F1,1B1,1REDUCE_GRAD\n"},
     // The second part is a half, or goes first.
     {"OverlapOfHalves",
      "0F0,0F1,3F0,(0F2;3I0)OVERLAP_F_B,3F1,(3I1;0F3)OVERLAP_F_B,3W0,(3F2;0I0)OVERLAP_F_B,3B2,(3F3;0B1)OVERLAP_F_B,"

@@ -2,8 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "penstock/schedule/generators.h"
 #include "penstock/schedule/passes.h"
+#include "penstock/schedule/source.h"
 #include "penstock/schedule/verify.h"
 #include "tests/schedule/expect.h"
 
@@ -42,21 +45,53 @@ TEST(ScheduleCsv, LeavesOutIdleSlotsAndTakesEveryKindOfLine) {
   }
 }
 
-TEST(ScheduleCsv, TakesAnEmptyLineForARankWithoutActions) {
-  const Schedule schedule = parse_csv("0F0\n\n1F0\n");
-  EXPECT_EQ(schedule.ranks(), 3);
+TEST(ScheduleCsv, SkipsCommentsAndBlankLines) {
+  const Schedule expected = parse_csv("0F0,0B0\n1F0,1B0\n");
+  for (const char* text : {"# Two ranks.\n0F0,0B0\n\n  # The second.\n1F0,1B0\n\n",
+                           "\r\n0F0,0B0 # first\r\n \t\r\n1F0,1B0,#\r\n", "0F0,0B0#,0F1\n1F0,1B0"}) {
+    EXPECT_EQ(parse_csv(text), expected) << text;
+  }
+}
+
+TEST(ScheduleCsv, TakesALineOfCommasForARankWithoutActions) {
+  const Schedule schedule = parse_csv("0F0\n,,  # rests\n1F0\n\"\"\n");
+  EXPECT_EQ(schedule.ranks(), 4);
   EXPECT_EQ(schedule.placement().rank_of(1), 2);
-  EXPECT_EQ(parse_csv("0F0\n1F0\n\n\n").ranks(), 2);
+  EXPECT_EQ(to_csv(schedule), "0F0\n,\n1F0\n,\n");
+  EXPECT_EQ(parse_csv(to_csv(schedule)), schedule);
 }
 
 TEST(ScheduleCsv, NamesLineAndColumnOfABadAction) {
   expect_error([] { parse_csv("0F0,0F1\n1F0,1F1\n2F0,,,,,,2F1,2X4\n", {.source = "schedule.csv"}); },
                "schedule.csv:3:14: '2X4' is not an action: unknown computation 'X'.\n  Hint: the computations are ");
+  expect_error([] { parse_csv("# Comments count as lines.\n\n0F0,  \"0X1\"\n"); }, "schedule.csv:3:8: '0X1' is not");
+}
+
+TEST(ScheduleCsv, KnowsTheLineAndColumnOfEachActionThroughEveryPass) {
+  const Schedule read = parse_csv("# One rank a line.\n0F0,,  0F1,0B0,0B1\n\n1F0,1B0,1F1,1B1\n", {.source = "own.csv"});
+  EXPECT_EQ(place_text(read, 0, 1), "own.csv:2:8");
+  EXPECT_EQ(place_text(read, 1, 3), "own.csv:4:13");
+  for (const Schedule& made : {lower(read), drop_backwards(lower(read)), read.with_graph(StageGraph(2))}) {
+    for (int rank = 0; rank < made.ranks(); ++rank) {
+      for (std::size_t i = 0; i < made.actions(rank).size(); ++i) {
+        const Action& action = made.actions(rank)[i];
+        const auto given = read.actions(rank);
+        const auto found = std::ranges::find(given, action);
+        const std::string expected = found == given.end()
+                                         ? "position " + std::to_string(i)
+                                         : place_text(read, rank, static_cast<std::size_t>(found - given.begin()));
+        EXPECT_EQ(place_text(made, rank, i), expected) << to_string(action);
+      }
+    }
+  }
+  // Where an action stands twice, each has its own place; a part of a pair has that of the pair.
+  EXPECT_EQ(place_text(parse_csv("0F0,0F0\n"), 0, 1), "schedule.csv:1:5");
+  EXPECT_EQ(place_text(drop_backwards(parse_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")), 0, 1), "schedule.csv:1:5");
 }
 
 TEST(ScheduleCsv, RefusesWhatIsNoSchedule) {
   expect_error([] { parse_csv(""); }, "schedule.csv: there is no action in it");
-  expect_error([] { parse_csv("\n,,\n"); }, "there is no action in it");
+  expect_error([] { parse_csv("\n,,\n# 0F0\n"); }, "there is no action in it");
   expect_error([] { parse_csv("0F0\n0B0\n"); },
                "schedule.csv:2:1: '0B0' stands in the row of rank 1, but stage 0 has actions on rank 0 already");
   expect_error([] { parse_csv("0F0,2F0,0F1\n"); }, "stage 1 has no action, but stage 2 has");

@@ -137,7 +137,7 @@ TEST(Placing, KeepsTheOrderOfEachStageAndIsValid) {
 
 TEST(Lowering, RefusesWhatIsNotValidOrLoweredAlready) {
   expect_error([] { lower(parse_csv("0F0,0B0\n1B0,1F0\n")); },
-               "rank 1, position 0, 1B0: 1B0 comes before its forward 1F0");
+               "schedule.csv:2:1: rank 1, 1B0: 1B0 comes before its forward 1F0");
   expect_error([] { lower(lower(gpipe(2, 2))); }, "lowered already");
   expect_error([] { add_communication(lower(gpipe(2, 2))); }, "the schedule has messages already");
 }

@@ -93,7 +93,7 @@ TEST(Simulator, LetsRanksMeetForSharedParameters) {
 
 TEST(Simulator, SaysWhereAScheduleSticks) {
   expect_error([] { simulate(parse_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n")); },
-               "does not run to its end: rank 0 is stuck at position 1, 0B0.\n  Hint: verify says why.");
+               "does not run to its end: rank 0 is stuck at schedule.csv:1:5, 0B0.\n  Hint: verify says why.");
 }
 
 TEST(Simulator, AddsUpWhereRanksMeetInTheMiddle) {

@@ -2,9 +2,12 @@
 
 #include <gtest/gtest.h>
 
+#include <functional>
+
 #include "penstock/schedule/csv.h"
 #include "penstock/schedule/generators.h"
 #include "penstock/schedule/passes.h"
+#include "penstock/schedule/simulate.h"
 #include "tests/schedule/expect.h"
 
 namespace penstock {
@@ -24,10 +27,10 @@ TEST(Verifier, AcceptsForwardsAlone) {
 }
 
 TEST(Verifier, FindsWhatIsThereTwice) {
-  expect_violation("0F0,0F0,0B0\n", 0, 1, "0F0 is here a second time, first at position 0");
+  expect_violation("0F0,0F0,0B0\n", 0, 1, "0F0 is here a second time, first at schedule.csv:1:1");
   expect_violation("0F0,0B0,0B0\n", 0, 2, "0B0 is here a second time");
   expect_violation("0F0,0I0,0W0,0B0\n", 0, 3,
-                   "0B0 is a second backward: a microbatch has B, or I and W, first at position 1");
+                   "0B0 is a second backward: a microbatch has B, or I and W, first at schedule.csv:1:5");
   expect_violation("0F0,0B0,0W0\n", 0, 2, "the full backward made that gradient already");
 }
 
@@ -52,8 +55,8 @@ TEST(Verifier, FindsAnOrderOfStagesThatDeadlocks) {
   ASSERT_TRUE(violation);
   EXPECT_EQ(violation->what,
             "the ranks wait for each other in a circle:\n"
-            "  rank 0, position 1: 0B0 waits for 1B0 on rank 1\n"
-            "  rank 1, position 0: 1F1 waits for 0F1 on rank 0");
+            "  rank 0, schedule.csv:1:5: 0B0 waits for 1B0 on rank 1\n"
+            "  rank 1, schedule.csv:2:1: 1F1 waits for 0F1 on rank 0");
 }
 
 TEST(Verifier, FindsADeadlockOfBlockingSends) {
@@ -68,8 +71,8 @@ TEST(Verifier, FindsADeadlockOfBlockingSends) {
   ASSERT_TRUE(stuck);
   EXPECT_EQ(stuck->what,
             "the ranks wait for each other in a circle (a send waits until its receive is posted):\n"
-            "  rank 0, position 3: 0SEND_F1 waits for 1RECV_F1 on rank 1\n"
-            "  rank 1, position 2: 1SEND_F0 waits for 2RECV_F0 on rank 0");
+            "  rank 0, schedule.csv:1:18: 0SEND_F1 waits for 1RECV_F1 on rank 1\n"
+            "  rank 1, schedule.csv:2:14: 1SEND_F0 waits for 2RECV_F0 on rank 0");
 }
 
 TEST(Verifier, PairsSendsAndReceives) {
@@ -77,7 +80,7 @@ TEST(Verifier, PairsSendsAndReceives) {
   expect_violation("0F0,0SEND_F0\n1F0\n", 1, 0, "1F0 has no 1RECV_F0 before it");
   expect_violation("0SEND_F0,0F0\n1RECV_F0,1F0\n", 0, 0, "it sends what has not been computed yet");
   expect_violation("0F0,0SEND_F0,0SEND_F0\n1RECV_F0,1F0\n", 0, 2,
-                   "0SEND_F0 is here a second time, first at position 1");
+                   "0SEND_F0 is here a second time, first at schedule.csv:1:5");
   expect_violation("0F0,0SEND_F0\n1RECV_F0,1RECV_F0,1F0\n", 1, 1, "1RECV_F0 is here a second time");
   expect_violation("0F0,0SEND_F0,1RECV_F0,1F0\n2F0\n", 0, 1, "stages 0 and 1 lie on one rank and need no message");
 }
@@ -106,7 +109,7 @@ TEST(Verifier, WatchesReductions) {
   expect_violation("0F0,0F1,0B0,0REDUCE_GRAD,0B1\n", 0, 3,
                    "only 1 of stage 0's 2 weight gradients have been made here");
   expect_violation("0F0,0B0,0REDUCE_GRAD,0REDUCE_GRAD\n", 0, 3,
-                   "stage 0's gradients are reduced already, first at position 2");
+                   "stage 0's gradients are reduced already, first at schedule.csv:1:9");
   expect_violation("0F0,1F0,1B0,1REDUCE_GRAD,0B0\n", 0, 5,
                    "0REDUCE_GRAD is missing: the stage's gradients are never reduced");
 }
@@ -137,7 +140,8 @@ TEST(Verifier, FindsRanksThatMeetInDifferentOrders) {
   const auto violation =
       verify(parse_csv(one + "0SUM_SHARED,2SUM_SHARED\n" + other + "3SUM_SHARED,1SUM_SHARED\n", shared));
   ASSERT_TRUE(violation);
-  EXPECT_NE(violation->what.find("rank 0, position 4: 0SUM_SHARED waits for 1SUM_SHARED on rank 1"), std::string::npos)
+  EXPECT_NE(violation->what.find("rank 0, schedule.csv:1:17: 0SUM_SHARED waits for 1SUM_SHARED on rank 1"),
+            std::string::npos)
       << violation->what;
 }
 
@@ -159,15 +163,47 @@ TEST(Verifier, SurvivesIndicesThatThereAreNot) {
   }
 }
 
-TEST(Verifier, ExplainsWithRankPositionActionAndTheMarkedTable) {
-  expect_error([] { require_valid(parse_csv("0F0,0F1,0B0,0B1\n1F0,1B1,1F1,1B0\n")); },
-               "rank 1, position 1, 1B1: 1B1 comes before its forward 1F1.\n"
-               "\n"
-               "step  rank 0  rank 1\n"
-               "0     0F0     1F0\n"
-               "1     0F1     [1B1]   <-- here\n"
-               "2     0B0     1F1\n"
-               "3     0B1     1B0\n");
+TEST(Verifier, ExplainsWithPlaceRankActionAndTheMarkedTable) {
+  const std::string table =
+      "step  rank 0  rank 1\n"
+      "0     0F0     1F0\n"
+      "1     0F1     [1B1]   <-- here\n"
+      "2     0B0     1F1\n"
+      "3     0B1     1B0\n";
+  Schedule schedule = parse_csv("0F0,0F1,0B0,0B1\n\n1F0, 1B1,1F1,1B0\n");
+  expect_error([&] { require_valid(schedule); },
+               "schedule.csv:3:6: rank 1, 1B1: 1B1 comes before its forward 1F1.\n\n" + table);
+  // A schedule that was not read from a file has positions only.
+  schedule.set_source(nullptr);
+  expect_error([&] { require_valid(schedule); },
+               "rank 1, position 1, 1B1: 1B1 comes before its forward 1F1.\n\n" + table);
+}
+
+TEST(Verifier, ExplainsWhatIsMissingWithTheLineOfTheRank) {
+  expect_error([] { require_valid(parse_csv("# Rank 1 is in line 3.\n0F0,0B0\n1F0\n")); },
+               "schedule.csv:3: rank 1, at the end of its 1 actions: 1B0 is missing");
+}
+
+TEST(Verifier, GivesTheSamePlacesBeforeAndAfterLowering) {
+  const Schedule stuck = parse_csv("# Stuck.\n0F0,,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n", {.source = "own.csv"});
+  const auto message_of = [](const std::function<void()>& act) -> std::string {
+    try {
+      act();
+      return "no error";
+    } catch (const ScheduleError& error) {
+      return error.what();
+    }
+  };
+  const std::string expected = explain(stuck, *verify(stuck));
+  EXPECT_NE(expected.find("own.csv:2:6: rank 0, 0B0: the ranks wait for each other in a circle:\n"
+                          "  rank 0, own.csv:2:6: 0B0 waits for 1B0 on rank 1\n"
+                          "  rank 1, own.csv:3:1: 1F1 waits for 0F1 on rank 0\n"),
+            std::string::npos)
+      << expected;
+  EXPECT_EQ(message_of([&] { lower(stuck); }), expected);
+  EXPECT_EQ(message_of([&] { lower(stuck, {.sharding = false}); }), expected);
+  EXPECT_EQ(message_of([&] { add_communication(stuck); }), expected);
+  EXPECT_NE(message_of([&] { simulate(stuck); }).find("rank 0 is stuck at own.csv:2:6, 0B0"), std::string::npos);
 }
 
 TEST(Verifier, AcceptsMoreThanAMillionActions) {

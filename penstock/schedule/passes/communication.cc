@@ -66,8 +66,9 @@ struct Channel {
 
 class Communication {
  public:
-  explicit Communication(const Schedule& schedule)
+  Communication(const Schedule& schedule, const Schedule& given)
       : schedule_(schedule),
+        given_(given),
         graph_(schedule.graph()),
         forward_(schedule.cells()),
         backward_(schedule.cells()),
@@ -183,7 +184,7 @@ class Communication {
     }
     for (int rank = 0; rank < schedule_.ranks(); ++rank) {
       if (next[static_cast<std::size_t>(rank)] == schedule_.actions(rank).size()) continue;
-      require_valid(schedule_);
+      require_valid(given_);
       throw ScheduleError("rank " + std::to_string(rank) + " does not come to its end.");
     }
   }
@@ -296,6 +297,7 @@ class Communication {
   }
 
   const Schedule& schedule_;
+  const Schedule& given_;
   const StageGraph& graph_;
   Uses forward_;
   Uses backward_;
@@ -315,8 +317,8 @@ class Communication {
 
 namespace unchecked {
 
-Schedule add_communication(const Schedule& schedule) {
-  return Communication(schedule).result();
+Schedule add_communication(const Schedule& schedule, const Schedule& given) {
+  return Communication(schedule, given).result();
 }
 
 }  // namespace unchecked

@@ -20,7 +20,7 @@ Schedule add_reductions(Schedule schedule) {
 Schedule add_communication(const Schedule& schedule) {
   if (features_of(schedule).communication) throw ScheduleError("the schedule has messages already.");
   require_lists(schedule);
-  return unchecked::add_communication(schedule);
+  return unchecked::add_communication(schedule, schedule);
 }
 
 Schedule lower(const Schedule& schedule, const LowerOptions& options) {
@@ -30,10 +30,10 @@ Schedule lower(const Schedule& schedule, const LowerOptions& options) {
   require_lists(schedule);
   const bool shard = options.sharding && !features.sharding;
   const bool reduce = options.reductions && !features.reduction && !features.shared_sums;
-  if (!shard && !reduce) return unchecked::add_communication(schedule);
+  if (!shard && !reduce) return unchecked::add_communication(schedule, schedule);
   Schedule result = shard ? unchecked::add_sharding(schedule, options.max_active_stages) : schedule;
   if (reduce) result = unchecked::add_reductions(std::move(result));
-  return unchecked::add_communication(result);
+  return unchecked::add_communication(result, schedule);
 }
 
 }  // namespace penstock

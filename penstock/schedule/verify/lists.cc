@@ -2,6 +2,7 @@
 // action on its own rank is known by then, and at the end all that is missing.
 #include <algorithm>
 
+#include "penstock/schedule/source.h"
 #include "penstock/schedule/verify/tables.h"
 
 namespace penstock {
@@ -219,13 +220,13 @@ class ListLook : VerifierTables {
     }
   }
 
-  // ", first at position 3", for a message about a second time; in a message only, so it may search.
+  // Returns ", first at position 3", for a message about a second time; in a message only, so it may search.
   std::string first_place_of(const Action& wanted) const {
     const auto actions = schedule_.actions(rank_);
     for (std::size_t i = 0; i < position_; ++i) {
       bool found = false;
       for_each_part(actions[i], [&](const Action& part) { found |= part == wanted; });
-      if (found) return ", first at position " + std::to_string(i);
+      if (found) return ", first at " + place_text(schedule_, rank_, i);
     }
     return "";
   }

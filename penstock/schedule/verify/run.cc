@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "penstock/schedule/source.h"
 #include "penstock/schedule/verify/tables.h"
 
 namespace penstock {
@@ -129,7 +130,7 @@ class BlockingRun : VerifierTables {
       const std::size_t position = next_[static_cast<std::size_t>(member)];
       const Action& action = schedule_.actions(member)[position];
       const Wait wait = *waits_for(action, member);
-      what += "\n  rank " + std::to_string(member) + ", position " + std::to_string(position) + ": " +
+      what += "\n  rank " + std::to_string(member) + ", " + place_text(schedule_, member, position) + ": " +
               to_string(action) + " waits for " + wait_text(wait) + " on rank " + std::to_string(wait.on_rank);
     }
     fail(way.front(), next_[static_cast<std::size_t>(way.front())], std::move(what));
