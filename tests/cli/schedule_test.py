@@ -191,7 +191,7 @@ class Verify(Case):
         self.assertIn(cycle, result.stdout)
         # The same places, and no action that is not in the file, wherever the schedule is lowered first.
         table = result.stdout[result.stdout.index("step"):]
-        for words in (["show"], ["show", "--lowered"], ["simulate"], ["export"], ["export", "--lowered"]):
+        for words in (["show"], ["show", "--lowered"], ["simulate"], ["export"], ["export", "--lowered"], ["compare"]):
             self.assertIn(cycle + "\n" + table, self.refuses("schedule", *words, "--csv", file, message=cycle), words)
 
     def test_a_file_with_reductions_alone_gets_its_messages(self):
@@ -277,6 +277,68 @@ class Compare(Case):
         # Four forwards of 4 on the first rank, one on the second; then backwards of 2, one behind the other.
         self.assertEqual(makespans["GPipe"], 4 * 4 + 1 + 4 * 2 + 2)
         self.refuses("schedule", "compare", "--ranks", 1, "--microbatches", 4, "--costs", costs, message='2 entries in "stages", but there are 1')
+
+    def compared(self, *words):
+        result = json.loads(self.answers("compare", *words, "--json"))
+        return result, {row["schedule"]: row for row in result["schedules"]}
+
+    def test_json_has_what_the_table_has(self):
+        result, rows = self.compared("--ranks", 8, "--microbatches", 16)
+        self.assertEqual((result["version"], result["ranks"], result["microbatches"]), (1, 8, 16))
+        self.assertEqual(rows["ZBVZeroBubble"]["makespan"], 51.5)
+        self.assertEqual((rows["ZBVZeroBubble"]["stages"], rows["ZBVZeroBubble"]["stages_per_rank"]), (16, 2))
+        self.assertEqual((rows["GPipe"]["peak_microbatches"], rows["1F1B"]["peak_microbatches"]), (16, 8))
+        for line in self.answers("compare", "--ranks", 8, "--microbatches", 16).splitlines()[1:]:
+            name, stages, makespan, bubble, _, kept, messages = line.split()
+            row = rows[name]
+            self.assertEqual((int(stages), float(makespan), float(kept), int(messages)),
+                             (row["stages_per_rank"], row["makespan"], round(row["peak_microbatches"], 1), row["messages"]))
+            self.assertAlmostEqual(float(bubble), 100 * row["bubble"], delta=0.05)
+
+    def test_stages_a_rank_for_those_that_take_any_number(self):
+        _, rows = self.compared("--ranks", 4, "--microbatches", 8, "--stages-per-rank", 4)
+        self.assertEqual({name: row["stages_per_rank"] for name, row in rows.items()},
+                         {"GPipe": 1, "1F1B": 1, "LoopedBFS": 4, "Interleaved1F1B": 4, "InterleavedZeroBubble": 4,
+                          "ZBVZeroBubble": 2, "DualPipeV": 2})
+
+    def test_own_schedules_beside_the_others(self):
+        first, second = self.path("first.csv"), self.path("second.csv")
+        self.answers("export", "1F1B", "--ranks", 2, "--microbatches", 3, "-o", first)
+        self.answers("export", "GPipe", "--ranks", 2, "--microbatches", 3, "--lowered", "-o", second)
+        result, rows = self.compared("--csv", first, "--csv", second)
+        self.assertEqual((result["ranks"], result["microbatches"], len(rows)), (2, 3, 9))
+        for file, name in ((first, "1F1B"), (second, "GPipe")):
+            self.assertEqual({**rows[file], "schedule": name}, rows[name])
+        self.assertIn(first, self.answers("compare", "--csv", first))
+        uneven = self.write("uneven.csv", "0F0,1F0,1B0,0B0\n2F0,2B0\n")
+        self.assertIn("1 to 2", self.answers("compare", "--csv", uneven))
+        self.refuses("schedule", "compare", "--csv", first, "--microbatches", 4,
+                     message="first.csv: found 2 ranks, 2 stages, 3 microbatches, but what it is compared with has 2 ranks and 4 microbatches.\n  Hint: ")
+        self.refuses("schedule", "compare", "--csv", self.write("forwards.csv", "0F0\n1F0\n"),
+                     message="forwards.csv: has forwards alone")
+
+    def test_memory_marks_what_fits(self):
+        size = ("--ranks", 4, "--microbatches", 8)
+        rows = [line.split() for line in self.answers("compare", *size, "--memory", 4).splitlines()]
+        self.assertEqual(rows[0][-1], "fits")
+        fits = {row[0]: row[-1] for row in rows[1:]}
+        self.assertEqual((fits["1F1B"], fits["ZBVZeroBubble"], fits["GPipe"], fits["DualPipeV"]), ("yes", "yes", "no", "no"))
+        # 1000 bytes a microbatch: GPipe keeps 8 of them on each rank, 1F1B 4 on the first.
+        costs = self.write("costs.json", json.dumps({"version": 1, "stages": [{"bytes_kept": 1000}] * 4}))
+        for limit, of_gpipe, of_1f1b in (("8kB", True, True), ("7.9kB", False, True), ("4000B", False, True), ("3.9KiB", False, False)):
+            result, rows = self.compared(*size, "--costs", costs, "--memory", limit)
+            self.assertEqual((rows["GPipe"]["fits"], rows["1F1B"]["fits"]), (of_gpipe, of_1f1b), limit)
+            self.assertEqual(rows["GPipe"]["peak_bytes"], 8000)
+        self.assertEqual(result["memory"], {"bytes": 3.9 * 1024})
+        self.assertIn("bytes kept", self.answers("compare", *size, "--costs", costs))
+
+    def test_memory_that_cannot_be_compared(self):
+        size = ("schedule", "compare", "--ranks", 4, "--microbatches", 8)
+        for wrong in ("much", "4 apples", "-1", "0", "nan", "4mb"):
+            self.refuses(*size, f"--memory={wrong}", message=f"--memory '{wrong}' is neither a number of microbatches nor of bytes.\n  Hint: --memory 4")
+        self.refuses(*size, "--memory", "1GB", message="--memory 1GB is in bytes, but the costs do not say what rank 0 keeps of a microbatch.\n  Hint: give bytes_kept")
+        costs = self.write("costs.json", '{"version": 1, "stages": [{"bytes_kept": 1}, {}]}')
+        self.refuses(*size, "--costs", costs, "--memory", "1GB", message="what rank 1 keeps")
 
 
 if __name__ == "__main__":

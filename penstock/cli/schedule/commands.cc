@@ -1,0 +1,197 @@
+// penstock schedule: list, show, export, verify and simulate schedules; compare.cc has the rest.
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <iomanip>
+#include <iostream>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "penstock/cli/checks.h"
+#include "penstock/cli/command.h"
+#include "penstock/cli/output.h"
+#include "penstock/cli/schedule/compare.h"
+#include "penstock/cli/schedule/contents.h"
+#include "penstock/cli/schedule/options.h"
+#include "penstock/schedule/csv.h"
+#include "penstock/schedule/draw.h"
+#include "penstock/schedule/generators.h"
+#include "penstock/schedule/simulate.h"
+#include "penstock/schedule/verify.h"
+
+namespace penstock::cli {
+namespace {
+
+// Of standard output, if it is a terminal.
+int terminal_width() {
+  winsize size{};
+  if (::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0) return size.ws_col;
+  return TextOptions{}.width;
+}
+
+void add_list(CLI::App& parent) {
+  auto* const command = parent.add_subcommand("list", "Name the schedules");
+  command->callback([] {
+    for (const Generator& generator : generators()) {
+      const std::string stages = generator.stages_per_rank == 0 ? "any" : std::to_string(generator.stages_per_rank);
+      std::cout << std::left << std::setw(23) << generator.name << "stages a rank: " << std::setw(5) << stages
+                << generator.summary << "\n";
+    }
+  });
+}
+
+void add_show(CLI::App& parent) {
+  struct Options {
+    ScheduleOptions spec;
+    CostOptions costs;
+    std::string format = "text";
+    bool is_lowered = false;
+    std::string output;
+  };
+  const auto options = std::make_shared<Options>();
+  auto* const command = parent.add_subcommand("show", "Draw a schedule");
+  options->spec.add_to(*command);
+  options->costs.add_to(*command, "one stage and one microbatch");
+  command->add_option("--format", options->format, "text, svg, html (one page to zoom in) or trace (Chrome, Perfetto)")
+      ->check(one_of({"text", "svg", "html", "trace"}))
+      ->option_text("FORMAT [text]");
+  command->add_flag("--lowered", options->is_lowered,
+                    "With messages, sharding and reductions; as text, a table of the lists");
+  command->add_option("-o,--output", options->output, "Write to a file")->option_text("FILE");
+  command->callback([options] {
+    const Schedule given = options->spec.schedule();
+    const Schedule executed = lowered(given);
+    const Costs costs = options->costs.get(executed.stages(), executed.ranks());
+    const bool to_terminal = options->output.empty() && ::isatty(STDOUT_FILENO) == 1;
+    write_output(options->output, [&](std::ostream& out) {
+      if (options->format == "text" && options->is_lowered) {
+        out << table_of(executed);
+        return;
+      }
+      const Timeline timeline = simulate(executed, costs);
+      const Drawing drawing{executed, timeline, costs, options->spec.title(), options->is_lowered};
+      if (options->format == "svg") {
+        draw_svg(out, drawing);
+      } else if (options->format == "html") {
+        draw_html(out, drawing);
+      } else if (options->format == "trace") {
+        draw_trace(out, drawing);
+      } else {
+        draw_text(out, drawing,
+                  {.colour = to_terminal && std::getenv("NO_COLOR") == nullptr,
+                   .width = to_terminal ? terminal_width() : TextOptions{}.width});
+      }
+    });
+  });
+}
+
+void add_export(CLI::App& parent) {
+  struct Options {
+    ScheduleOptions spec;
+    bool is_lowered = false;
+    std::string output;
+  };
+  const auto options = std::make_shared<Options>();
+  auto* const command = parent.add_subcommand("export", "Write a schedule as CSV, a row for each rank");
+  options->spec.add_to(*command);
+  command->add_flag("--lowered", options->is_lowered, "With messages, sharding and reductions");
+  command->add_option("-o,--output", options->output, "Write to a file")->option_text("FILE");
+  command->callback([options] {
+    const Schedule given = options->spec.schedule();
+    const Schedule wanted = options->is_lowered ? lowered(given) : given;
+    require_valid(wanted);
+    write_output(options->output, [&](std::ostream& out) { out << to_csv(wanted); });
+  });
+}
+
+void add_verify(CLI::App& parent, int& exit) {
+  const auto spec = std::make_shared<ScheduleOptions>();
+  auto* const command =
+      parent.add_subcommand("verify", "Prove that a schedule is complete, in order and free of deadlock");
+  spec->add_to(*command);
+  command->callback([spec, &exit] {
+    const Schedule given = spec->schedule();
+    if (const auto violation = verify(given)) {
+      std::cout << spec->title() << ": not valid\n" << explain(given, *violation);
+      exit = kNo;
+      return;
+    }
+    const Schedule executed = lowered(given);
+    require_valid(executed);
+    std::cout << spec->title() << ": valid: " << contents_text(executed) << ", no deadlock even if every send blocks\n";
+  });
+}
+
+void add_simulate(CLI::App& parent) {
+  struct Options {
+    ScheduleOptions spec;
+    CostOptions costs;
+    bool json = false;
+  };
+  const auto options = std::make_shared<Options>();
+  auto* const command =
+      parent.add_subcommand("simulate", "Reckon how long a schedule takes, who waits for whom, and what ranks keep");
+  options->spec.add_to(*command);
+  options->costs.add_to(*command, "one stage and one microbatch");
+  command->add_flag("--json", options->json, "As JSON");
+  command->callback([options] {
+    const Schedule executed = lowered(options->spec.schedule());
+    const Timeline timeline = simulate(executed, options->costs.get(executed.stages(), executed.ranks()));
+    if (options->json) {
+      nlohmann::json result = {{"version", 1},
+                               {"schedule", options->spec.title()},
+                               {"makespan", timeline.makespan},
+                               {"bubble", timeline.bubble},
+                               {"ranks", executed.ranks()},
+                               {"stages", executed.stages()},
+                               {"microbatches", executed.microbatches()},
+                               {"actions", count_computations(executed)},
+                               {"messages", count_messages(executed)}};
+      for (const RankTimes& times : timeline.ranks) {
+        nlohmann::json waiting = nlohmann::json::object();
+        for (const auto& [rank, time] : times.waiting) waiting[std::to_string(rank)] = time;
+        result["peak_activations"].push_back(times.peak_activations);
+        result["peak_bytes"].push_back(times.peak_bytes);
+        result["work"].push_back(times.work);
+        result["idle"].push_back({{"fill", times.fill}, {"drain", times.drain}, {"waiting", waiting}});
+      }
+      std::cout << result.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << "\n";
+      return;
+    }
+    std::cout << options->spec.title() << ": " << contents_text(executed) << "\n"
+              << "makespan " << rounded(timeline.makespan, 3) << "   bubble " << rounded(100 * timeline.bubble, 1)
+              << " %\n\n";
+    std::vector<std::vector<std::string>> rows = {
+        {"rank", "work", "fill", "drain", "waiting", "peak activations", "peak bytes", "waits most for"}};
+    for (std::size_t rank = 0; rank < timeline.ranks.size(); ++rank) {
+      const RankTimes& times = timeline.ranks[rank];
+      double waiting = 0;
+      for (const auto& [other, time] : times.waiting) waiting += time;
+      const auto most = std::ranges::max_element(times.waiting, {}, [](const auto& entry) { return entry.second; });
+      rows.push_back({std::to_string(rank), rounded(times.work, 3), rounded(times.fill, 3), rounded(times.drain, 3),
+                      rounded(waiting, 3), std::to_string(times.peak_activations), rounded(times.peak_bytes, 0),
+                      waiting > 0 ? "rank " + std::to_string(most->first) : "-"});
+    }
+    write_columns(std::cout, rows);
+  });
+}
+
+}  // namespace
+
+void add_schedule_command(CLI::App& app, int& exit) {
+  auto* const schedule =
+      app.add_subcommand("schedule", "Make, draw, verify, simulate and compare schedules; needs no libtorch");
+  schedule->require_subcommand(1);
+  add_list(*schedule);
+  add_show(*schedule);
+  add_export(*schedule);
+  add_verify(*schedule, exit);
+  add_simulate(*schedule);
+  add_compare(*schedule);
+}
+
+}  // namespace penstock::cli

@@ -1,0 +1,236 @@
+// penstock schedule compare: schedules side by side, with the same work for each rank.
+#include "penstock/cli/schedule/compare.h"
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <cmath>
+#include <iostream>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "penstock/cli/checks.h"
+#include "penstock/cli/output.h"
+#include "penstock/cli/schedule/contents.h"
+#include "penstock/cli/schedule/options.h"
+#include "penstock/schedule/csv.h"
+#include "penstock/schedule/error.h"
+#include "penstock/schedule/generators.h"
+#include "penstock/schedule/simulate.h"
+
+namespace penstock::cli {
+namespace {
+
+// What a rank can keep between forwards and backwards: microbatches of its whole share of the model, or bytes.
+struct MemoryLimit {
+  double amount = 0;
+  bool is_bytes = false;
+
+  static MemoryLimit parse(const std::string& text) {
+    struct Unit {
+      std::string_view name;
+      double bytes;
+    };
+    static constexpr std::array<Unit, 9> kUnits{{{"B", 1},
+                                                 {"kB", 1e3},
+                                                 {"MB", 1e6},
+                                                 {"GB", 1e9},
+                                                 {"TB", 1e12},
+                                                 {"KiB", 1024.0},
+                                                 {"MiB", 1048576.0},
+                                                 {"GiB", 1073741824.0},
+                                                 {"TiB", 1099511627776.0}}};
+    MemoryLimit limit;
+    const char* const end = text.data() + text.size();
+    const auto read = std::from_chars(text.data(), end, limit.amount);
+    const bool is_number = read.ec == std::errc() && std::isfinite(limit.amount) && limit.amount > 0;
+    const std::string_view unit(read.ptr, static_cast<std::size_t>(end - read.ptr));
+    const auto known = std::ranges::find(kUnits, unit, &Unit::name);
+    if (!is_number || (!unit.empty() && known == kUnits.end())) {
+      throw ScheduleError(
+          "--memory '" + text +
+          "' is neither a number of microbatches nor of bytes.\n  Hint: --memory 4 for microbatches, or "
+          "bytes with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB, such as --memory 512MiB");
+    }
+    if (unit.empty()) return limit;
+    return {.amount = limit.amount * known->bytes, .is_bytes = true};
+  }
+};
+
+struct CompareOptions {
+  ScheduleOptions size;
+  CostOptions costs;
+  std::vector<std::string> files;
+  std::optional<std::string> memory;
+  bool json = false;
+};
+
+// One schedule and what it takes.
+struct Row {
+  std::string name;
+  int stages = 0;
+  int fewest_stages_per_rank = 0;
+  int most_stages_per_rank = 0;
+  Timeline timeline;
+  std::size_t messages = 0;
+  // At most on a rank: in whole shares of it, since a stage's is smaller the more of them there are.
+  double microbatches = 0;
+  double bytes = 0;
+
+  bool fits(const MemoryLimit& limit) const { return (limit.is_bytes ? bytes : microbatches) <= limit.amount; }
+};
+
+Row simulated(std::string name, const Schedule& schedule, const Costs& by_rank) {
+  const Schedule executed = lowered(schedule);
+  const Placement& placement = executed.placement();
+  Row row{.name = std::move(name),
+          .stages = executed.stages(),
+          .fewest_stages_per_rank = executed.stages(),
+          .timeline = simulate(executed, shared_out(by_rank, placement)),
+          .messages = count_messages(executed)};
+  for (int rank = 0; rank < executed.ranks(); ++rank) {
+    const RankTimes& times = row.timeline.ranks[static_cast<std::size_t>(rank)];
+    const int stages = static_cast<int>(placement.stages_of(rank).size());
+    row.fewest_stages_per_rank = std::min(row.fewest_stages_per_rank, stages);
+    row.most_stages_per_rank = std::max(row.most_stages_per_rank, stages);
+    if (stages > 0) row.microbatches = std::max(row.microbatches, 1.0 * times.peak_activations / stages);
+    row.bytes = std::max(row.bytes, times.peak_bytes);
+  }
+  return row;
+}
+
+// The schedules of the files. They are compared with those of as many ranks and microbatches, so `size` is theirs unless
+// the options say it.
+std::vector<Schedule> read_files(const std::vector<std::string>& files, ScheduleOptions& size) {
+  std::vector<Schedule> schedules;
+  for (const std::string& file : files) {
+    schedules.push_back(parse_csv(read_file(file), {.source = file}));
+    const Schedule& read = schedules.back();
+    if (size.ranks == 0) size.ranks = read.ranks();
+    if (size.microbatches == 0) size.microbatches = read.microbatches();
+    if (read.ranks() != size.ranks || read.microbatches() != size.microbatches) {
+      throw ScheduleError(file + ": found " + size_text(read) + ", but what it is compared with has " +
+                          counted(static_cast<std::size_t>(size.ranks), "rank") + " and " +
+                          counted(static_cast<std::size_t>(size.microbatches), "microbatch") +
+                          ".\n  Hint: compare schedules of the same work: see --ranks and --microbatches.");
+    }
+    if (!features_of(read).backward) {
+      throw ScheduleError(file + ": has forwards alone, which are not the work of a step.\n  Hint: " +
+                          "`penstock schedule simulate --csv " + file + "` takes it.");
+    }
+  }
+  return schedules;
+}
+
+void require_bytes(const Costs& by_rank, int ranks, const std::string& memory) {
+  for (int rank = 0; rank < ranks; ++rank) {
+    if (by_rank.of_stage(rank).bytes_kept > 0) continue;
+    throw ScheduleError("--memory " + memory + " is in bytes, but the costs do not say what rank " +
+                        std::to_string(rank) + " keeps of a microbatch.\n  Hint: give bytes_kept for each rank in " +
+                        "--costs FILE.json, or a number of microbatches.");
+  }
+}
+
+std::string stages_text(const Row& row) {
+  const std::string most = std::to_string(row.most_stages_per_rank);
+  if (row.fewest_stages_per_rank == row.most_stages_per_rank) return most;
+  return std::to_string(row.fewest_stages_per_rank) + " to " + most;
+}
+
+void write_table(const std::vector<Row>& rows, const std::optional<MemoryLimit>& limit) {
+  const bool has_bytes = std::ranges::any_of(rows, [](const Row& row) { return row.bytes > 0; });
+  std::vector<std::vector<std::string>> table = {
+      {"schedule", "stages a rank", "makespan", "bubble", "microbatches kept"}};
+  if (has_bytes) table.front().emplace_back("bytes kept");
+  table.front().emplace_back("messages");
+  if (limit) table.front().emplace_back("fits");
+  for (const Row& row : rows) {
+    std::vector<std::string>& line =
+        table.emplace_back(std::vector{row.name, stages_text(row), rounded(row.timeline.makespan, 3),
+                                       rounded(100 * row.timeline.bubble, 1) + " %", rounded(row.microbatches, 1)});
+    if (has_bytes) line.push_back(rounded(row.bytes, 0));
+    line.push_back(std::to_string(row.messages));
+    if (limit) line.emplace_back(row.fits(*limit) ? "yes" : "no");
+  }
+  write_columns(std::cout, table);
+}
+
+void write_json(const std::vector<Row>& rows, const ScheduleOptions& size, const std::optional<MemoryLimit>& limit) {
+  nlohmann::json result = {{"version", 1}, {"ranks", size.ranks}, {"microbatches", size.microbatches}};
+  if (limit) result["memory"] = {{limit->is_bytes ? "bytes" : "microbatches", limit->amount}};
+  for (const Row& row : rows) {
+    nlohmann::json entry = {{"schedule", row.name},
+                            {"stages", row.stages},
+                            {"stages_per_rank", row.most_stages_per_rank},
+                            {"makespan", row.timeline.makespan},
+                            {"bubble", row.timeline.bubble},
+                            {"peak_microbatches", row.microbatches},
+                            {"peak_bytes", row.bytes},
+                            {"messages", row.messages}};
+    if (limit) entry["fits"] = row.fits(*limit);
+    result["schedules"].push_back(std::move(entry));
+  }
+  std::cout << result.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << "\n";
+}
+
+void compare(CompareOptions options) {
+  const std::vector<Schedule> own = read_files(options.files, options.size);
+  options.size.require_size();
+  const int ranks = options.size.ranks;
+  const Costs by_rank = options.costs.get(ranks, ranks);
+  std::optional<MemoryLimit> limit;
+  if (options.memory) limit = MemoryLimit::parse(*options.memory);
+  if (limit && limit->is_bytes) require_bytes(by_rank, ranks, *options.memory);
+
+  std::vector<Row> rows;
+  for (std::size_t i = 0; i < own.size(); ++i) rows.push_back(simulated(options.files[i], own[i], by_rank));
+  for (const Generator& generator : generators()) {
+    const int per_rank = generator.stages_per_rank == 0 ? options.size.stages_per_rank : 0;
+    const Schedule schedule = generate(
+        generator.name, {.ranks = ranks, .stages_per_rank = per_rank, .microbatches = options.size.microbatches});
+    // Without a backward it is not the same work.
+    if (features_of(schedule).backward) rows.push_back(simulated(std::string(generator.name), schedule, by_rank));
+  }
+  std::ranges::stable_sort(rows, {}, [](const Row& row) { return row.timeline.makespan; });
+  if (options.json) {
+    write_json(rows, options.size, limit);
+  } else {
+    write_table(rows, limit);
+  }
+}
+
+}  // namespace
+
+void add_compare(CLI::App& parent) {
+  const auto options = std::make_shared<CompareOptions>();
+  auto* const command =
+      parent.add_subcommand("compare", "All schedules side by side, the best first, with the same work for each rank");
+  options->size.add_size_to(*command);
+  command
+      ->add_option("--stages-per-rank", options->size.stages_per_rank,
+                   "Stages a rank, for the schedules that take any number")
+      ->option_text("V [2]")
+      ->check(whole_number());
+  command
+      ->add_option("--csv", options->files,
+                   "A file with a schedule to compare too, whose ranks and microbatches are the default; may be given "
+                   "again")
+      ->option_text("FILE")
+      ->expected(1)
+      ->take_all();
+  options->costs.add_to(*command, "a rank's whole share of the model, which its stages divide");
+  command
+      ->add_option("--memory", options->memory,
+                   "Mark what fits into a rank's memory for activations: microbatches such as 4, or bytes such as "
+                   "512MiB, which need bytes_kept in --costs")
+      ->option_text("N");
+  command->add_flag("--json", options->json, "As JSON");
+  command->callback([options] { compare(*options); });
+}
+
+}  // namespace penstock::cli

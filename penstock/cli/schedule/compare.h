@@ -1,0 +1,11 @@
+// penstock schedule compare.
+#pragma once
+
+#include <CLI/CLI.hpp>
+
+namespace penstock::cli {
+
+// Adds `compare` to `penstock schedule`.
+void add_compare(CLI::App& parent);
+
+}  // namespace penstock::cli

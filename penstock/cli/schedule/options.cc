@@ -1,0 +1,132 @@
+#include "penstock/cli/schedule/options.h"
+
+#include <algorithm>
+#include <charconv>
+#include <sstream>
+#include <utility>
+
+#include "penstock/cli/checks.h"
+#include "penstock/cli/output.h"
+#include "penstock/schedule/csv.h"
+#include "penstock/schedule/error.h"
+#include "penstock/schedule/generators.h"
+
+namespace penstock::cli {
+namespace {
+
+// The numbers in a text such as "0,3", or with another sign between them.
+std::vector<int> numbers(const std::string& text, char between, const std::string& option, const std::string& example) {
+  std::vector<int> result;
+  const char* at = text.data();
+  const char* const end = at + text.size();
+  while (true) {
+    int value = 0;
+    const auto read = std::from_chars(at, end, value);
+    const bool good = read.ec == std::errc() && value >= 0 && (read.ptr == end || *read.ptr == between);
+    if (!good) throw ScheduleError(option + " '" + text + "' is no list of stages.\n  Hint: " + option + " " + example);
+    result.push_back(value);
+    if (read.ptr == end) return result;
+    at = read.ptr + 1;
+  }
+}
+
+std::vector<Edge> parse_edges(const std::vector<std::string>& lists) {
+  std::vector<Edge> result;
+  for (const std::string& list : lists) {
+    for (std::size_t begin = 0; begin <= list.size();) {
+      const std::size_t end = std::min(list.find(',', begin), list.size());
+      const std::vector<int> ends = numbers(list.substr(begin, end - begin), '-', "--edges", "0-3,1-2");
+      if (ends.size() != 2) throw ScheduleError("--edges '" + list + "' is no list of edges.\n  Hint: --edges 0-3,1-2");
+      result.push_back({ends[0], ends[1]});
+      begin = end + 1;
+    }
+  }
+  return result;
+}
+
+std::vector<std::vector<int>> parse_groups(const std::vector<std::string>& lists) {
+  std::vector<std::vector<int>> result;
+  for (const std::string& group : lists) result.push_back(numbers(group, ',', "--shared", "0,3"));
+  return result;
+}
+
+}  // namespace
+
+void ScheduleOptions::add_to(CLI::App& command) {
+  auto* const by_name = command.add_option("NAME", name, "A schedule; `penstock schedule list` names them");
+  auto* const by_file =
+      command.add_option("--csv", csv, "A file with a schedule, a row for each rank")->option_text("FILE");
+  by_name->excludes(by_file);
+  add_size_to(command);
+  command.add_option("--stages-per-rank", stages_per_rank, "Stages a rank: 1 for GPipe and 1F1B, else 2")
+      ->option_text("V")
+      ->check(whole_number())
+      ->excludes(by_file);
+  command.get_option("--ranks")->excludes(by_file);
+  command.get_option("--microbatches")->excludes(by_file);
+  command.add_option("--edges", edges, "Skip connections between stages, such as 0-3,1-2; may be given again")
+      ->option_text("LIST")
+      ->expected(1)
+      ->take_all();
+  command.add_option("--shared", shared, "Stages that share parameters, such as 0,3; may be given again")
+      ->option_text("LIST")
+      ->expected(1)
+      ->take_all();
+}
+
+void ScheduleOptions::add_size_to(CLI::App& command) {
+  command.add_option("--ranks", ranks, "How many ranks")->option_text("P")->check(whole_number());
+  command.add_option("--microbatches", microbatches, "How many microbatches")->option_text("M")->check(whole_number());
+}
+
+std::string ScheduleOptions::title() const {
+  return csv.empty() ? std::string(find_generator(name).name) : csv;
+}
+
+Schedule ScheduleOptions::schedule() const {
+  if (!csv.empty()) {
+    return parse_csv(read_file(csv), {.source = csv, .skips = parse_edges(edges), .shared = parse_groups(shared)});
+  }
+  if (name.empty())
+    throw ScheduleError("which schedule? Give its name, or a file with --csv.\n  Hint: penstock schedule list");
+  find_generator(name);
+  require_size();
+  const Schedule schedule =
+      generate(name, {.ranks = ranks, .stages_per_rank = stages_per_rank, .microbatches = microbatches});
+  StageGraph graph = schedule.graph();
+  graph.add_edges(parse_edges(edges));
+  for (const std::vector<int>& group : parse_groups(shared)) graph.share(group);
+  return schedule.with_graph(std::move(graph));
+}
+
+void ScheduleOptions::require_size() const {
+  if (ranks == 0) throw ScheduleError("--ranks is missing: how many ranks?");
+  if (microbatches == 0) throw ScheduleError("--microbatches is missing: how many microbatches?");
+}
+
+void CostOptions::add_to(CLI::App& command, const std::string& of) {
+  const auto add = [&](const char* name, double& value, const std::string& what) {
+    std::ostringstream usual;
+    usual << "X [" << value << "]";
+    command.add_option(name, value, what)->option_text(usual.str())->check(cost());
+  };
+  add("--forward", costs.stage.forward, "Time of a forward of " + of);
+  add("--input", costs.stage.input, "Time of an input backward");
+  add("--weight", costs.stage.weight, "Time of a weight backward; a full backward takes both");
+  add("--latency", costs.link.latency, "Time from a send to its arrival");
+  add("--bandwidth", costs.link.bandwidth, "Bytes a link carries in a unit of time; 0: without limit");
+  command.add_option("--costs", file, "A file with costs by stage and by link")->option_text("FILE.json");
+}
+
+Costs CostOptions::get(int entries, int ranks) const {
+  if (file.empty()) return costs;
+  Costs result = parse_costs(read_file(file), file, costs);
+  try {
+    require_fit(result, entries, ranks);
+  } catch (const ScheduleError& error) {
+    throw ScheduleError(file + ": " + error.what());
+  }
+  return result;
+}
+
+}  // namespace penstock::cli
