@@ -28,9 +28,11 @@ struct Drawing {
   std::string beside_name = {};
   // Of time, such as "ms".
   std::string unit = {};
-  // A curve to show above, such as the loss of each step; none for an empty one.
+  // Values to show above as a curve over the steps of a run, such as its losses, and the number of the first step; no
+  // curve is shown for fewer than two values. Values that are not finite leave a gap.
   std::string curve_name = {};
   std::vector<double> curve = {};
+  int curve_first_step = 1;
 };
 
 struct TextOptions {

@@ -21,6 +21,8 @@ const SCHEDULES = {
   lowered: ['ZBVZeroBubble', '--ranks', '4', '--microbatches', '8', '--lowered', '--latency', '0.1'],
   large: ['1F1B', '--ranks', '256', '--microbatches', '512'],
 };
+// The losses of steps 11 to 60, of which one was not finite.
+const CURVE = { name: 'Loss', first: 11, values: Array.from({ length: 50 }, (_, at) => (at === 20 ? null : 4.2 * 0.96 ** at)) };
 const WIDE = { width: 1280, height: 800 }, NARROW = { width: 480, height: 800 };
 const folder = mkdtempSync(join(tmpdir(), 'penstock-page-'));
 const shots = process.env.PENSTOCK_SHOTS;
@@ -35,8 +37,11 @@ before(async () => {
     execFileSync(process.env.PENSTOCK, ['schedule', 'show', ...words, '--format', 'html', '-o', file]);
   }
   const html = readFileSync(TEMPLATE, 'utf8').replace('@PENSTOCK_TITLE@', 'by hand');
-  const json = JSON.stringify(byHand()).replaceAll('<', '\\u003c');
-  writeFileSync(join(folder, 'hand.html'), html.replace('@PENSTOCK_DATA@', () => json));
+  const pages = { hand: byHand(), curve: { ...byHand(), title: 'with a curve', curve: CURVE } };
+  for (const [name, data] of Object.entries(pages)) {
+    const json = JSON.stringify(data).replaceAll('<', '\\u003c');
+    writeFileSync(join(folder, `${name}.html`), html.replace('@PENSTOCK_DATA@', () => json));
+  }
   if (shots) mkdirSync(shots, { recursive: true });
   browser = await chromium.launch({
     executablePath: '/usr/bin/chromium',
@@ -138,7 +143,7 @@ function near(actual, expected, what) {
 }
 
 describe('Every page', () => {
-  for (const name of [...Object.keys(SCHEDULES), 'hand']) {
+  for (const name of [...Object.keys(SCHEDULES), 'hand', 'curve']) {
     for (const [size, viewport] of Object.entries({ wide: WIDE, narrow: NARROW })) {
       for (const colorScheme of ['light', 'dark']) {
         test(`${name}, ${size}, ${colorScheme}: loads silently, asks for nothing, and fits the window`, async (t) => {
@@ -179,6 +184,54 @@ describe('Every page', () => {
     await large.click('summary');
     await large.waitForSelector('details tbody tr');
     assert.equal(await large.locator('details tbody tr').count(), 256);
+  });
+});
+
+describe('The curve', () => {
+  const boxes = (page, selector) => page.locator(selector).evaluateAll((found) => found.map((element) => {
+    const { left, right, top, bottom } = element.getBoundingClientRect();
+    return { text: element.textContent, left, right, top, bottom };
+  }));
+
+  test('takes no room where there is none', async (t) => {
+    for (const name of ['zbv', 'hand']) {
+      const page = await open(t, name);
+      assert.equal(await page.locator('#curve').isVisible(), false);
+      const [figures] = await boxes(page, '#figures'), [legend] = await boxes(page, '#legend');
+      assert.ok(legend.top - figures.bottom <= 24, `${legend.top - figures.bottom} pixels between figures and legend`);
+    }
+  });
+
+  test('has an axis of values and one of steps, which name what it shows', async (t) => {
+    for (const viewport of [WIDE, NARROW]) {
+      const page = await open(t, 'curve', { viewport });
+      assert.deepEqual(page.trouble, []);
+      assert.deepEqual((await boxes(page, '#curve text.name')).map(({ text }) => text), ['Loss', 'step']);
+      const name = 'Loss: from 4.2 to 0.568 in steps 11 to 60, 1 of them not finite';
+      assert.equal(await page.textContent('#curve-name'), name);
+      // Marks stand where their values are: those of the largest and the smallest lie between the outermost two.
+      const values = await boxes(page, '#curve text.value'), steps = await boxes(page, '#curve text.step');
+      const middle = (box, one, other) => (box[one] + box[other]) / 2, [line] = await boxes(page, '#curve path');
+      const along = (marks, one, other, value) => {
+        const [a, b] = [marks[0], marks.at(-1)], [from, to] = [a, b].map((box) => middle(box, one, other));
+        return from + (to - from) * (value - Number(a.text)) / (Number(b.text) - Number(a.text));
+      };
+      assert.ok(values.length >= 3 && steps.length >= 2, `${values.length} values, ${steps.length} steps`);
+      assert.ok(Number(values[0].text) <= 0.568 && Number(values.at(-1).text) >= 4.2, values.map(({ text }) => text));
+      for (const [found, expected] of [[line.top, along(values, 'top', 'bottom', 4.2)],
+        [line.bottom, along(values, 'top', 'bottom', 4.2 * 0.96 ** 49)], [line.left, along(steps, 'left', 'right', 11)],
+        [line.right, along(steps, 'left', 'right', 60)]]) assert.ok(Math.abs(found - expected) < 2, `${found}, not ${expected}`);
+      assert.equal((await page.getAttribute('#curve path', 'd')).split('M').length, 3, 'a gap at the step without a value');
+      // No label is cut off by the window or lies over another.
+      const all = await boxes(page, '#curve text');
+      assert.ok(all.every(({ left, right }) => left >= 0 && right <= viewport.width), JSON.stringify(all));
+      for (const [at, one] of all.entries()) {
+        for (const other of all.slice(at + 1)) {
+          const apart = one.right <= other.left || other.right <= one.left || one.bottom <= other.top || other.bottom <= one.top;
+          assert.ok(apart, `${one.text} lies over ${other.text}`);
+        }
+      }
+    }
   });
 });
 

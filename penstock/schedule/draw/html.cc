@@ -90,7 +90,7 @@ json page_data(const Drawing& drawing) {
           {"kinds", std::move(kinds)},
           {"timelines", std::move(timelines)},
           {"unit", drawing.unit},
-          {"curve", {{"name", drawing.curve_name}, {"values", drawing.curve}}}};
+          {"curve", {{"name", drawing.curve_name}, {"first", drawing.curve_first_step}, {"values", drawing.curve}}}};
 }
 
 // JSON inside a script element: a '<' could end the element.
