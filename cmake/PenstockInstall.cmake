@@ -1,10 +1,8 @@
 # Installation: headers under include/penstock, the libraries, the command, and a package for find_package(penstock).
 include(CMakePackageConfigHelpers)
 
-set(penstock_targets penstock_schedule)
 set(penstock_rooms "${PROJECT_SOURCE_DIR}/penstock/schedule")
 if(PENSTOCK_TORCH)
-  list(APPEND penstock_targets penstock)
   foreach(room tensor transport stage program runtime train)
     list(APPEND penstock_rooms "${PROJECT_SOURCE_DIR}/penstock/${room}")
   endforeach()
@@ -13,8 +11,14 @@ endif()
 install(DIRECTORY ${penstock_rooms} DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/penstock"
         FILES_MATCHING PATTERN "*.h" PATTERN "generators" EXCLUDE PATTERN "passes" EXCLUDE PATTERN "draw" EXCLUDE
         PATTERN "verify" EXCLUDE PATTERN "attention" EXCLUDE)
-install(TARGETS ${penstock_targets} EXPORT penstock-targets)
-install(EXPORT penstock-targets NAMESPACE penstock:: DESTINATION "${CMAKE_INSTALL_LIBDIR}/cmake/penstock")
+# One set of targets for each component, so that the one without libtorch can be found alone.
+set(penstock_package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/penstock")
+install(TARGETS penstock_schedule EXPORT penstock-schedule-targets)
+install(EXPORT penstock-schedule-targets NAMESPACE penstock:: DESTINATION "${penstock_package_dir}")
+if(PENSTOCK_TORCH)
+  install(TARGETS penstock EXPORT penstock-torch-targets)
+  install(EXPORT penstock-torch-targets NAMESPACE penstock:: DESTINATION "${penstock_package_dir}")
+endif()
 if(PENSTOCK_BUILD_CLI)
   install(TARGETS penstock_cli)
   if(PENSTOCK_TORCH)
@@ -24,7 +28,7 @@ endif()
 
 configure_package_config_file("${PROJECT_SOURCE_DIR}/cmake/penstock-config.cmake.in"
                               "${PROJECT_BINARY_DIR}/penstock-config.cmake"
-                              INSTALL_DESTINATION "${CMAKE_INSTALL_LIBDIR}/cmake/penstock")
+                              INSTALL_DESTINATION "${penstock_package_dir}")
 write_basic_package_version_file("${PROJECT_BINARY_DIR}/penstock-config-version.cmake" COMPATIBILITY SameMinorVersion)
 install(FILES "${PROJECT_BINARY_DIR}/penstock-config.cmake" "${PROJECT_BINARY_DIR}/penstock-config-version.cmake"
-        DESTINATION "${CMAKE_INSTALL_LIBDIR}/cmake/penstock")
+        DESTINATION "${penstock_package_dir}")

@@ -1,5 +1,5 @@
-# Builds and runs the consumer both ways: against an installed Penstock that has been moved, and with Penstock as a
-# folder of the project.
+# Builds and runs the consumer in every way: against an installed Penstock that has been moved, with libtorch and without
+# it, with the lines of the README, and with Penstock as a folder of the project.
 #
 #   cmake -DBUILD_DIR=build/release -DSOURCE_DIR=. -DWORK_DIR=build/release/consumer -P tests/consumer/run.cmake
 #
@@ -19,18 +19,33 @@ function(run what)
   if(NOT result EQUAL 0)
     message(FATAL_ERROR "${what} failed (${result}):\n${printed}${complaint}")
   endif()
-  set(output "${printed}" PARENT_SCOPE)
+  set(output "${printed}${complaint}" PARENT_SCOPE)
 endfunction()
 
 # 1F1B with forwards of 1 and backwards of 2: (8 microbatches + 4 ranks - 1) * 3.
 set(expected_consumer "1F1B, 4 ranks, 8 microbatches: makespan 33\n")
 set(expected_consumer_torch "4 chunks, merged to 10 that sum to 90\n")
 
-# try_consumer(way "programs that it has" how to configure it…)
+# Fails unless a text has all of these words in it, whatever the line breaks between them.
+function(require_words what text)
+  string(REGEX REPLACE "[ \n]+" " " text "${text}")
+  foreach(words IN LISTS ARGN)
+    string(FIND "${text}" "${words}" found)
+    if(found EQUAL -1)
+      message(FATAL_ERROR "${what} does not say\n  ${words}\nbut\n  ${text}")
+    endif()
+  endforeach()
+endfunction()
+
+# try_consumer(way "programs that it has" how to configure it…); leaves what the configuration printed in `configured`.
 function(try_consumer way programs)
   set(build "${WORK_DIR}/${way}")
-  run("Configuring the consumer (${way})" ${CMAKE_COMMAND} -S "${SOURCE_DIR}/tests/consumer" -B "${build}" -G Ninja
+  if(NOT consumer_source)
+    set(consumer_source "${SOURCE_DIR}/tests/consumer")
+  endif()
+  run("Configuring the consumer (${way})" ${CMAKE_COMMAND} -S "${consumer_source}" -B "${build}" -G Ninja
       ${same_tools} ${ARGN})
+  set(configured "${output}" PARENT_SCOPE)
   run("Building the consumer (${way})" ${CMAKE_COMMAND} --build "${build}")
   foreach(program IN LISTS programs)
     run("Running ${program} (${way})" "${build}/${program}")
@@ -75,8 +90,47 @@ endif()
 
 try_consumer(installed "consumer;consumer_torch" "-DCMAKE_PREFIX_PATH=${prefix}" "-DTorch_DIR=${cached_Torch_DIR}"
              -DCMAKE_BUILD_TYPE=Release)
+
+# Without libtorch penstock::penstock is left out, and who asks for it is told what to set.
+set(no_torch "-DCMAKE_PREFIX_PATH=${prefix}" -DCMAKE_DISABLE_FIND_PACKAGE_Torch=ON)
+set(hint "Hint: set Torch_DIR to the folder of TorchConfig.cmake, or add libtorch to CMAKE_PREFIX_PATH")
+try_consumer(without_torch consumer ${no_torch})
+require_words("Configuring without libtorch" "${configured}" "penstock::penstock is left out: libtorch" "was not found"
+              "${hint}")
+if(EXISTS "${WORK_DIR}/without_torch/consumer_torch")
+  message(FATAL_ERROR "penstock::penstock is there without libtorch.")
+endif()
+try_consumer(schedule_alone consumer ${no_torch} -DPENSTOCK_COMPONENT=schedule)
+if(configured MATCHES "penstock::penstock")
+  message(FATAL_ERROR "Who needs penstock::schedule alone is bothered:\n${configured}")
+endif()
+execute_process(COMMAND ${CMAKE_COMMAND} -S "${SOURCE_DIR}/tests/consumer" -B "${WORK_DIR}/refused" -G Ninja ${same_tools}
+                        ${no_torch} -DPENSTOCK_COMPONENT=penstock
+                RESULT_VARIABLE result OUTPUT_QUIET ERROR_VARIABLE complaint)
+if(result EQUAL 0)
+  message(FATAL_ERROR "penstock::penstock was required and is not there, but nothing was said.")
+endif()
+require_words("Requiring penstock::penstock without libtorch" "${complaint}" "There is no penstock::penstock: libtorch"
+              "${hint}")
+
+# The lines of the README as they stand, for a program of one file.
+file(READ "${SOURCE_DIR}/README.md" readme)
+string(REGEX MATCH "```cmake\n([^`]+)```" lines "${readme}")
+if(NOT lines)
+  message(FATAL_ERROR "README.md shows no lines of CMake.")
+endif()
+set(consumer_source "${WORK_DIR}/readme source")
+file(WRITE "${consumer_source}/CMakeLists.txt" "${CMAKE_MATCH_1}")
+file(COPY_FILE "${SOURCE_DIR}/tests/consumer/torch.cc" "${consumer_source}/app.cc")
+get_filename_component(torch_prefix "${cached_Torch_DIR}" DIRECTORY)
+set(expected_app "${expected_consumer_torch}")
+# A list does not survive being an argument.
+file(WRITE "${consumer_source}/cache.cmake" "set(CMAKE_PREFIX_PATH \"${prefix};${torch_prefix}\" CACHE STRING \"\")\n")
+try_consumer(readme app -C "${consumer_source}/cache.cmake" -DCMAKE_BUILD_TYPE=Release)
+unset(consumer_source)
+
 # Without optimisation and precompiled headers: this one compiles the library again, and should be quick about it.
 try_consumer(subproject consumer "-DPENSTOCK_SOURCE_DIR=${SOURCE_DIR}" -DPENSTOCK_TORCH=OFF -DPENSTOCK_PCH=OFF)
 
 file(REMOVE_RECURSE "${WORK_DIR}")
-message(STATUS "The consumer runs both ways.")
+message(STATUS "The consumer runs in every way.")
