@@ -1,6 +1,7 @@
 #include "penstock/program/split.h"
 
 #include <algorithm>
+#include <compare>
 #include <limits>
 #include <map>
 #include <set>
@@ -83,8 +84,16 @@ std::vector<int> stages_from(const Graph& graph, const std::set<int>& beginnings
   throw ProgramError(text + ".");
 }
 
-// For each node, how long it takes to send what would cross if a stage began with it, there and back.
-std::vector<double> crossing_seconds(const Program& program) {
+// What it means to begin a stage with a node.
+struct Border {
+  // Tensors that cross, and how long it takes to send them, there and back.
+  int tensors = 0;
+  double seconds = 0;
+  // Module calls that it cuts in two: 0 only in a program without modules, and 1, the whole model, between blocks.
+  int calls = 0;
+};
+
+std::vector<Border> borders_of(const Program& program) {
   // A message, a tensor in it, and a byte.
   constexpr double kPerMessage = 2e-5;
   constexpr double kPerTensor = 1e-5;
@@ -98,13 +107,17 @@ std::vector<double> crossing_seconds(const Program& program) {
   for (const ProgramOutput& output : program.outputs()) {
     for_each_value(output.operand, [&](int value) { last_use[index(value)] = static_cast<int>(count); });
   }
-  std::vector<double> change(count + 1, 0);
+  // Differences between a border and the one before it.
+  std::vector<Border> change(count + 1);
   const auto add = [&](int value, int from) {
     const auto& type = graph.values[index(value)].type;
     if (!type || last_use[index(value)] <= from) return;
     const double seconds = kPerTensor + kPerByte * static_cast<double>(type->bytes());
-    change[index(from + 1)] += seconds;
-    if (last_use[index(value)] < static_cast<int>(count)) change[index(last_use[index(value)] + 1)] -= seconds;
+    change[index(from + 1)].seconds += seconds;
+    ++change[index(from + 1)].tensors;
+    if (last_use[index(value)] == static_cast<int>(count)) return;
+    change[index(last_use[index(value)] + 1)].seconds -= seconds;
+    --change[index(last_use[index(value)] + 1)].tensors;
   };
   for (int number = 0; number < static_cast<int>(count); ++number) {
     for_each_result(graph.nodes[index(number)], [&](int value) { add(value, number); });
@@ -112,10 +125,20 @@ std::vector<double> crossing_seconds(const Program& program) {
   for (const ProgramInput& input : program.inputs()) {
     if (input.kind == ProgramInput::Kind::User) add(input.value, -1);
   }
-  std::vector<double> seconds(count, 0);
-  double crossing = kPerMessage;
-  for (std::size_t i = 0; i < count; ++i) seconds[i] = crossing += change[i];
-  return seconds;
+  for (const Span& span : spans_of(graph)) {
+    if (span.first < 0) continue;
+    ++change[index(span.first + 1)].calls;
+    --change[index(span.last + 1)].calls;
+  }
+  std::vector<Border> borders(count);
+  Border so_far{.seconds = kPerMessage};
+  for (std::size_t i = 0; i < count; ++i) {
+    so_far.tensors += change[i].tensors;
+    so_far.seconds += change[i].seconds;
+    so_far.calls += change[i].calls;
+    borders[i] = so_far;
+  }
+  return borders;
 }
 
 // For each node, whether a stage may begin with it.
@@ -133,6 +156,115 @@ std::vector<bool> possible_beginnings(const Exported& exported) {
   for (std::size_t i = 0; i < count; ++i) possible[i] = (bonds += change[i]) == 0;
   return possible;
 }
+
+// A cut by nodes' costs, in two passes over all cuts: the least that the slowest stage can take, and then, among the cuts
+// that come close to it, the one with the best borders.
+class EvenSplit {
+ public:
+  EvenSplit(const Program& program, int stages, std::span<const NodeCost> costs)
+      : stages_(stages),
+        count_(static_cast<int>(program.graph().nodes.size())),
+        possible_(possible_beginnings(*program.state()->exported)),
+        borders_(borders_of(program)),
+        before_(index(count_) + 1, 0),
+        work_before_(index(count_) + 1, 0) {
+    for (int i = 0; i < count_; ++i) {
+      before_[index(i + 1)] = before_[index(i)] + costs[index(i)].seconds;
+      work_before_[index(i + 1)] =
+          work_before_[index(i)] + (computes(program.graph(), program.graph().nodes[index(i)]) ? 1 : 0);
+    }
+  }
+
+  // Returns the nodes at which stages begin. Throws ProgramError if there cannot be so many.
+  std::set<int> beginnings() const {
+    // Costs are estimates, or medians of runs that spread by more than this; and a tensor that crosses costs time that no
+    // estimate knows (memory that lives longer, a gradient that comes back and is added).
+    constexpr double kTolerance = 0.1;
+    return best_borders((1 + kTolerance) * least_time());
+  }
+
+ private:
+  // What a stage takes that has these nodes, with what it receives and sends.
+  double seconds_of(int begin, int end) const {
+    return before_[index(end)] - before_[index(begin)] + sending(begin) + sending(end);
+  }
+  double sending(int border) const { return border <= 0 || border >= count_ ? 0 : borders_[index(border)].seconds; }
+  bool can_be_stage(int begin, int end) const {
+    return possible_[index(begin)] && work_before_[index(end)] > work_before_[index(begin)];
+  }
+
+  double least_time() const {
+    constexpr double kNever = std::numeric_limits<double>::infinity();
+    std::vector<std::vector<double>> best(index(stages_) + 1, std::vector<double>(index(count_) + 1, kNever));
+    best[0][0] = 0;
+    for (int k = 1; k <= stages_; ++k) {
+      for (int end = 1; end <= count_; ++end) {
+        double& slowest = best[index(k)][index(end)];
+        // The stage grows from here on, and so does what it takes.
+        for (int begin = end - 1; begin >= 0 && before_[index(end)] - before_[index(begin)] <= slowest; --begin) {
+          if (!can_be_stage(begin, end)) continue;
+          slowest = std::min(slowest, std::max(best[index(k - 1)][index(begin)], seconds_of(begin, end)));
+        }
+      }
+    }
+    if (count_ > 0 && best[index(stages_)][index(count_)] == kNever) {
+      int most = stages_;
+      while (best[index(most)][index(count_)] == kNever) --most;
+      throw ProgramError("the program cannot be cut into " + std::to_string(stages_) +
+                         " stages: what is written to in place keeps nodes together, and " + std::to_string(most) +
+                         (most == 1 ? " stage is" : " stages are") + " the most.");
+    }
+    return count_ == 0 ? 0 : best[index(stages_)][index(count_)];
+  }
+
+  // Of all borders together, and of the slowest stage; the first that differs decides.
+  struct Price {
+    int tensors = 0;
+    int calls = 0;
+    double sending = 0;
+    double slowest = 0;
+    auto operator<=>(const Price&) const = default;
+  };
+
+  std::set<int> best_borders(double most_seconds) const {
+    constexpr Price kNever{.tensors = std::numeric_limits<int>::max()};
+    // By number of stages and of nodes in them: the best of all cuts, and where its last stage begins.
+    std::vector<std::vector<Price>> best(index(stages_) + 1, std::vector<Price>(index(count_) + 1, kNever));
+    std::vector<std::vector<int>> from(index(stages_) + 1, std::vector<int>(index(count_) + 1, 0));
+    best[0][0] = {};
+    for (int k = 1; k <= stages_; ++k) {
+      for (int end = 1; end <= count_; ++end) {
+        Price& price = best[index(k)][index(end)];
+        for (int begin = end - 1; begin >= 0 && before_[index(end)] - before_[index(begin)] <= most_seconds; --begin) {
+          const Price& so_far = best[index(k - 1)][index(begin)];
+          const double seconds = seconds_of(begin, end);
+          if (so_far == kNever || seconds > most_seconds || !can_be_stage(begin, end)) continue;
+          const Border border = begin == 0 ? Border() : borders_[index(begin)];
+          const Price candidate{.tensors = so_far.tensors + border.tensors,
+                                .calls = so_far.calls + border.calls,
+                                .sending = so_far.sending + border.seconds,
+                                .slowest = std::max(so_far.slowest, seconds)};
+          if (!(candidate < price)) continue;
+          price = candidate;
+          from[index(k)][index(end)] = begin;
+        }
+      }
+    }
+    std::set<int> beginnings;
+    int end = count_;
+    for (int k = stages_; k > 1; --k) beginnings.insert(end = from[index(k)][index(end)]);
+    return beginnings;
+  }
+
+  int stages_;
+  int count_;
+  // By node: whether a stage may begin with it, and what that means.
+  std::vector<bool> possible_;
+  std::vector<Border> borders_;
+  // By node, and behind the last: seconds and nodes that compute something, of all before it.
+  std::vector<double> before_;
+  std::vector<int> work_before_;
+};
 
 }  // namespace
 
@@ -154,61 +286,13 @@ std::vector<int> split_at(const Program& program, const SplitSpec& spec) {
 
 std::vector<int> split_evenly(const Program& program, int stages, std::span<const NodeCost> costs) {
   const Graph& graph = program.graph();
-  const int count = static_cast<int>(graph.nodes.size());
   int work = 0;
   for (const Node& node : graph.nodes) work += computes(graph, node) ? 1 : 0;
   if (stages < 1 || stages > std::max(work, 1)) {
     throw ProgramError("the program cannot be cut into " + std::to_string(stages) + " stages: it has " +
                        std::to_string(work) + " operations on tensors, and a stage at least one.");
   }
-  const std::vector<bool> possible = possible_beginnings(*program.state()->exported);
-  const std::vector<double> crossing = crossing_seconds(program);
-  const auto border = [&](int at) { return at <= 0 || at >= count ? 0 : crossing[index(at)]; };
-  std::vector<double> before(index(count) + 1, 0);
-  std::vector<int> work_before(index(count) + 1, 0);
-  for (int i = 0; i < count; ++i) {
-    before[index(i + 1)] = before[index(i)] + costs[index(i)].seconds;
-    work_before[index(i + 1)] = work_before[index(i)] + (computes(graph, graph.nodes[index(i)]) ? 1 : 0);
-  }
-  // best[k][i]: nodes from 0 to i in k stages; the slowest of them, then all that crosses.
-  using Best = std::pair<double, double>;
-  const Best never{std::numeric_limits<double>::infinity(), 0};
-  std::vector<std::vector<Best>> best(index(stages) + 1, std::vector<Best>(index(count) + 1, never));
-  std::vector<std::vector<int>> from(index(stages) + 1, std::vector<int>(index(count) + 1, 0));
-  best[0][0] = {0, 0};
-  for (int k = 1; k <= stages; ++k) {
-    for (int end = 1; end <= count; ++end) {
-      for (int begin = end - 1; begin >= 0; --begin) {
-        // The stage grows from here on, and so does what it takes.
-        const double nodes = before[index(end)] - before[index(begin)];
-        if (nodes > best[index(k)][index(end)].first) break;
-        const Best& so_far = best[index(k - 1)][index(begin)];
-        if (!possible[index(begin)] || so_far.first == never.first ||
-            work_before[index(end)] == work_before[index(begin)])
-          continue;
-        const double stage = nodes + border(begin) + border(end);
-        const Best candidate{std::max(so_far.first, stage), so_far.second + border(begin)};
-        if (candidate < best[index(k)][index(end)]) {
-          best[index(k)][index(end)] = candidate;
-          from[index(k)][index(end)] = begin;
-        }
-      }
-    }
-  }
-  if (count > 0 && best[index(stages)][index(count)].first == never.first) {
-    int most = stages;
-    while (best[index(most)][index(count)].first == never.first) --most;
-    throw ProgramError("the program cannot be cut into " + std::to_string(stages) +
-                       " stages: what is written to in place keeps nodes together, and " + std::to_string(most) +
-                       (most == 1 ? " stage is" : " stages are") + " the most.");
-  }
-  std::set<int> beginnings;
-  int end = count;
-  for (int k = stages; k > 1; --k) {
-    end = from[index(k)][index(end)];
-    beginnings.insert(end);
-  }
-  return stages_from(graph, beginnings);
+  return stages_from(graph, EvenSplit(program, stages, costs).beginnings());
 }
 
 std::vector<int> split_by(const Program& program, const std::function<int(const Node& node)>& stage_of) {

@@ -100,7 +100,7 @@ TEST(SplitEvenly, SendsAsLittleAsItCan) {
   EXPECT_EQ(row_of(program, cut), "sym_size_int_1 linear sum_1 | linear_1 div mul sub");
 }
 
-TEST(SplitEvenly, IsAsGoodAsTheBestOfAllCuts) {
+TEST(SplitEvenly, IsWithinATenthOfTheBestOfAllCuts) {
   const Program program = from_zoo("mlp");
   const int count = static_cast<int>(program.graph().nodes.size());
   const std::uint64_t seed = from_environment("PENSTOCK_SEED", 1);
@@ -132,7 +132,85 @@ TEST(SplitEvenly, IsAsGoodAsTheBestOfAllCuts) {
     try_all({0});
     const std::vector<int> found = split_evenly(program, stages, seconds(numbers));
     EXPECT_EQ(found.back(), stages - 1);
-    EXPECT_EQ(slowest(found), best) << row_of(program, found);
+    EXPECT_LE(slowest(found), 1.1 * best + 0.01) << row_of(program, found);
+  }
+}
+
+// Blocks that take about the same time: by the last per cent, a cut inside of attention would be better.
+TEST(SplitEvenly, CutsBetweenBlocksWhenThatTakesAboutTheSame) {
+  struct Case {
+    std::string name;
+    int blocks;
+  };
+  for (const Case& one : {Case{"gpt", 3}, Case{"gpt_dynamic", 3}, Case{"gqa", 2}}) {
+    const Program program = from_zoo(one.name);
+    const Graph& graph = program.graph();
+    SplitSpec between;
+    for (int block = 1; block < one.blocks; ++block) between.emplace_back("blocks." + std::to_string(block), kBegin);
+    // Each block takes a second, and the first 4 % more; all else takes little.
+    std::vector<double> numbers(graph.nodes.size(), 0.001);
+    for (int block = 0; block < one.blocks; ++block) {
+      const std::string path = "blocks." + std::to_string(block);
+      std::vector<std::size_t> inside;
+      for (std::size_t i = 0; i < graph.nodes.size(); ++i) {
+        for (int call = graph.nodes[i].call; call >= 0; call = graph.calls[static_cast<std::size_t>(call)].parent) {
+          if (graph.calls[static_cast<std::size_t>(call)].path == path) inside.push_back(i);
+        }
+      }
+      ASSERT_GT(inside.size(), 8U) << one.name << ", " << path;
+      for (const std::size_t i : inside) numbers[i] = (block == 0 ? 1.04 : 1.0) / static_cast<double>(inside.size());
+    }
+    EXPECT_EQ(row_of(program, split_evenly(program, one.blocks, seconds(numbers))), row_of(program, between))
+        << one.name;
+  }
+}
+
+// The tensors that are made before a node, or given to the program, and used from it on.
+int tensors_across(const Program& program, int border) {
+  const Graph& graph = program.graph();
+  std::set<int> made;
+  std::set<int> across;
+  const auto is_tensor = [&](int value) { return graph.values[static_cast<std::size_t>(value)].type.has_value(); };
+  for (const ProgramInput& input : program.inputs()) {
+    if (input.kind == ProgramInput::Kind::User) made.insert(input.value);
+  }
+  const auto use = [&](int value) {
+    if (is_tensor(value) && made.contains(value)) across.insert(value);
+  };
+  for (int i = 0; i < static_cast<int>(graph.nodes.size()); ++i) {
+    const Node& node = graph.nodes[static_cast<std::size_t>(i)];
+    if (i < border) for_each_result(node, [&](int value) { made.insert(value); });
+    if (i >= border) for_each_operand_value(node, use);
+  }
+  for (const ProgramOutput& output : program.outputs()) for_each_value(output.operand, use);
+  return static_cast<int>(across.size());
+}
+
+TEST(SplitEvenly, TakesTheFewestTensorsOfTheCutsThatAreAboutAsFast) {
+  for (const std::string name : {"mlp", "gpt", "gqa", "resnet", "unet", "encoder_decoder", "lstm"}) {
+    const Program program = from_zoo(name);
+    // Of seconds that are so many, sending is no part.
+    std::vector<NodeCost> costs = estimated_costs(program);
+    double total = 0;
+    for (NodeCost& cost : costs) total += cost.seconds *= 1e6;
+    const int count = static_cast<int>(costs.size());
+    std::vector<double> slowest(costs.size() + 1, total);
+    double before = 0;
+    for (int border = 1; border < count; ++border) {
+      before += costs[static_cast<std::size_t>(border - 1)].seconds;
+      slowest[static_cast<std::size_t>(border)] = std::max(before, total - before);
+    }
+    const double best = *std::min_element(slowest.begin(), slowest.end());
+    int fewest = std::numeric_limits<int>::max();
+    for (int border = 1; border < count; ++border) {
+      // A little less than a tenth: what is sent counts too.
+      if (slowest[static_cast<std::size_t>(border)] > 1.0999 * best) continue;
+      fewest = std::min(fewest, tensors_across(program, border));
+    }
+    const std::vector<int> cut = split_evenly(program, 2, costs);
+    const int border = static_cast<int>(std::find(cut.begin(), cut.end(), 1) - cut.begin());
+    EXPECT_LE(slowest[static_cast<std::size_t>(border)], 1.1001 * best) << name << ": " << row_of(program, cut);
+    EXPECT_LE(tensors_across(program, border), fewest) << name << ": " << row_of(program, cut);
   }
 }
 
