@@ -3,6 +3,7 @@
 #include <c10/core/Allocator.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <mutex>
@@ -11,13 +12,16 @@
 
 namespace penstock {
 
-// By rank, and whose each piece of memory is. Pieces lie in several maps, so that ranks seldom meet at one.
+// By replica and rank, and whose each piece of memory is. Pieces lie in several maps, so that ranks seldom meet at one.
 struct MemoryWatch::Counts {
   struct Rank {
     std::atomic<std::int64_t> now = 0;
     std::atomic<std::int64_t> most = 0;
+    // Of the first replica alone: threads that have asked which replica they work for.
+    std::atomic<int> threads = 0;
   };
   struct Piece {
+    // Index into `ranks`.
     int rank = 0;
     std::int64_t size = 0;
   };
@@ -26,8 +30,12 @@ struct MemoryWatch::Counts {
     std::unordered_map<const void*, Piece> pieces;
   };
 
-  Counts(int of_ranks, int of_stages)
-      : ranks(static_cast<std::size_t>(of_ranks)), kept(static_cast<std::size_t>(of_stages)) {}
+  Counts(int of_ranks, int of_stages, int of_replicas)
+      : ranks(static_cast<std::size_t>(of_ranks) * static_cast<std::size_t>(of_replicas)),
+        kept(static_cast<std::size_t>(of_stages)),
+        ranks_of_replica(of_ranks) {}
+
+  int index(int rank, int replica) const { return rank < 0 ? -1 : replica * ranks_of_replica + rank; }
 
   void add(int rank, std::int64_t size) {
     Rank& one = ranks[static_cast<std::size_t>(rank)];
@@ -57,6 +65,7 @@ struct MemoryWatch::Counts {
   // By stage.
   std::vector<std::atomic<std::int64_t>> kept;
   std::array<Map, 16> maps;
+  int ranks_of_replica;
 };
 
 namespace {
@@ -84,33 +93,51 @@ struct MemoryWatch::Scope::Guard {
   c10::DebugInfoGuard guard;
 };
 
-MemoryWatch::MemoryWatch(int ranks, int stages) : counts_(std::make_shared<Counts>(ranks, stages)) {}
+MemoryWatch::MemoryWatch(int ranks, int stages, int replicas)
+    : counts_(std::make_shared<Counts>(ranks, stages, replicas)) {}
 MemoryWatch::~MemoryWatch() = default;
 
-MemoryWatch::Scope::Scope(MemoryWatch& watch, int rank) {
+MemoryWatch::Scope::Scope(MemoryWatch& watch, int rank, int replica) {
   // PyTorch's profiler has it for itself.
   const auto* const around = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE);
   if (around != nullptr && dynamic_cast<const Reporter<Counts>*>(around) == nullptr) return;
-  guard_ = std::make_unique<Guard>(std::make_shared<Reporter<Counts>>(watch.counts_, rank));
+  guard_ =
+      std::make_unique<Guard>(std::make_shared<Reporter<Counts>>(watch.counts_, watch.counts_->index(rank, replica)));
 }
 MemoryWatch::Scope::~Scope() = default;
+
+int MemoryWatch::replica_here(int rank) {
+  struct Place {
+    std::weak_ptr<Counts> counts;
+    int replica = 0;
+  };
+  thread_local Place place;
+  if (place.counts.lock() != counts_) {
+    const auto replicas = static_cast<int>(counts_->ranks.size()) / counts_->ranks_of_replica;
+    place = {.counts = counts_, .replica = counts_->ranks[static_cast<std::size_t>(rank)].threads++ % replicas};
+  }
+  return place.replica;
+}
 
 void MemoryWatch::watch(ActionFunctions& functions) {
   // The actions of a rank run on one thread, one after the other.
   thread_local std::optional<Scope> scope;
   thread_local std::int64_t before = 0;
   functions.before = [this](int rank, const Action&) {
-    before = now(rank);
+    const int replica = replica_here(rank);
+    before = now(rank, replica);
     // An action that failed has left its own.
     scope.reset();
-    scope.emplace(*this, rank);
+    scope.emplace(*this, rank, replica);
   };
   functions.after = [this](int rank, const Action& action) {
     scope.reset();
     if (action.computation != Computation::Forward) return;
     std::atomic<std::int64_t>& kept = counts_->kept[static_cast<std::size_t>(action.stage)];
-    const std::int64_t now_kept = now(rank) - before;
-    if (now_kept > kept.load(std::memory_order_relaxed)) kept.store(now_kept, std::memory_order_relaxed);
+    const std::int64_t now_kept = now(rank, replica_here(rank)) - before;
+    std::int64_t known = kept.load(std::memory_order_relaxed);
+    while (now_kept > known && !kept.compare_exchange_weak(known, now_kept, std::memory_order_relaxed)) {
+    }
   };
 }
 
@@ -119,11 +146,16 @@ std::int64_t MemoryWatch::kept(int stage) const {
 }
 
 std::int64_t MemoryWatch::most(int rank) const {
-  return counts_->ranks[static_cast<std::size_t>(rank)].most.load(std::memory_order_relaxed);
+  std::int64_t most = 0;
+  for (auto at = static_cast<std::size_t>(rank); at < counts_->ranks.size();
+       at += static_cast<std::size_t>(counts_->ranks_of_replica)) {
+    most = std::max(most, counts_->ranks[at].most.load(std::memory_order_relaxed));
+  }
+  return most;
 }
 
-std::int64_t MemoryWatch::now(int rank) const {
-  return counts_->ranks[static_cast<std::size_t>(rank)].now.load(std::memory_order_relaxed);
+std::int64_t MemoryWatch::now(int rank, int replica) const {
+  return counts_->ranks[static_cast<std::size_t>(counts_->index(rank, replica))].now.load(std::memory_order_relaxed);
 }
 
 }  // namespace penstock

@@ -23,12 +23,12 @@ namespace {
 
 // Its stages that belong to this process.
 std::vector<PipelineStage> build(const Model& model, const Schedule& schedule, const Transport* transport,
-                                 MemoryWatch& memory) {
+                                 MemoryWatch& memory, int replica) {
   std::vector<PipelineStage> stages;
   for (int stage = 0; stage < schedule.stages(); ++stage) {
     const int rank = schedule.placement().rank_of(stage);
     if (transport != nullptr && rank != transport->rank() % schedule.ranks()) continue;
-    const MemoryWatch::Scope scope(memory, rank);
+    const MemoryWatch::Scope scope(memory, rank, replica);
     stages.push_back(model.build_stage(stage));
   }
   return stages;
@@ -50,13 +50,14 @@ Trainer::Trainer(std::vector<std::unique_ptr<Model>> replicas, const Data& data,
     : replicas_(std::move(replicas)),
       data_(data),
       options_(std::move(options)),
-      memory_(schedule.ranks(), schedule.stages()),
+      memory_(schedule.ranks(), schedule.stages(), static_cast<int>(replicas_.size())),
       names_(replicas_.front()->parameter_names()) {
   // For good: a part of it holds for the whole process, and another number would change how ranks round.
   at::set_num_threads(options_.intra_op_threads);
   std::vector<std::vector<PipelineStage>> stages;
-  for (const auto& replica : replicas_) {
-    stages.push_back(build(*replica, schedule, options_.transport.get(), memory_));
+  for (std::size_t replica = 0; replica < replicas_.size(); ++replica) {
+    stages.push_back(
+        build(*replicas_[replica], schedule, options_.transport.get(), memory_, static_cast<int>(replica)));
   }
   PipelineOptions pipeline_options;
   pipeline_options.transport = options_.transport;
@@ -227,9 +228,8 @@ void Trainer::sum_up(Figures& figures) {
   for (std::size_t i = 0; i < places.size(); ++i) *places[i] = numbers[i];
 }
 
-// Of one replica.
 double Trainer::memory_here(int rank) const {
-  return static_cast<double>(memory_.most(rank)) / static_cast<double>(replicas_.size());
+  return static_cast<double>(memory_.most(rank));
 }
 
 // For each of a stage's parameters, its place among all names; none for one that counts in another stage.
@@ -252,15 +252,16 @@ void Trainer::for_each_own(const std::function<void(Own& own)>& act) {
   const Placement& placement = pipeline_->schedule().placement();
   std::map<std::pair<int, int>, std::vector<Own*>> by_rank;
   for (Own& own : own_) by_rank[{own.replica, placement.rank_of(own.stage->stage_index())}].push_back(&own);
-  const auto run = [&](int rank, const std::vector<Own*>& all) {
-    const MemoryWatch::Scope scope(memory_, rank);
+  const auto run = [&](const std::pair<int, int>& place, const std::vector<Own*>& all) {
+    const bool is_only_one = options_.transport != nullptr;
+    const MemoryWatch::Scope scope(memory_, place.second, is_only_one ? 0 : place.first);
     for (Own* own : all) act(*own);
   };
   std::vector<std::future<void>> others;
   for (auto it = std::next(by_rank.begin()); it != by_rank.end(); ++it) {
-    others.push_back(std::async(std::launch::async, [&run, it] { run(it->first.second, it->second); }));
+    others.push_back(std::async(std::launch::async, [&run, it] { run(it->first, it->second); }));
   }
-  run(by_rank.begin()->first.second, by_rank.begin()->second);
+  run(by_rank.begin()->first, by_rank.begin()->second);
   for (std::future<void>& other : others) other.get();
 }
 
@@ -328,7 +329,7 @@ Pipeline& Trainer::writing_pipeline() {
   options.transport = options_.transport;
   options.timeout = options_.timeout;
   options.intra_op_threads = options_.intra_op_threads;
-  writing_ = std::make_unique<Pipeline>(build(*replicas_.front(), schedule, options_.transport.get(), memory_),
+  writing_ = std::make_unique<Pipeline>(build(*replicas_.front(), schedule, options_.transport.get(), memory_, 0),
                                         replicas_.front()->wiring(), forwards, std::move(options));
   return *writing_;
 }

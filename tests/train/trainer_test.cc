@@ -219,5 +219,23 @@ TEST(Trainer, KnowsWhatRanksKeep) {
   }
 }
 
+// Each replica's ranks by themselves: what one keeps is not what another makes at the same time.
+TEST(Trainer, KnowsWhatRanksOfReplicasKeep) {
+  const auto alone = trainer_of({.schedule = "GPipe", .ranks = 2});
+  const auto trainer = trainer_of({.schedule = "GPipe", .ranks = 2, .replicas = 2});
+  losses_of(*alone, 3);
+  losses_of(*trainer, 3);
+  const std::vector<RankMemory> whole = alone->memory();
+  const std::vector<RankMemory> memory = trainer->memory();
+  ASSERT_EQ(memory.size(), 2U);
+  for (std::size_t rank = 0; rank < 2; ++rank) {
+    // Half as many microbatches of the same size, with all the parameters.
+    EXPECT_LT(memory[rank].predicted, whole[rank].predicted) << rank;
+    EXPECT_GT(memory[rank].predicted, whole[rank].predicted / 2) << rank;
+    EXPECT_GT(memory[rank].predicted, memory[rank].measured * 3 / 4) << rank;
+    EXPECT_LT(memory[rank].predicted, memory[rank].measured * 4 / 3) << rank;
+  }
+}
+
 }  // namespace
 }  // namespace penstock::testing
