@@ -1,19 +1,14 @@
 #include "penstock/runtime/record.h"
 
 #include <algorithm>
-#include <array>
 #include <cstddef>
+#include <limits>
+#include <utility>
+
+#include "penstock/runtime/receives.h"
 
 namespace penstock {
 namespace {
-
-constexpr double kMillisecond = 1e6;
-
-// When a computation worked: what it waited for comes first.
-Span working_span(const ActionRecord& record) {
-  return {.start = static_cast<double>(record.start + record.waited) / kMillisecond,
-          .end = static_cast<double>(record.end) / kMillisecond};
-}
 
 // How many microbatches a rank keeps at most, by its list.
 int peak_activations(std::span<const Action> actions) {
@@ -67,39 +62,39 @@ Timeline timeline_of(const Schedule& schedule, const Record& record) {
   return timeline;
 }
 
-Costs costs_of(const Schedule& schedule, const Record& record) {
-  // By stage: forwards, input, weight and full backwards.
-  std::vector<std::array<std::vector<double>, 4>> times(static_cast<std::size_t>(schedule.stages()));
-  std::vector<std::vector<double>> bytes(static_cast<std::size_t>(schedule.stages()));
-  for (int rank = 0; rank < schedule.ranks(); ++rank) {
-    const auto actions = schedule.actions(rank);
-    const std::vector<ActionRecord>& recorded = record.at(static_cast<std::size_t>(rank));
-    for (std::size_t i = 0; i < recorded.size(); ++i) {
-      const ActionRecord& own = recorded[i];
-      const auto stage = static_cast<std::size_t>(actions[i].stage);
-      const Span span = working_span(own);
-      if (actions[i].computation <= Computation::FullBackward) {
-        times[stage][static_cast<std::size_t>(actions[i].computation)].push_back(span.end - span.start);
-      } else if (actions[i].computation == Computation::SendForward) {
-        bytes[stage].push_back(static_cast<double>(own.bytes));
+Record with_common_clock(const Schedule& schedule, Record record) {
+  const auto ranks = static_cast<std::size_t>(schedule.ranks());
+  // By sender and receiver: the least time between a send and the end of its receive, each by its own rank's clock.
+  constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
+  std::vector<std::vector<std::int64_t>> least(ranks, std::vector<std::int64_t>(ranks, kNever));
+  for_each_receive(schedule, record, [&](const Received& one) {
+    std::int64_t& known = least[static_cast<std::size_t>(one.from)][static_cast<std::size_t>(one.to)];
+    known = std::min(known, one.taken - one.sent);
+  });
+  // How far each clock is ahead of that of the rank that it was reached from, and whether it was.
+  std::vector<std::int64_t> ahead(ranks, 0);
+  std::vector<char> reached(ranks, 0);
+  std::vector<std::size_t> next;
+  for (std::size_t first = 0; first < ranks; ++first) {
+    if (!std::exchange(reached[first], 1)) next.push_back(first);
+    while (!next.empty()) {
+      const std::size_t here = next.back();
+      next.pop_back();
+      for (std::size_t other = 0; other < ranks; ++other) {
+        if (least[here][other] == kNever || least[other][here] == kNever || std::exchange(reached[other], 1)) continue;
+        ahead[other] = ahead[here] + (least[here][other] - least[other][here]) / 2;
+        next.push_back(other);
       }
     }
   }
-  Costs costs;
-  for (std::size_t stage = 0; stage < times.size(); ++stage) {
-    const auto of = [&](Computation computation) -> const std::vector<double>& {
-      return times[stage][static_cast<std::size_t>(computation)];
-    };
-    // A full backward is an input and a weight backward; which has what part of it cannot be seen.
-    const double half = median(of(Computation::FullBackward)) / 2;
-    StageCosts own;
-    own.forward = median(of(Computation::Forward));
-    own.input = median(of(Computation::InputBackward), half);
-    own.weight = median(of(Computation::WeightBackward), half);
-    own.bytes_sent = median(bytes[stage]);
-    costs.stages.push_back(own);
+  const std::int64_t began_first = *std::ranges::max_element(ahead);
+  for (std::size_t rank = 0; rank < ranks; ++rank) {
+    for (ActionRecord& own : record[rank]) {
+      own.start += began_first - ahead[rank];
+      own.end += began_first - ahead[rank];
+    }
   }
-  return costs;
+  return record;
 }
 
 }  // namespace penstock

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "penstock/schedule/costs.h"
@@ -26,10 +27,20 @@ struct ActionRecord {
 // By rank, one for each of its actions.
 using Record = std::vector<std::vector<ActionRecord>>;
 
+// Puts the ranks of a record on one clock. Process ranks begin a step at different times, and on several machines their
+// clocks differ: the difference between two ranks is taken from their fastest messages to each other, which are assumed to
+// take as long in both directions. Time 0 is when the first of them began. A rank that does not both send to another and
+// receive from it, directly or through other ranks, keeps its own time.
+Record with_common_clock(const Schedule& schedule, Record record);
+
 // The same as a timeline, in milliseconds: computations without the time that they waited.
 Timeline timeline_of(const Schedule& schedule, const Record& record);
 
-// What each stage's computations took, by their medians, in milliseconds, for the simulator.
+// Returns what the simulator needs to repeat what ran, in milliseconds: what each stage's actions took, when each rank
+// began, and for each link its latency and bandwidth, and the time of its ranks. Each is the mean of a record and, of several
+// records of one schedule, the median of these. A message's latency shows where its receiver waited for it from before it
+// was sent; the bandwidth where messages of different sizes went over one link, and is otherwise part of the latency.
 Costs costs_of(const Schedule& schedule, const Record& record);
+Costs costs_of(const Schedule& schedule, std::span<const Record> records);
 
 }  // namespace penstock

@@ -103,6 +103,9 @@ Costs shared_out(const Costs& by_rank, const Placement& placement) {
     stage.input /= parts;
     stage.weight /= parts;
     stage.bytes_kept /= parts;
+    stage.unshard /= parts;
+    stage.reshard /= parts;
+    stage.reduce /= parts;
     result.stages.push_back(stage);
   }
   return result;
@@ -130,13 +133,17 @@ Costs parse_costs(std::string_view text, const std::string& source, const Costs&
     for (std::size_t i = 0; i < stages->size(); ++i) {
       const json& object = (*stages)[i];
       const std::string path = "stages[" + std::to_string(i) + "]";
-      reader.require_keys(object, path, {"forward", "input", "weight", "bytes_sent", "bytes_kept"});
+      reader.require_keys(object, path,
+                          {"forward", "input", "weight", "bytes_sent", "bytes_kept", "unshard", "reshard", "reduce"});
       StageCosts stage = defaults.stage;
       reader.number(object, path, "forward", stage.forward);
       reader.number(object, path, "input", stage.input);
       reader.number(object, path, "weight", stage.weight);
       reader.number(object, path, "bytes_sent", stage.bytes_sent);
       reader.number(object, path, "bytes_kept", stage.bytes_kept);
+      reader.number(object, path, "unshard", stage.unshard);
+      reader.number(object, path, "reshard", stage.reshard);
+      reader.number(object, path, "reduce", stage.reduce);
       costs.stages.push_back(stage);
     }
   }
@@ -145,10 +152,13 @@ Costs parse_costs(std::string_view text, const std::string& source, const Costs&
     for (std::size_t i = 0; i < links->size(); ++i) {
       const json& object = (*links)[i];
       const std::string path = "links[" + std::to_string(i) + "]";
-      reader.require_keys(object, path, {"from", "to", "latency", "bandwidth"});
+      reader.require_keys(object, path, {"from", "to", "latency", "bandwidth", "send", "post", "receive"});
       LinkCosts link = defaults.link;
       reader.number(object, path, "latency", link.latency);
       reader.number(object, path, "bandwidth", link.bandwidth);
+      reader.number(object, path, "send", link.send);
+      reader.number(object, path, "post", link.post);
+      reader.number(object, path, "receive", link.receive);
       const int from = reader.index(object, path, "from");
       const int to = reader.index(object, path, "to");
       if (from == to) reader.fail(path, "leads from rank " + std::to_string(from) + " to itself.");

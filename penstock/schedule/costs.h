@@ -20,12 +20,22 @@ struct StageCosts {
   double bytes_sent = 1;
   // What it keeps from its forward to its weight gradient; 0: not known.
   double bytes_kept = 0;
+  // Time of its rank for UNSHARD, RESHARD and REDUCE_GRAD.
+  double unshard = 0;
+  double reshard = 0;
+  double reduce = 0;
 };
 
 struct LinkCosts {
+  // From the beginning of a send to the end of its receive, without the time for its bytes.
   double latency = 0;
   // Bytes in a unit of time; 0: without limit.
   double bandwidth = 0;
+  // Time in which a rank does nothing else: the sender for a send, and the receiver for posting a receive and for taking a
+  // message that has arrived.
+  double send = 0;
+  double post = 0;
+  double receive = 0;
 };
 
 struct Costs {
@@ -35,11 +45,16 @@ struct Costs {
   // By (from rank, to rank); any other link costs what `link` says.
   std::map<std::pair<int, int>, LinkCosts> links;
   LinkCosts link;
+  // By rank, the time at which it begins; a rank beyond the list begins at 0.
+  std::vector<double> starts;
 
   const StageCosts& of_stage(int index) const {
     return static_cast<std::size_t>(index) < stages.size() ? stages[static_cast<std::size_t>(index)] : stage;
   }
   const LinkCosts& of_link(int from_rank, int to_rank) const;
+  double start_of(int rank) const {
+    return static_cast<std::size_t>(rank) < starts.size() ? starts[static_cast<std::size_t>(rank)] : 0;
+  }
 };
 
 // The middle one of some measurements.
@@ -56,8 +71,9 @@ Costs shared_out(const Costs& by_rank, const Placement& placement);
 // Reads a costs file, on top of `defaults`:
 //
 //   {"version": 1,
-//    "stages": [{"forward": 1, "input": 1, "weight": 1, "bytes_sent": 4096, "bytes_kept": 65536}, …],
-//    "links": [{"from": 0, "to": 1, "latency": 0.1, "bandwidth": 1e9}, …]}
+//    "stages": [{"forward": 1, "input": 1, "weight": 1, "bytes_sent": 4096, "bytes_kept": 65536,
+//                "unshard": 0, "reshard": 0, "reduce": 0}, …],
+//    "links": [{"from": 0, "to": 1, "latency": 0.1, "bandwidth": 1e9, "send": 0, "post": 0, "receive": 0}, …]}
 //
 // Throws ScheduleError, which names `source` and the path to what is wrong.
 Costs parse_costs(std::string_view text, const std::string& source, const Costs& defaults = {});

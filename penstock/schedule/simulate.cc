@@ -31,7 +31,10 @@ class Simulator {
     for (const Group& group : make_groups()) groups_.push_back(group);
     ranks_.resize(static_cast<std::size_t>(schedule.ranks()));
     timeline_.ranks.resize(static_cast<std::size_t>(schedule.ranks()));
-    for (int rank = 0; rank < schedule.ranks(); ++rank) times(rank).spans.reserve(schedule.actions(rank).size());
+    for (int rank = 0; rank < schedule.ranks(); ++rank) {
+      times(rank).spans.reserve(schedule.actions(rank).size());
+      state(rank).clock = costs.start_of(rank);
+    }
   }
 
   Timeline run() {
@@ -61,6 +64,10 @@ class Simulator {
     std::size_t link = 0;
     double latency = 0;
     double occupation = 0;
+    // Time of the ranks at its ends.
+    double send = 0;
+    double post = 0;
+    double receive = 0;
     bool crosses = false;
   };
 
@@ -69,6 +76,8 @@ class Simulator {
     double clock = 0;
     double first_start = kNotYet;
     double last_end = 0;
+    // When the last computation or meeting ended; messages after it are not waited for.
+    double done = 0;
     enum class State : std::uint8_t { Running, WaitsForInput, InMeeting } state = State::Running;
     // In the middle of a pair: the first part has run.
     bool first_part_done = false;
@@ -109,6 +118,9 @@ class Simulator {
                           .link = link_index_.try_emplace({from, to}, link_index_.size()).first->second,
                           .latency = link.latency,
                           .occupation = link.bandwidth > 0 ? bytes / link.bandwidth : 0,
+                          .send = link.send,
+                          .post = link.post,
+                          .receive = link.receive,
                           .crosses = from != to});
     }
     link_free_.resize(link_index_.size(), 0);
@@ -151,12 +163,13 @@ class Simulator {
       if (!compute(rank, self, action, start)) return false;
       times(rank).spans.push_back({start, self.clock});
     } else if (action.is_message()) {
-      const double time = pass_message(rank, self, action);
-      times(rank).spans.push_back({time, time});
+      times(rank).spans.push_back(pass_message(rank, self, action));
     } else if (action.computation == Computation::SumShared) {
       if (!meet(rank, self, action)) return false;
     } else {
-      times(rank).spans.push_back({self.clock, self.clock});
+      const double start = self.clock;
+      self.clock += duration(action.computation, stage_costs_[static_cast<std::size_t>(action.stage)]);
+      times(rank).spans.push_back({start, self.clock});
     }
     return true;
   }
@@ -175,8 +188,9 @@ class Simulator {
           self.state = Rank::State::WaitsForInput;
           return false;
         }
-        if (input.time > start) {
-          start = input.time;
+        const double taken = std::max(start + channel(way, e).receive, input.time);
+        if (taken > start) {
+          start = taken;
           const Edge& edge = graph_.edges()[static_cast<std::size_t>(e)];
           waited_for = schedule_.placement().rank_of(forwards ? edge.from : edge.to);
         }
@@ -188,7 +202,7 @@ class Simulator {
     } else if (makes_input_gradient(part)) {
       backward_end_[cell] = self.clock;
     }
-    if (implicit_messages_) send_results(part, self.clock);
+    if (implicit_messages_) self.clock += send_results(part, self.clock);
     return true;
   }
 
@@ -204,7 +218,7 @@ class Simulator {
     self.met.clear();
     const double takes = duration(part.computation, costs);
     self.clock = start + takes;
-    self.last_end = self.clock;
+    self.last_end = self.done = self.clock;
     figures.work += takes;
     if (is_forward(part)) {
       figures.peak_activations = std::max(figures.peak_activations, ++self.activations);
@@ -217,33 +231,40 @@ class Simulator {
     }
   }
 
-  void send_results(const Action& part, double time) {
+  // Sends what a part has made, and returns the rank's time for that.
+  double send_results(const Action& part, double time) {
+    double takes = 0;
     const auto pass = [&](Way way, int e) {
       if (!channel(way, e).crosses) return;
       post(way, e, part.microbatch, 0);
-      send(way, e, part.microbatch, time);
+      send(way, e, part.microbatch, time + takes);
+      takes += channel(way, e).send;
     };
     if (is_forward(part)) {
       for (const int e : graph_.out_edges(part.stage)) pass(Way::Forward, e);
     } else if (makes_input_gradient(part)) {
       for (const int e : graph_.in_edges(part.stage)) pass(Way::Backward, e);
     }
+    return takes;
   }
 
-  // When it was posted or sent.
-  double pass_message(int rank, const Rank& self, const Action& action) {
+  // Posts or sends a message, and returns when.
+  Span pass_message(int rank, Rank& self, const Action& action) {
     const Edge along = edge_under(action);
     const int e = graph_.edge_index(along.from, along.to);
     const bool forwards = action.carries_activation();
     const Way way = forwards ? Way::Forward : Way::Backward;
     if (action.is_recv()) {
-      post(way, e, action.microbatch, self.clock);
-      return self.clock;
+      const double start = self.clock;
+      post(way, e, action.microbatch, start);
+      self.clock += channel(way, e).post;
+      return {start, self.clock};
     }
     const double made = (forwards ? forward_end_ : backward_end_)[schedule_.cell(action.stage, action.microbatch)];
     const double time = leaves_pair_early(rank, self, action) ? made : self.clock;
     send(way, e, action.microbatch, time);
-    return time;
+    self.clock += channel(way, e).send;
+    return {time, time + channel(way, e).send};
   }
 
   // Whether the send stands behind a pair, with messages at most in between, and sends what its first part made.
@@ -299,7 +320,7 @@ class Simulator {
     for (const int other : group.ranks) wake(other);
     if (group.met > self.clock) self.met[group.last] += group.met - self.clock;
     times(rank).spans.push_back({self.clock, group.met});
-    self.clock = group.met;
+    self.clock = self.done = group.met;
     return true;
   }
 
@@ -319,11 +340,11 @@ class Simulator {
     for (int rank = 0; rank < schedule_.ranks(); ++rank) {
       const auto actions = schedule_.actions(rank);
       if (state(rank).next < actions.size()) {
-        throw ScheduleError("the schedule does not run to its end: rank " + std::to_string(rank) +
-                            " is stuck at " + place_text(schedule_, rank, state(rank).next) + ", " +
+        throw ScheduleError("the schedule does not run to its end: rank " + std::to_string(rank) + " is stuck at " +
+                            place_text(schedule_, rank, state(rank).next) + ", " +
                             to_string(actions[state(rank).next]) + ".\n  Hint: verify says why.");
       }
-      timeline_.makespan = std::max(timeline_.makespan, state(rank).clock);
+      timeline_.makespan = std::max(timeline_.makespan, state(rank).done);
     }
     if (!std::isfinite(timeline_.makespan)) {
       throw ScheduleError("the costs are too large: the makespan is beyond what a number can hold.");
@@ -368,6 +389,9 @@ double duration(Computation computation, const StageCosts& stage) {
     case Computation::InputBackward: return stage.input;
     case Computation::WeightBackward: return stage.weight;
     case Computation::FullBackward: return stage.input + stage.weight;
+    case Computation::Unshard: return stage.unshard;
+    case Computation::Reshard: return stage.reshard;
+    case Computation::ReduceGrad: return stage.reduce;
     default: return 0;
   }
 }

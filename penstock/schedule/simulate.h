@@ -2,7 +2,8 @@
 // each rank keeps.
 //
 // Computations take the time that costs say: a full backward an input and a weight backward, a pair the times of its
-// parts in turn, each part's result leaving at the part's own end. Everything else takes the rank no time. A link
+// parts in turn, each part's result leaving at the part's own end. Sends, receives and changes of parameters take the rank
+// the time that costs say, by default none; collectives are not waited for. A link
 // takes messages one at a time in the order of sending, each for bytes ÷ bandwidth, and delivers it a latency later. A
 // message whose receive is posted after its turn does not hold up the others: it arrives bytes ÷ bandwidth and a latency
 // after the posting, whatever else is under way then. In a schedule of computations only, sends follow at once and
@@ -50,7 +51,7 @@ struct PairSpans {
 };
 PairSpans split_pair(const Action& pair, const Span& span, const Costs& costs);
 
-// What one computation takes on its stage.
+// Returns what one computation, or one change of parameters, takes on its stage.
 double duration(Computation computation, const StageCosts& stage);
 
 // Throws ScheduleError when a list is not as it should be, or the lists do not run to their end; `verify` says why.

@@ -212,7 +212,8 @@ Trainer::Figures Trainer::run_batches(StepReport& report) {
     const bool is_here = options_.transport == nullptr || options_.transport->rank() == rank;
     if (is_here) figures.memory[static_cast<std::size_t>(rank)] = memory_here(rank);
   }
-  last_record_ = pipeline_->record();
+  records_.push_back(pipeline_->record());
+  if (records_.size() > kRecords) records_.pop_front();
   return figures;
 }
 
@@ -334,32 +335,38 @@ Pipeline& Trainer::writing_pipeline() {
   return *writing_;
 }
 
-Record Trainer::record() {
-  Record record = last_record_;
-  if (everyone_ == nullptr || record.empty()) return record;
+std::vector<Record> Trainer::records() {
+  std::vector<Record> records(records_.begin(), records_.end());
+  if (everyone_ == nullptr || records.empty()) return records;
   const Schedule& schedule = pipeline_->schedule();
+  const auto rows = static_cast<std::int64_t>(records.size());
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
-    auto& own = record[static_cast<std::size_t>(rank)];
     const std::size_t count = schedule.actions(rank).size();
-    const at::Tensor numbers = at::zeros({static_cast<std::int64_t>(count), 5}, at::kLong);
-    auto rows = numbers.accessor<std::int64_t, 2>();
-    const bool is_here = own.size() == count && options_.transport->rank() == rank;
-    for (std::size_t i = 0; i < count && is_here; ++i) {
-      auto row = rows[static_cast<std::int64_t>(i)];
-      row[0] = own[i].start;
-      row[1] = own[i].end;
-      row[2] = own[i].waited;
-      row[3] = own[i].bytes;
-      row[4] = own[i].peer;
+    const at::Tensor numbers = at::zeros({rows, static_cast<std::int64_t>(count), 5}, at::kLong);
+    auto written = numbers.accessor<std::int64_t, 3>();
+    for (std::int64_t i = 0; i < rows && options_.transport->rank() == rank; ++i) {
+      const auto& own = records[static_cast<std::size_t>(i)][static_cast<std::size_t>(rank)];
+      for (std::size_t at = 0; at < std::min(own.size(), count); ++at) {
+        auto row = written[i][static_cast<std::int64_t>(at)];
+        row[0] = own[at].start;
+        row[1] = own[at].end;
+        row[2] = own[at].waited;
+        row[3] = own[at].bytes;
+        row[4] = own[at].peer;
+      }
     }
     finish([&] { return everyone_->broadcast({numbers}, rank); });
-    own.resize(count);
-    for (std::size_t i = 0; i < count; ++i) {
-      const auto row = rows[static_cast<std::int64_t>(i)];
-      own[i] = {.start = row[0], .end = row[1], .waited = row[2], .bytes = row[3], .peer = static_cast<int>(row[4])};
+    for (std::int64_t i = 0; i < rows; ++i) {
+      auto& own = records[static_cast<std::size_t>(i)][static_cast<std::size_t>(rank)];
+      own.resize(count);
+      for (std::size_t at = 0; at < count; ++at) {
+        const auto row = written[i][static_cast<std::int64_t>(at)];
+        own[at] = {.start = row[0], .end = row[1], .waited = row[2], .bytes = row[3], .peer = static_cast<int>(row[4])};
+      }
     }
   }
-  return record;
+  for (Record& record : records) record = with_common_clock(schedule, std::move(record));
+  return records;
 }
 
 std::vector<RankMemory> Trainer::memory() {

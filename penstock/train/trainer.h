@@ -7,6 +7,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <string>
@@ -90,9 +91,10 @@ class Trainer {
   bool speaks() const;
   // What the ranks of the first replica have had in memory, and what the schedule promised. All processes ask.
   std::vector<RankMemory> memory();
-  // What ran in the last step, by the pipeline's schedule, on all ranks of the first replica; without actions if there
-  // was none. All processes ask.
-  Record record();
+  // Returns what ran in the last steps, at most kRecords of them, the oldest first: the last batch of each, by the
+  // pipeline's schedule, on all ranks of the first replica, and on one clock. All processes ask.
+  static constexpr std::size_t kRecords = 16;
+  std::vector<Record> records();
 
   Pipeline& pipeline() { return *pipeline_; }
   // For a few rows at a time, as when a text is written: with as few microbatches as can be, and the model put into
@@ -154,7 +156,7 @@ class Trainer {
   std::shared_ptr<Group> everyone_;
   std::shared_ptr<Group> peers_;
   std::int64_t steps_done_ = 0;
-  Record last_record_;
+  std::deque<Record> records_;
 };
 
 }  // namespace penstock

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "penstock/schedule/csv.h"
 #include "penstock/schedule/generators.h"
 #include "penstock/schedule/passes.h"
@@ -91,6 +93,45 @@ TEST(Simulator, LetsRanksMeetForSharedParameters) {
   EXPECT_EQ(timeline.ranks[1].drain, 2);
 }
 
+// One microbatch there and back: forwards of 1, backwards of 2; the message takes 3 from the beginning of its send.
+TEST(Simulator, CountsTheTimeOfRanksForMessagesAndParameters) {
+  const Schedule schedule = lower(gpipe(2, 1));
+  Costs costs = with_link(3, 0);
+  EXPECT_EQ(simulate(schedule, costs).makespan, 1 + 3 + 3 + 3 + 2);
+  // A message moves when its receive is posted, so a rank that begins late has it late.
+  costs.starts = {0, 8};
+  EXPECT_EQ(simulate(schedule, costs).ranks[1].fill, 8 + 3);
+  EXPECT_EQ(simulate(schedule, costs).makespan, 8 + 3 + 3 + 3 + 2);
+  costs.starts = {};
+  // The first rank gathers its parameters before its forward; the other one does while it waits.
+  costs.stage.unshard = 0.5;
+  EXPECT_EQ(simulate(schedule, costs).makespan, 0.5 + 1 + 3 + 3 + 3 + 2);
+  costs.stage.unshard = 0;
+  const Schedule two = lower(gpipe(2, 2));
+  const auto span_of = [&](int rank, const Action& action) {
+    const auto actions = two.actions(rank);
+    const auto position = std::ranges::find(actions, action) - actions.begin();
+    return simulate(two, costs).ranks[static_cast<std::size_t>(rank)].spans[static_cast<std::size_t>(position)];
+  };
+  // The first rank posts the receive of a gradient between its forward and the send.
+  costs.link.post = 0.25;
+  EXPECT_EQ(span_of(1, message(1, Computation::RecvForward, 0, 0)).end, 0.25);
+  EXPECT_EQ(span_of(0, message(0, Computation::SendForward, 0, 1)).start, 1 + 0.25);
+  EXPECT_EQ(span_of(1, forward(1, 0)).start, 1 + 0.25 + 3);
+  // The second forward's input is there when the first one ends; taking it still takes time.
+  costs.link.post = 0;
+  costs.link.receive = 0.125;
+  EXPECT_EQ(span_of(1, forward(1, 0)).start, 1 + 3);
+  EXPECT_EQ(span_of(1, forward(1, 1)).start, 1 + 3 + 1 + 0.125);
+  // While a rank sends it does nothing else; what it sends is under way from the beginning. The last rank's forwards begin
+  // at 4 and 7 then, its backwards at 8 and 12; the first rank has sent at 6.
+  Costs sending = with_link(3, 0);
+  sending.link.send = 2;
+  EXPECT_EQ(simulate(schedule, sending).makespan, 1 + 3 + 3 + 3 + 2);
+  EXPECT_EQ(simulate(two, sending).ranks[0].waiting.at(1), (10 + 3 - 6) + (14 + 3 - 15));
+  EXPECT_EQ(simulate(gpipe(2, 2), sending).makespan, simulate(two, sending).makespan);
+}
+
 TEST(Simulator, SaysWhereAScheduleSticks) {
   expect_error([] { simulate(parse_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n")); },
                "does not run to its end: rank 0 is stuck at schedule.csv:1:5, 0B0.\n  Hint: verify says why.");
@@ -119,15 +160,23 @@ TEST(Simulator, RefusesCostsBeyondNumbers) {
 }
 
 TEST(Costs, AreReadFromAFile) {
-  const Costs costs = parse_costs(R"({"version": 1, "stages": [{"forward": 2, "bytes_kept": 7}, {}],
-                                      "links": [{"from": 0, "to": 1, "latency": 0.5}]})",
-                                  "costs.json", with_link(3, 4));
+  const Costs costs = parse_costs(
+      R"({"version": 1, "stages": [{"forward": 2, "bytes_kept": 7, "unshard": 5, "reshard": 6, "reduce": 8}, {}],
+                                      "links": [{"from": 0, "to": 1, "latency": 0.5, "send": 2, "post": 3,
+                                                 "receive": 4}]})",
+      "costs.json", with_link(3, 4));
   EXPECT_EQ(costs.of_stage(0).forward, 2);
   EXPECT_EQ(costs.of_stage(0).bytes_kept, 7);
   EXPECT_EQ(costs.of_stage(0).input, 1);
+  EXPECT_EQ(costs.of_stage(0).unshard, 5);
+  EXPECT_EQ(costs.of_stage(0).reshard, 6);
+  EXPECT_EQ(costs.of_stage(0).reduce, 8);
   EXPECT_EQ(costs.of_stage(5).forward, 1);
   EXPECT_EQ(costs.of_link(0, 1).latency, 0.5);
   EXPECT_EQ(costs.of_link(0, 1).bandwidth, 4);
+  EXPECT_EQ(costs.of_link(0, 1).send, 2);
+  EXPECT_EQ(costs.of_link(0, 1).post, 3);
+  EXPECT_EQ(costs.of_link(0, 1).receive, 4);
   EXPECT_EQ(costs.of_link(1, 0).latency, 3);
 }
 

@@ -237,5 +237,22 @@ TEST(Trainer, KnowsWhatRanksOfReplicasKeep) {
   }
 }
 
+TEST(Trainer, HasTheRecordsOfTheLastSteps) {
+  const auto trainer = trainer_of({.ranks = 2});
+  EXPECT_TRUE(trainer->records().empty());
+  losses_of(*trainer, 3);
+  const std::vector<Record> records = trainer->records();
+  ASSERT_EQ(records.size(), 3U);
+  const Schedule& schedule = trainer->pipeline().schedule();
+  for (const Record& record : records) {
+    for (int rank = 0; rank < 2; ++rank) {
+      EXPECT_EQ(record[static_cast<std::size_t>(rank)].size(), schedule.actions(rank).size());
+    }
+  }
+  const Costs costs = costs_of(schedule, records);
+  EXPECT_GT(costs.of_link(0, 1).latency, 0);
+  EXPECT_GT(simulate(schedule, costs).makespan, 0);
+}
+
 }  // namespace
 }  // namespace penstock::testing

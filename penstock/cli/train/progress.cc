@@ -80,7 +80,6 @@ void Progress::write_metrics(const std::string& line) {
 void Progress::stepped(const StepReport& report) {
   losses_.push_back(report.loss);
   rates_.push_back(static_cast<double>(report.size) / report.seconds);
-  bubbles_.push_back(report.bubble);
   json memory = json::array();
   for (const std::int64_t bytes : report.memory) memory.push_back(bytes);
   write_metrics(json{
@@ -134,10 +133,6 @@ void Progress::say(const std::string& line) {
 
 double Progress::units_per_second() const {
   return median(rates_);
-}
-
-double Progress::bubble() const {
-  return median(bubbles_);
 }
 
 }  // namespace penstock::cli

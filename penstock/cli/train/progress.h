@@ -31,9 +31,8 @@ class Progress {
   void say(const std::string& line);
 
   const std::vector<double>& losses() const { return losses_; }
-  // Medians over the steps of this run.
+  // Returns the median over the steps of this run.
   double units_per_second() const;
-  double bubble() const;
 
  private:
   void write_metrics(const std::string& line);
@@ -49,7 +48,6 @@ class Progress {
   std::int64_t first_;
   std::vector<double> losses_;
   std::vector<double> rates_;
-  std::vector<double> bubbles_;
 };
 
 }  // namespace penstock::cli

@@ -165,23 +165,27 @@ class Run {
 
   // What has come of it. All processes come here, as they have to tell one another.
   void conclude(Trainer& trainer, std::optional<Progress>& progress) {
-    const Record record = trainer.record();
+    const std::vector<Record> records = trainer.records();
     const std::vector<RankMemory> memory = trainer.memory();
     std::string sample;
     const bool is_text = options_.is_gpt() && sums() == nullptr;
     if (is_text) sample = write_text(trainer.writing_pipeline(), options_.length, "", {.seed = options_.run.seed});
     if (!progress) return;
-    if (!record.empty()) sum_up(trainer.pipeline().schedule(), record, memory, *progress);
+    if (!records.empty()) sum_up(trainer, records, memory, *progress);
     if (sums() != nullptr) show_sums(*progress);
     if (is_text) progress->say("A sample:\n" + printable(sample));
   }
 
   // Throughput, bubble and memory, and the page.
-  void sum_up(const Schedule& schedule, const Record& record, const std::vector<RankMemory>& memory,
+  void sum_up(Trainer& trainer, const std::vector<Record>& records, const std::vector<RankMemory>& memory,
               Progress& progress) const {
-    const Timeline measured = timeline_of(schedule, record);
-    const Costs costs = costs_of(schedule, record);
+    const Schedule& schedule = trainer.pipeline().schedule();
+    std::vector<double> bubbles;
+    for (const Record& record : records) bubbles.push_back(timeline_of(schedule, record).bubble);
+    const Timeline measured = timeline_of(schedule, records.back());
+    const Costs costs = costs_of(schedule, records);
     const Timeline simulated = simulate(schedule, costs);
+    const std::vector<double>& losses = progress.losses();
     const std::string page = path("timeline.html");
     write_output(page, [&](std::ostream& out) {
       draw_html(out, {.schedule = schedule,
@@ -193,10 +197,12 @@ class Run {
                       .beside_name = "simulated",
                       .unit = "ms",
                       .curve_name = "Loss",
-                      .curve = progress.losses()});
+                      .curve = losses,
+                      .curve_first_step =
+                          static_cast<int>(trainer.steps_done() - static_cast<std::int64_t>(losses.size()) + 1)});
     });
     std::string text = "\nthroughput   " + short_number(progress.units_per_second()) + " " + setup_.data->unit() +
-                       "/s\nbubble       " + percent(progress.bubble()) + " measured, " + percent(simulated.bubble) +
+                       "/s\nbubble       " + percent(median(bubbles)) + " measured, " + percent(simulated.bubble) +
                        " simulated\n";
     for (std::size_t rank = 0; rank < memory.size(); ++rank) {
       text += (rank == 0 ? "memory       rank " : "             rank ") + std::to_string(rank) + ": " +
