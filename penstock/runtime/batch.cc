@@ -1,9 +1,12 @@
 #include "penstock/runtime/batch.h"
 
 #include <cstddef>
+#include <unordered_set>
 #include <utility>
 
 #include "penstock/runtime/error.h"
+#include "penstock/stage/borrowed.h"
+#include "penstock/tensor/nested.h"
 
 namespace penstock {
 namespace {
@@ -42,6 +45,31 @@ std::vector<Batch> split_batch(const Batch& batch, const BatchSpecs& specs, int 
   require_all(targets.args.size(), "the target");
   for (std::size_t i = 0; i < result.size(); ++i) result[i].target = std::move(targets.args[i][0]);
   return result;
+}
+
+void borrow_chunks(std::vector<Batch>& parts, const Batch& batch) {
+  std::unordered_set<const void*> replicated;
+  const auto add = [&](const c10::IValue& value) {
+    for (const at::Tensor& tensor : extract_tensor_args(value)) replicated.insert(tensor.unsafeGetTensorImpl());
+  };
+  add(to_value(batch.args));
+  for (const auto& [stage, kwargs] : batch.kwargs) add(to_value(kwargs));
+  add(batch.target);
+
+  const auto borrow_all = [&](c10::IValue& value) {
+    value = map_leaves(value, [&](const c10::IValue& leaf) -> c10::IValue {
+      if (!leaf.isTensor() || !leaf.toTensor().defined()) return leaf;
+      const at::Tensor& tensor = leaf.toTensor();
+      return replicated.contains(tensor.unsafeGetTensorImpl()) ? tensor : borrow_chunk(tensor);
+    });
+  };
+  for (Batch& part : parts) {
+    for (c10::IValue& arg : part.args) borrow_all(arg);
+    for (auto& [stage, kwargs] : part.kwargs) {
+      for (auto& [name, value] : kwargs) borrow_all(value);
+    }
+    borrow_all(part.target);
+  }
 }
 
 }  // namespace penstock

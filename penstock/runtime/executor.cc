@@ -30,12 +30,6 @@ std::int64_t nanoseconds(Clock::duration duration) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count();
 }
 
-c10::IValue detached(const c10::IValue& value) {
-  return map_leaves(value, [](const c10::IValue& leaf) -> c10::IValue {
-    return leaf.isTensor() && leaf.toTensor().defined() ? leaf.toTensor().detach() : leaf;
-  });
-}
-
 }  // namespace
 
 void Executor::begin(const StepWork& work) {
@@ -155,19 +149,29 @@ void Executor::forward(const Action& action) {
   const Batch& batch = work_->microbatches[microbatch];
   PipelineStage& stage = *stages_.at(action.stage);
   std::vector<Message> received = collect(action.stage, action.microbatch, Way::Forward);
-  const auto kwargs = batch.kwargs.find(action.stage);
+  const auto named = batch.kwargs.find(action.stage);
+  const Args& args = stage.is_first() ? batch.args : kNoArgs;
+  const Kwargs& kwargs = named == batch.kwargs.end() ? kNoKwargs : named->second;
   PipelineStage::Forwarded result;
   {
     const RandomScope scope(work_->seed, work_->step, action.microbatch, action.stage);
-    result = stage.forward(action.microbatch, std::move(received), stage.is_first() ? batch.args : kNoArgs,
-                           kwargs == batch.kwargs.end() ? kNoKwargs : kwargs->second);
+    result = stage.forward(action.microbatch, std::move(received), args, kwargs);
   }
-  if (stage.is_last()) compute_loss(action.microbatch, result.output);
+  if (stage.is_last()) {
+    compute_loss(action.microbatch, result.output);
+    if (work_->keep_outputs) {
+      work_->outputs[microbatch] = map_leaves(result.output, [&](const c10::IValue& leaf) -> c10::IValue {
+        const bool is_tensor = leaf.isTensor() && leaf.toTensor().defined();
+        return is_tensor ? stage.kept(leaf.toTensor(), args, kwargs) : leaf;
+      });
+      work_->has_outputs = true;
+    }
+  }
   for (const at::Tensor& term : result.losses) {
     if (work_->autograd && term.requires_grad()) {
       stage.add_root(action.microbatch, term, seed_of(term, action.microbatch));
     }
-    work_->loss_terms[microbatch][action.stage].push_back(term.detach());
+    work_->loss_terms[microbatch][action.stage].push_back(stage.kept(term, args, kwargs));
   }
   put(action.stage, action.microbatch, Way::Forward, std::move(result.sent));
 }
@@ -196,9 +200,6 @@ void Executor::compute_loss(int microbatch, const c10::IValue& output) {
     }
     work_->losses[at] = kept_loss(loss, at);
   }
-  if (!work_->keep_outputs) return;
-  work_->outputs[at] = detached(output);
-  work_->has_outputs = true;
 }
 
 at::Tensor Executor::kept_loss(const at::Tensor& loss, std::size_t microbatch) {

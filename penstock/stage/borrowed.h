@@ -10,8 +10,13 @@
 
 namespace penstock {
 
-// An alias of the tensor without history, or the tensor itself when nobody else has its memory.
+// Returns an alias of the tensor without history, or the tensor itself when nobody else has its memory. The alias has a
+// version counter of its own, and a write copies the part of the lender's memory that the tensor covers, no more.
 at::Tensor borrow(const at::Tensor& lent);
+
+// The same for a chunk of the caller's batch: gradients of the alias flow to where those of the chunk would. What has no
+// plain memory to alias (sparse, nested and quantized tensors, subclasses) is returned as it is.
+at::Tensor borrow_chunk(const at::Tensor& chunk);
 
 // Whether the tensor's memory is borrowed. Such memory is not lent again: it goes when the borrower writes.
 bool is_borrowed(const at::Tensor& tensor);

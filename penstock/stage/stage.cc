@@ -74,12 +74,12 @@ c10::IValue value_of(const at::Tensor& tensor) {
 }
 
 const void* memory_of(const at::Tensor& tensor) {
-  return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
+  return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
 }
 
 // Whether a tensor of the value lies there.
 bool has_memory(const c10::IValue& value, const void* memory) {
-  if (value.isTensor()) return value.toTensor().defined() && memory_of(value.toTensor()) == memory;
+  if (value.isTensor()) return memory_of(value.toTensor()) == memory;
   const std::vector<at::Tensor> tensors = extract_tensor_args(value);
   return std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& one) { return has_memory(one, memory); });
 }
@@ -192,16 +192,23 @@ std::vector<PipelineStage::Handed> PipelineStage::hand_on(const std::vector<at::
   return handed_on;
 }
 
+bool PipelineStage::is_of_others(const at::Tensor& tensor, const Args& args, const Kwargs& kwargs) const {
+  const void* const memory = memory_of(tensor);
+  if (memory == nullptr) return false;
+  return own_memory_.contains(memory) ||
+         std::any_of(args.begin(), args.end(), [&](const c10::IValue& arg) { return has_memory(arg, memory); }) ||
+         std::any_of(kwargs.begin(), kwargs.end(), [&](const auto& named) { return has_memory(named.second, memory); });
+}
+
+at::Tensor PipelineStage::kept(const at::Tensor& tensor, const Args& args, const Kwargs& kwargs) const {
+  return is_of_others(tensor, args, kwargs) ? tensor.detach().clone() : tensor.detach();
+}
+
 std::vector<std::vector<PipelineStage::Handed>> PipelineStage::hand_over(const std::vector<at::Tensor>& outputs,
                                                                          std::vector<Handed> handed_on,
-                                                                         const Args& args) const {
-  // Memory that others may write into is not handed over: that of parameters, buffers and arguments, nor what is
-  // borrowed.
+                                                                         const Args& args, const Kwargs& kwargs) const {
   const auto must_copy = [&](const at::Tensor& output) {
-    if (!output.defined()) return false;
-    const void* const memory = memory_of(output);
-    return is_borrowed(output) || own_memory_.contains(memory) ||
-           std::any_of(args.begin(), args.end(), [&](const c10::IValue& arg) { return has_memory(arg, memory); });
+    return output.defined() && (is_borrowed(output) || is_of_others(output, args, kwargs));
   };
   const auto own = [&](const at::Tensor& output) { return Handed{output, handed_over(output, must_copy(output))}; };
   auto next_handed_on = handed_on.begin();
@@ -273,7 +280,7 @@ PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Mess
           is_last() ? extract_tensor_args(result.output) : outputs);
   }
   std::vector<at::Tensor> in_graph;
-  for (std::vector<Handed>& link : hand_over(outputs, std::move(handed_on), args)) {
+  for (std::vector<Handed>& link : hand_over(outputs, std::move(handed_on), args, kwargs)) {
     Message& message = result.sent.emplace_back();
     for (Handed& handed : link) {
       in_graph.push_back(std::move(handed.in_graph));

@@ -81,6 +81,10 @@ class PipelineStage {
   // backward.
   void add_root(int microbatch, const at::Tensor& loss, const at::Tensor& seed);
 
+  // Returns a tensor that a forward gave without its history, for as long as the caller likes: copied if it lies in memory
+  // that later microbatches may write into, that of parameters, buffers and arguments.
+  at::Tensor kept(const at::Tensor& tensor, const Args& args, const Kwargs& kwargs) const;
+
   // The backward of a microbatch, whole or in halves: from a message of gradients for each link that leads away to one
   // for each link that leads here.
   std::vector<Message> full_backward(int microbatch, std::vector<Message> gradients);
@@ -106,7 +110,9 @@ class PipelineStage {
                               const Run& run) const;
   // All that goes away, by link.
   std::vector<std::vector<Handed>> hand_over(const std::vector<at::Tensor>& outputs, std::vector<Handed> handed_on,
-                                             const Args& args) const;
+                                             const Args& args, const Kwargs& kwargs) const;
+  // True if the tensor lies in memory of the stage or the caller, which others may write into.
+  bool is_of_others(const at::Tensor& tensor, const Args& args, const Kwargs& kwargs) const;
   std::vector<Message> backward(int microbatch, std::vector<Message> gradients, bool whole);
   Run& run_of(int microbatch);
 

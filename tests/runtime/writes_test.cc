@@ -1,0 +1,173 @@
+// Stages that write into what they are given, or into what they have.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "penstock/runtime/pipeline.h"
+#include "penstock/schedule/generators.h"
+#include "penstock/tensor/chunk_spec.h"
+#include "tests/runtime/models.h"
+
+namespace penstock::testing {
+namespace {
+
+constexpr int kStages = 3;
+constexpr int kMicrobatches = 4;
+
+// The identity, and one stage that counts its calls in a tensor and gives that.
+Model counting(int at, const std::function<at::Tensor(const Args&, const Kwargs&)>& counter) {
+  Model model(kStages);
+  for (int i = 0; i < kStages; ++i) {
+    model.stages[static_cast<std::size_t>(i)].forward = [=](const Args& args, const Kwargs& kwargs) -> c10::IValue {
+      return i == at ? counter(args, kwargs).add_(1) : tensor(args, 0) + 0;
+    };
+  }
+  return model;
+}
+
+c10::IValue replicated_by_name(const char* name) {
+  c10::impl::GenericDict spec(c10::StringType::get(), c10::AnyType::get());
+  spec.insert(name, Replicate());
+  return spec;
+}
+
+const at::Tensor kCounted = at::arange(1, kMicrobatches + 1, at::kFloat);
+
+// All forwards of the stage run before the first of them is used.
+Schedule gpipe() {
+  return generate("GPipe", {.ranks = kStages, .microbatches = kMicrobatches});
+}
+
+TEST(Writes, IntoAKeywordArgumentThatIsReturnedAreSeenByLaterMicrobatchesOnly) {
+  for (int at = 0; at < kStages; ++at) {
+    SCOPED_TRACE("stage " + std::to_string(at));
+    const Model model = counting(at, [](const Args&, const Kwargs& kwargs) { return kwargs.at("count").toTensor(); });
+    PipelineOptions options;
+    options.specs.kwargs = replicated_by_name("count");
+    options.specs.stage_kwargs = {{at, replicated_by_name("count")}};
+    if (at != 0) options.specs.kwargs.reset();
+    Pipeline pipeline(model.pipeline_stages(), gpipe(), options);
+    for (int i = 0; i < 20; ++i) {
+      const Kwargs kwargs{{"count", at::zeros({1})}};
+      StepOptions step;
+      if (at > 0) step.stage_kwargs[at] = kwargs;
+      const at::Tensor found =
+          pipeline.eval({at::zeros({kMicrobatches})}, at == 0 ? kwargs : Kwargs{}, {}, step).output.toTensor();
+      ASSERT_TRUE(at::equal(kCounted, found)) << found;
+    }
+  }
+}
+
+TEST(Writes, IntoABufferOrAReplicatedArgumentThatIsReturnedAreSeenByLaterMicrobatchesOnly) {
+  for (int at = 0; at < kStages; ++at) {
+    SCOPED_TRACE("stage " + std::to_string(at));
+    const at::Tensor buffer = at::zeros({1});
+    Model model = counting(at, [buffer](const Args&, const Kwargs&) { return buffer; });
+    model.stages[static_cast<std::size_t>(at)].buffers = {{"count", buffer}};
+    Pipeline pipeline(model.pipeline_stages(), gpipe());
+    const at::Tensor found = pipeline.eval({at::zeros({kMicrobatches})}).output.toTensor();
+    EXPECT_TRUE(at::equal(kCounted, found)) << found;
+  }
+  const Model model = counting(0, [](const Args& args, const Kwargs&) { return tensor(args, 1); });
+  PipelineOptions options;
+  options.specs.args = c10::ivalue::Tuple::create({TensorChunkSpec(0), Replicate()});
+  Pipeline pipeline(model.pipeline_stages(), gpipe(), options);
+  const at::Tensor found = pipeline.eval({at::zeros({kMicrobatches}), at::zeros({1})}).output.toTensor();
+  EXPECT_TRUE(at::equal(kCounted, found)) << found;
+}
+
+TEST(Writes, IntoATermOfTheLossAreSeenByLaterMicrobatchesOnly) {
+  const at::Tensor buffer = at::zeros({});
+  Model model(1);
+  model.stages[0] = {.forward = [buffer](const Args& args, const Kwargs&) -> c10::IValue {
+                       add_loss(buffer.add_(1));
+                       return tensor(args, 0);
+                     },
+                     .buffers = {{"count", buffer}}};
+  Pipeline pipeline(model.pipeline_stages(), generate("GPipe", {.ranks = 1, .microbatches = kMicrobatches}));
+  const StepResult result = pipeline.eval({at::zeros({kMicrobatches})});
+  for (std::size_t i = 0; i < kMicrobatches; ++i) {
+    EXPECT_EQ(result.loss_terms[i].at(0).item<double>(), static_cast<double>(i) + 1);
+  }
+}
+
+// Every stage writes into its argument, also the first, and needs what it wrote for its backward.
+Model writing(int stages) {
+  Model model = perceptron(stages);
+  for (StageModule& stage : model.stages) {
+    stage.forward = [before = stage.forward](const Args& args, const Kwargs& kwargs) -> c10::IValue {
+      return before({tensor(args, 0).mul_(1.5)}, kwargs);
+    };
+  }
+  return model;
+}
+
+class EveryScheduleOfWrites : public ::testing::TestWithParam<std::string> {};
+INSTANTIATE_TEST_SUITE_P(Threads, EveryScheduleOfWrites, ::testing::ValuesIn([] {
+                           std::vector<std::string> names;
+                           for (const Generator& generator : generators()) {
+                             if (generator.name != "ForwardOnly") names.emplace_back(generator.name);
+                           }
+                           return names;
+                         }()));
+
+TEST_P(EveryScheduleOfWrites, IntoTheBatchAreSeenByNobodyElse) {
+  const Schedule schedule = generate(GetParam(), {.ranks = 2, .microbatches = kMicrobatches});
+  const Model model = writing(schedule.stages());
+  Pipeline pipeline(model.pipeline_stages(), schedule, {.loss = squared_error});
+  for (const bool needs_gradient : {false, true}) {
+    SCOPED_TRACE(needs_gradient);
+    const at::Tensor x = rows(9, "x").clone().requires_grad_(needs_gradient);
+    const at::Tensor y = rows(9, "y");
+    std::vector<PlainMicrobatch> expected;
+    std::vector<at::Tensor> gradients_of_x;
+    const Model again = writing(schedule.stages());
+    const SplitArgs split = split_args_kwargs_into_chunks({rows(9, "x"), y}, {}, kMicrobatches);
+    for (int i = 0; i < kMicrobatches; ++i) {
+      const Args& own = split.args[static_cast<std::size_t>(i)];
+      const at::Tensor target = own[1].toTensor();
+      expected.push_back(plain_microbatch(again, {own[0].toTensor().clone()}, target, i, 1.0 / kMicrobatches, {}));
+      const at::Tensor leaf = own[0].toTensor().clone().requires_grad_();
+      at::Tensor value = leaf;
+      for (const StageModule& stage : again.stages) value = stage.forward({value.clone()}, {}).toTensor();
+      at::mse_loss(value, target).backward(at::scalar_tensor(1.0 / kMicrobatches));
+      gradients_of_x.push_back(leaf.grad());
+    }
+    zero_grad(model);
+    const StepResult result = pipeline.step({x}, {}, y);
+    EXPECT_TRUE(at::equal(x, rows(9, "x")));
+    EXPECT_TRUE(at::equal(outputs_of(expected), result.output.toTensor()));
+    const auto sums = added_up(pipeline.schedule(), expected);
+    for (std::size_t stage = 0; stage < model.stages.size(); ++stage) {
+      for (std::size_t i = 0; i < model.stages[stage].parameters.size(); ++i) {
+        const at::Tensor found = model.stages[stage].parameters[i].second.grad();
+        EXPECT_TRUE(same_tensor(sums[stage][i], found)) << stage << " " << i;
+      }
+    }
+    EXPECT_TRUE(same_tensor(needs_gradient ? at::cat(gradients_of_x) : at::Tensor(), x.grad())) << x.grad();
+  }
+}
+
+// A write copies a chunk, not the batch of which it is a part.
+TEST(Writes, IntoAChunkCopyThatChunkAlone) {
+  Model model(1);
+  std::vector<std::size_t> sizes;
+  model.stages[0].forward = [&sizes](const Args& args, const Kwargs&) -> c10::IValue {
+    at::Tensor x = tensor(args, 0);
+    x.add_(1);
+    sizes.push_back(x.storage().nbytes());
+    return x;
+  };
+  Pipeline pipeline(model.pipeline_stages(), generate("GPipe", {.ranks = 1, .microbatches = kMicrobatches}));
+  const at::Tensor x = at::arange(2 * kMicrobatches, at::kFloat).view({2, kMicrobatches}).t();
+  EXPECT_TRUE(at::equal(pipeline.eval({x}).output.toTensor(), x + 1));
+  // From the first to the last element of a row, which lie apart.
+  for (const std::size_t size : sizes) EXPECT_EQ(size, (kMicrobatches + 1) * sizeof(float));
+}
+
+}  // namespace
+}  // namespace penstock::testing
