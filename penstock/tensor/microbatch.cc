@@ -253,7 +253,11 @@ bool equal_leaves(const c10::IValue& one, const c10::IValue& other) {
 // Merges chunks leaf by leaf, in the order of the first chunk's leaves.
 class Merger {
  public:
-  Merger(const std::vector<c10::IValue>& chunks, const std::optional<c10::IValue>& spec) {
+  enum class Extent { Merge, CheckOnly };
+
+  Merger(const std::vector<c10::IValue>& chunks, const std::optional<c10::IValue>& spec, Extent extent)
+      : check_only_(extent == Extent::CheckOnly) {
+    if (chunks.empty()) throw ChunkError("there is no chunk to merge.");
     const Path root("chunks");
     const c10::IValue& structure = spec ? *spec : chunks.front();
     for (std::size_t i = 0; i < chunks.size(); ++i) {
@@ -263,6 +267,7 @@ class Merger {
       }
     }
     merge(spec ? &*spec : nullptr, chunks, Path(""));
+    if (check_only_) return;
     std::size_t next = 0;
     merged_ = map_leaves(chunks.front(), [&](const c10::IValue&) { return std::move(leaves_[next++]); });
   }
@@ -304,7 +309,7 @@ class Merger {
     }
   }
 
-  static c10::IValue merge_leaf(const c10::IValue* given, const std::vector<c10::IValue>& parts, const Path& inside) {
+  c10::IValue merge_leaf(const c10::IValue* given, const std::vector<c10::IValue>& parts, const Path& inside) const {
     if (given == nullptr) return join(TensorChunkSpec(DEFAULT_CHUNK_DIM), parts, inside);
     const ChunkSpec* const spec = chunk_spec_of(*given);
     // None in a spec is what the peer takes for replication.
@@ -314,7 +319,7 @@ class Merger {
     }
     if (spec == nullptr || std::holds_alternative<Replicate>(*spec)) return the_same(parts, inside);
     if (const auto* by_dim = std::get_if<TensorChunkSpec>(spec)) return join(*by_dim, parts, inside);
-    return fold(std::get<CustomReducer>(*spec), parts, inside);
+    return check_only_ ? c10::IValue() : fold(std::get<CustomReducer>(*spec), parts, inside);
   }
 
   static c10::IValue fold(const CustomReducer& reducer, const std::vector<c10::IValue>& parts, const Path& inside) {
@@ -345,7 +350,7 @@ class Merger {
     return parts.front();
   }
 
-  static c10::IValue join_masks(const std::vector<c10::IValue>& parts, const Path& inside) {
+  c10::IValue join_masks(const std::vector<c10::IValue>& parts, const Path& inside) const {
     std::vector<BlockMask> masks;
     for (std::size_t i = 0; i < parts.size(); ++i) {
       if (!BlockMask::is(parts[i]))
@@ -356,10 +361,10 @@ class Merger {
               "found a block mask of " + masks[i].form() + ", which cannot follow chunks[0]" + inside.text() + ", of " +
                   masks.front().form() + ".");
     }
-    return BlockMask::merge(masks).to_ivalue();
+    return check_only_ ? c10::IValue() : BlockMask::merge(masks).to_ivalue();
   }
 
-  static c10::IValue join(const TensorChunkSpec& spec, const std::vector<c10::IValue>& parts, const Path& inside) {
+  c10::IValue join(const TensorChunkSpec& spec, const std::vector<c10::IValue>& parts, const Path& inside) const {
     if (BlockMask::is(parts.front())) {
       if (spec.split_dim != 0) fail_at(0, inside, no_mask_dimension(spec));
       return join_masks(parts, inside);
@@ -390,7 +395,7 @@ class Merger {
       }
       tensors.push_back(std::move(part));
     }
-    return at::cat(tensors, spec.split_dim);
+    return check_only_ ? c10::IValue() : c10::IValue(at::cat(tensors, spec.split_dim));
   }
 
   // Whether two tensors have the same sizes but along `dim`; there too, where each is a whole one that is masked.
@@ -402,6 +407,7 @@ class Merger {
     return true;
   }
 
+  bool check_only_;
   std::vector<c10::IValue> leaves_;
   c10::IValue merged_;
 };
@@ -450,8 +456,11 @@ SplitArgs split_args_kwargs_into_chunks(const Args& args, const Kwargs& kwargs, 
 }
 
 c10::IValue merge_chunks(const std::vector<c10::IValue>& chunks, const std::optional<c10::IValue>& spec) {
-  if (chunks.empty()) throw ChunkError("there is no chunk to merge.");
-  return Merger(chunks, spec).merged();
+  return Merger(chunks, spec, Merger::Extent::Merge).merged();
+}
+
+void require_mergeable(const std::vector<c10::IValue>& chunks, const std::optional<c10::IValue>& spec) {
+  const Merger checked(chunks, spec, Merger::Extent::CheckOnly);
 }
 
 }  // namespace penstock

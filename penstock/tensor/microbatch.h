@@ -44,4 +44,7 @@ SplitArgs split_args_kwargs_into_chunks(const Args& args, const Kwargs& kwargs, 
 // Merges chunks into one value; without a spec all leaves are joined along dimension 0. Throws ChunkError.
 c10::IValue merge_chunks(const std::vector<c10::IValue>& chunks, const std::optional<c10::IValue>& spec = std::nullopt);
 
+// Throws the ChunkError that merge_chunks would throw, without joining anything. Reducers are not called.
+void require_mergeable(const std::vector<c10::IValue>& chunks, const std::optional<c10::IValue>& spec = std::nullopt);
+
 }  // namespace penstock

@@ -421,19 +421,27 @@ TEST(Merge, RefusesMaskedChunksOfDifferentShapes) {
   EXPECT_THROW(merge_chunks({counting({4, 2}), counting({6, 2})}, rows()), ChunkError);
 }
 
+TEST(Merge, CanBeCheckedWithoutCallingReducers) {
+  const CustomReducer reducer(0, [](const c10::IValue&, const c10::IValue&) -> c10::IValue {
+    ADD_FAILURE() << "a reducer was called";
+    return {};
+  });
+  require_mergeable({tuple({counting({4, 2}), 1}), tuple({counting({3, 2}), 2})}, tuple({rows(), reducer}));
+  require_mergeable({counting({4, 2}), counting({3, 2})});
+}
+
 TEST(Merge, OfNoChunksIsAnError) {
   expect_error<ChunkError>([] { merge_chunks({}); }, "there is no chunk to merge.");
+  expect_error<ChunkError>([] { require_mergeable({}); }, "there is no chunk to merge.");
   expect_error<ChunkError>([] { merge_chunks({}, sum_reducer()); }, "there is no chunk to merge.");
 }
 
 // Of two chunks { 'mask': [1, tensor] }, the second with another list.
 void expect_merge_error(const c10::IValue& second, const std::string& message) {
-  expect_error<ChunkError>(
-      [&] {
-        merge_chunks({dict({{"mask", list({1, counting({4, 2})})}}), second},
-                     dict({{"mask", list({replicate(), rows()})}}));
-      },
-      message);
+  const std::vector<c10::IValue> chunks{dict({{"mask", list({1, counting({4, 2})})}}), second};
+  const c10::IValue spec = dict({{"mask", list({replicate(), rows()})}});
+  expect_error<ChunkError>([&] { merge_chunks(chunks, spec); }, message);
+  expect_error<ChunkError>([&] { require_mergeable(chunks, spec); }, message);
 }
 // The same, in the chunk's structure, which also shows the spec.
 void expect_structure_error(const c10::IValue& second, const std::string& message) {
