@@ -33,22 +33,28 @@ std::int64_t nanoseconds(Clock::duration duration) {
 }  // namespace
 
 void Executor::begin(const StepWork& work) {
-  sums_begun_ = false;
-  for (const auto& [index, stage] : stages_) {
-    stage->begin(*work.wiring, work.schedule->microbatches(), work.autograd);
-  }
+  using Mode = PipelineStage::Mode;
+  const Mode mode = work.autograd ? Mode::Autograd : work.backward ? Mode::UserBackward : Mode::Evaluation;
+  for (const auto& [index, stage] : stages_) stage->begin(*work.wiring, work.schedule->microbatches(), mode);
 }
 
-void Executor::begin_sums() {
-  sums_begun_ = true;
+void Executor::begin_sums(const StepWork& work) {
+  if (!work.backward) return;
   for (StageSum& one : *sums_) one.sum.begin_step();
 }
 
-void Executor::take_back() {
-  if (sums_begun_) {
-    for (StageSum& one : *sums_) one.sum.undo_step();
-  }
-  for (const auto& [index, stage] : stages_) stage->take_back();
+void Executor::save(SavedState& saved) const {
+  for (const auto& [index, stage] : stages_) stage->save(saved);
+}
+
+void Executor::end() {
+  for (const auto& [index, stage] : stages_) stage->end();
+  for (StageSum& one : *sums_) one.sum.end_step();
+}
+
+void Executor::rollback() {
+  for (StageSum& one : *sums_) one.sum.rollback();
+  for (const auto& [index, stage] : stages_) stage->rollback();
 }
 
 void Executor::run(StepWork& work, std::vector<ActionRecord>& record, Progress& progress) {
@@ -61,6 +67,7 @@ void Executor::run(StepWork& work, std::vector<ActionRecord>& record, Progress& 
     places->resize(cells);
   }
   loss_places_.clear();
+  outputs_kept_ = 0;
 
   const std::span<const Action> actions = schedule.actions(rank());
   record.assign(actions.size(), {});
@@ -160,11 +167,10 @@ void Executor::forward(const Action& action) {
   if (stage.is_last()) {
     compute_loss(action.microbatch, result.output);
     if (work_->keep_outputs) {
-      work_->outputs[microbatch] = map_leaves(result.output, [&](const c10::IValue& leaf) -> c10::IValue {
-        const bool is_tensor = leaf.isTensor() && leaf.toTensor().defined();
-        return is_tensor ? stage.kept(leaf.toTensor(), args, kwargs) : leaf;
-      });
-      work_->has_outputs = true;
+      keep_output(microbatch, map_leaves(result.output, [&](const c10::IValue& leaf) -> c10::IValue {
+                    const bool is_tensor = leaf.isTensor() && leaf.toTensor().defined();
+                    return is_tensor ? stage.kept(leaf.toTensor(), args, kwargs) : leaf;
+                  }));
     }
   }
   for (const at::Tensor& term : result.losses) {
@@ -199,6 +205,19 @@ void Executor::compute_loss(int microbatch, const c10::IValue& output) {
       stages_.at(work_->schedule->stages() - 1)->add_root(microbatch, loss, seed_of(loss, microbatch));
     }
     work_->losses[at] = kept_loss(loss, at);
+  }
+}
+
+void Executor::keep_output(std::size_t microbatch, c10::IValue output) {
+  work_->outputs[microbatch] = std::move(output);
+  work_->has_outputs = true;
+  ++outputs_kept_;
+  try {
+    // One alone may be of a kind that nothing can be merged of; all together show whether they fit.
+    if (outputs_kept_ == 1) require_mergeable({work_->outputs[microbatch]}, *work_->output_merge_spec);
+    if (outputs_kept_ == work_->outputs.size()) require_mergeable(work_->outputs, *work_->output_merge_spec);
+  } catch (const ChunkError& error) {
+    throw StageError(std::string("the outputs of the microbatches cannot be merged: ") + error.what());
   }
 }
 

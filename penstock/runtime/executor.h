@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -17,6 +18,7 @@
 #include "penstock/runtime/step.h"
 #include "penstock/schedule/schedule.h"
 #include "penstock/stage/parameters.h"
+#include "penstock/stage/saved_state.h"
 #include "penstock/stage/stage.h"
 #include "penstock/stage/wiring.h"
 #include "penstock/transport/transport.h"
@@ -37,6 +39,7 @@ struct StepWork {
   LossFunction loss;
   Kwargs loss_kwargs;
   bool keep_outputs = false;
+  const std::optional<c10::IValue>* output_merge_spec = nullptr;
   // Whether all processes of the replica get what comes out.
   bool results_everywhere = false;
   // Of the sizes that this rank brings into the step: see Transport::begin_step.
@@ -114,11 +117,13 @@ class Executor {
         sums_(&sums),
         functions_(&functions) {}
 
-  // Before a step, all stages of all ranks and then, with backwards, all sums; and after a step that failed. By one
-  // thread, as several ranks may have one and the same parameter.
+  // Before a step: begin for all ranks, then begin_sums for all ranks, then save. After it: end, or rollback when what was
+  // saved is restored. By one thread, as several ranks may have one and the same parameter. The first two throw StageError.
   void begin(const StepWork& work);
-  void begin_sums();
-  void take_back();
+  void begin_sums(const StepWork& work);
+  void save(SavedState& saved) const;
+  void end();
+  void rollback();
 
   // Runs this rank's part of a step, and writes down what ran. Throws whatever an action throws; `progress` then says
   // which.
@@ -135,6 +140,9 @@ class Executor {
   void run_own(const Action& action);
   void forward(const Action& action);
   void compute_loss(int microbatch, const c10::IValue& output);
+  // Keeps the output of a microbatch, and throws StageError when those that there are cannot be merged: before the last
+  // backward, so that the step fails on all ranks.
+  void keep_output(std::size_t microbatch, c10::IValue output);
   // What is left of a loss when its microbatch is done. The losses of a step lie in memory that is set aside at the
   // first: small tensors that stay between large ones that go leave holes, and none of these fits the next large one.
   at::Tensor kept_loss(const at::Tensor& loss, std::size_t microbatch);
@@ -160,7 +168,6 @@ class Executor {
   std::map<int, PipelineStage*> stages_;
   std::vector<StageSum>* sums_;
   const ActionFunctions* functions_;
-  bool sums_begun_ = false;
 
   // Of the step that runs.
   StepWork* work_ = nullptr;
@@ -169,6 +176,7 @@ class Executor {
   double seed_weight_ = 0;
   // By microbatch.
   std::vector<at::Tensor> loss_places_;
+  std::size_t outputs_kept_ = 0;
   // What waits for a stage of this rank, or to be sent: by edge and microbatch.
   std::vector<Message> activations_;
   std::vector<Message> gradients_;

@@ -215,6 +215,7 @@ std::shared_ptr<StepRun> Pipeline::State::prepare(const Batch& batch, const Step
     work.loss = options.loss;
     work.loss_kwargs = step_options.loss_kwargs;
     work.keep_outputs = step_options.return_outputs;
+    work.output_merge_spec = &options.output_merge_spec;
     work.results_everywhere = step_options.results_everywhere;
     work.signature = signature;
     // Replicas draw numbers of their own.
@@ -226,7 +227,10 @@ std::shared_ptr<StepRun> Pipeline::State::prepare(const Batch& batch, const Step
     work.loss_terms.resize(count);
   }
   step->records.assign(parts.size(), Record(static_cast<std::size_t>(training.ranks())));
-  ++steps;
+  if (backward) {
+    step->inputs = {to_value(batch.args), batch.target, to_value(step_options.loss_kwargs)};
+    for (const auto& [stage, kwargs] : batch.kwargs) step->inputs.push_back(to_value(kwargs));
+  }
   return step;
 }
 
@@ -242,8 +246,10 @@ StepResult Pipeline::State::run(const std::function<std::shared_ptr<StepRun>()>&
   }
   step->schedule = &schedule;
   last = step;
-  ranks.run(step);
-  StepResult result = take_results(step->works, options.output_merge_spec);
+  StepResult result;
+  ranks.run(step, [&] { result = take_results(step->works, options.output_merge_spec); });
+  // A step that failed is not counted: another with the same batch draws the same random numbers.
+  ++steps;
   // Only the record is asked for later.
   step->works.clear();
   return result;

@@ -81,8 +81,9 @@ class Pipeline {
   Pipeline& operator=(Pipeline&&) noexcept;
 
   // Forwards and backwards of a batch. `args` and `kwargs` are the first stage's; a process needs only what its own stages
-  // take, and the target only with the last. Throws ChunkError for what cannot be split, and PipelineError, after which
-  // nothing of the step is left but gradients that had been accumulated.
+  // take, and the target only with the last. Throws ChunkError for what cannot be split or merged, and PipelineError. Nothing
+  // of a step that failed is left: gradients of parameters and of the batch's tensors have the values from before, in the
+  // same tensors, and buffers have their values. So has the number of the next step, and with it random numbers.
   StepResult step(const Args& args, const Kwargs& kwargs = {}, const c10::IValue& target = {},
                   const StepOptions& options = {});
   // Forwards alone, without gradients; with a target also the losses.

@@ -43,9 +43,10 @@ Ranks::Ranks(std::vector<std::vector<PipelineStage>> stages, const Schedule& sch
       threads_(are_threads() ? schedule.ranks() * static_cast<int>(stages_.size()) : 1, options_.intra_op_threads) {
   place_stages();
   require_shared();
+  if (options_.sharded && replicas() > 1) require_shardable_stages();
   if (!are_threads()) require_agreement();
   connect();
-  if (replicas() > 1) on_all([this](Local& local) { share_parameters(local); });
+  if (replicas() > 1) share_parameters();
 }
 
 Ranks::~Ranks() {
@@ -177,7 +178,7 @@ void Ranks::join_sums(Local& local) {
     std::set<const void*> seen;
     std::set<int> holders;
     std::set<int> speakers;
-    std::vector<at::Tensor> own;
+    StageModule::NamedTensors own;
     for (const SharedParameter& place : places) {
       const int rank = first + schedule_->placement().rank_of(place.stage);
       const Local* there = find_local(rank);
@@ -185,7 +186,9 @@ void Ranks::join_sums(Local& local) {
       if (there != nullptr) {
         const at::Tensor& parameter = parameter_of(*there->stages.at(place.stage), place.name);
         if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
-        if (there == &local) own.push_back(parameter);
+        if (there == &local) {
+          own.emplace_back("stage " + std::to_string(place.stage) + ", parameter '" + place.name + "'", parameter);
+        }
       }
       speakers.insert(rank);
     }
@@ -201,7 +204,7 @@ void Ranks::join_sums(Local& local) {
       groups.speakers = local.transport->group(all);
     }
     const int group = schedule_->graph().group_of(places.front().stage);
-    if (next == local.sums.size()) local.sums.push_back({group, SharedSum(std::move(own), {}, replicas())});
+    if (next == local.sums.size()) local.sums.push_back({group, SharedSum(own, {}, replicas())});
     local.sums[next++].sum.join(std::move(groups));
   }
 }
@@ -212,20 +215,41 @@ const Ranks::Local* Ranks::find_local(int rank) const {
   return found == locals_.end() ? nullptr : &*found;
 }
 
-void Ranks::share_parameters(Local& local) {
-  const Deadline deadline = Clock::now() + options_.timeout;
-  for (const auto& [index, stage] : local.stages) {
-    std::vector<bool> is_shared;
-    for (const auto& [name, parameter] : stage->module().parameters) {
-      const auto is_this = [&own = name, at = index](const SharedParameter& one) {
-        return one.stage == at && one.name == own;
-      };
-      is_shared.push_back(std::any_of(options_.shared.begin(), options_.shared.end(), [&](const auto& places) {
-        return std::any_of(places.begin(), places.end(), is_this);
-      }));
+std::vector<bool> Ranks::is_shared(const PipelineStage& stage) const {
+  std::vector<bool> result;
+  for (const auto& [name, parameter] : stage.module().parameters) {
+    const SharedParameter own{stage.stage_index(), name};
+    result.push_back(std::any_of(options_.shared.begin(), options_.shared.end(), [&](const auto& places) {
+      return std::find(places.begin(), places.end(), own) != places.end();
+    }));
+  }
+  return result;
+}
+
+void Ranks::require_shardable_stages() const {
+  std::vector<StageToShard> all;
+  for (const Local& local : locals_) {
+    for (const auto& [index, stage] : local.stages) all.push_back({&stage->module(), is_shared(*stage), index});
+  }
+  require_shardable(all);
+}
+
+void Ranks::share_parameters() {
+  std::vector<std::map<int, std::unique_ptr<ParameterSync>>> made(locals_.size());
+  on_all([&](Local& local) {
+    const Deadline deadline = Clock::now() + options_.timeout;
+    auto& own = made[static_cast<std::size_t>(local.rank - locals_.front().rank)];
+    for (const auto& [index, stage] : local.stages) {
+      own[index] = options_.sharded
+                       ? shard_parameters(stage->module(), is_shared(*stage), index, local.peers, deadline)
+                       : replicate_parameters(stage->module(), is_shared(*stage), index, local.peers, deadline);
     }
-    stage->set_sync(options_.sharded ? shard_parameters(stage->module(), is_shared, index, local.peers, deadline)
-                                     : replicate_parameters(stage->module(), is_shared, local.peers, deadline));
+  });
+  for (std::size_t i = 0; i < locals_.size(); ++i) {
+    for (const auto& [index, stage] : locals_[i].stages) {
+      made[i][index]->adopt();
+      stage->set_sync(std::move(made[i][index]));
+    }
   }
 }
 
@@ -257,7 +281,26 @@ void Ranks::report_on_abort(bool on) {
   }
 }
 
-void Ranks::run(std::shared_ptr<StepRun> step) {
+void Ranks::begin(StepRun& step) {
+  try {
+    for (std::size_t i = 0; i < executors_.size(); ++i) executors_[i].begin(step.works[replica_here(locals_[i])]);
+    for (Executor& executor : executors_) executor.begin_sums(step.works.front());
+    for (const Executor& executor : executors_) executor.save(step.saved);
+    for (const c10::IValue& input : std::exchange(step.inputs, {})) step.saved.add_gradients_behind(input);
+  } catch (const std::exception& error) {
+    step.saved.clear();
+    rollback(step);
+    refuse(reason_of(error));
+    throw PipelineError(reason_of(error));
+  }
+}
+
+void Ranks::rollback(StepRun& step) {
+  step.saved.restore();
+  for (Executor& executor : executors_) executor.rollback();
+}
+
+void Ranks::run(std::shared_ptr<StepRun> step, const std::function<void()>& conclude) {
   if (unsettled_) {
     threads_.join();
     const std::lock_guard lock(abandon_mutex_);
@@ -276,12 +319,7 @@ void Ranks::run(std::shared_ptr<StepRun> step) {
     local.progress.position = -1;
     local.progress.since = 0;
   }
-  for (std::size_t i = 0; i < executors_.size(); ++i) {
-    executors_[i].begin(running->step->works[replica_here(locals_[i])]);
-  }
-  if (running->step->works.front().backward) {
-    for (Executor& executor : executors_) executor.begin_sums();
-  }
+  begin(*running->step);
   {
     const std::lock_guard lock(running_mutex_);
     running_ = running;
@@ -297,8 +335,20 @@ void Ranks::run(std::shared_ptr<StepRun> step) {
   }
   if (failed) fail(*running);
   report_on_abort(false);
-  const std::lock_guard running_lock(running_mutex_);
-  running_.reset();
+  {
+    const std::lock_guard running_lock(running_mutex_);
+    running_.reset();
+  }
+  try {
+    conclude();
+    for (Executor& executor : executors_) executor.end();
+  } catch (...) {
+    rollback(*running->step);
+    running->step->works.clear();
+    refuse("what it computed cannot be merged");
+    throw;
+  }
+  running->step->saved.clear();
 }
 
 void Ranks::run_rank(Running& running, std::size_t index) {
@@ -386,12 +436,13 @@ void Ranks::fail(const Running& running) {
 void Ranks::settle() {
   unsettled_ = false;
   report_on_abort(false);
-  for (Executor& executor : executors_) executor.take_back();
+  std::shared_ptr<Running> failed;
   {
     const std::lock_guard lock(running_mutex_);
-    running_->step->works.clear();
-    running_.reset();
+    failed = std::exchange(running_, nullptr);
   }
+  rollback(*failed->step);
+  failed->step->works.clear();
   if (are_threads()) connect();
 }
 

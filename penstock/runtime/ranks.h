@@ -20,6 +20,7 @@
 #include "penstock/runtime/record.h"
 #include "penstock/runtime/shared_parameters.h"
 #include "penstock/schedule/schedule.h"
+#include "penstock/stage/saved_state.h"
 #include "penstock/stage/stage.h"
 #include "penstock/transport/transport.h"
 
@@ -28,6 +29,10 @@ namespace penstock {
 // A step, and what was written down of it: by replica of this process.
 struct StepRun {
   const Schedule* schedule = nullptr;
+  // What backwards may reach besides the stages' parameters: tensors of the batch.
+  std::vector<c10::IValue> inputs;
+  // What a rollback restores.
+  SavedState saved;
   std::vector<StepWork> works;
   std::vector<Record> records;
 };
@@ -64,9 +69,10 @@ class Ranks {
   bool has_stage(int index) const;
   bool are_threads() const { return options_.transport == nullptr; }
 
-  // Runs a step on all of them. Throws PipelineError, with what every rank knows of it; nothing of the step is left then
-  // but gradients that had been accumulated, once all actions have returned.
-  void run(std::shared_ptr<StepRun> step);
+  // Runs a step on all of them, and then `conclude`, with which the step succeeds or fails. Throws PipelineError, with what
+  // every rank knows of it, or what `conclude` throws. Nothing of a step that failed is left, once all of its actions have
+  // returned.
+  void run(std::shared_ptr<StepRun> step, const std::function<void()>& conclude);
   // Ends a run of another thread with an error at once, also when an action does not return.
   void abandon();
   // Tells other processes, if there are any, that this one does not take part in the step that they have begun.
@@ -112,13 +118,21 @@ class Ranks {
   }
   // nullptr for a rank of another process.
   const Local* find_local(int rank) const;
-  void share_parameters(Local& local);
+  // Which of a stage's parameters other stages have too.
+  std::vector<bool> is_shared(const PipelineStage& stage) const;
+  void require_shardable_stages() const;
+  // Makes what keeps the stages' parameters in step with those of replicas. Stages are changed only when it succeeded on
+  // all ranks.
+  void share_parameters();
   void on_all(const std::function<void(Local&)>& act);
 
   void run_rank(Running& running, std::size_t index);
   RankReport report_of(const Local& local, std::size_t index);
   [[noreturn]] void fail(const Running& running);
-  // Takes back what a failed step has left. All of its actions have returned, and abandon_mutex_ is locked.
+  // Begins the step on all stages, and saves what it may change. Throws PipelineError, with nothing changed.
+  void begin(StepRun& step);
+  void rollback(StepRun& step);
+  // Rolls a failed step back. All of its actions have returned, and abandon_mutex_ is locked.
   void settle();
 
   const Schedule* schedule_;

@@ -2,16 +2,23 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/native/Resize.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <cstring>
+#include <map>
+#include <optional>
+#include <unordered_set>
 #include <utility>
 
 #include "penstock/stage/wiring.h"
+#include "penstock/tensor/nested.h"
 
 namespace penstock {
 namespace {
@@ -19,43 +26,78 @@ namespace {
 // Enough for a collective to be worth its start, and few enough that the first is under way before the last is ready.
 constexpr std::size_t kBucketBytes = std::size_t{25} << 20;
 
-void broadcast_from_first(const StageModule& module, Group& group, Deadline deadline) {
-  std::vector<at::Tensor> tensors;
-  for (const auto* named : {&module.parameters, &module.buffers}) {
-    for (const auto& [name, tensor] : *named) tensors.push_back(tensor.detach());
-  }
-  group.broadcast(std::move(tensors), 0)->wait(deadline);
+std::string parameter_name(int stage, const std::string& name) {
+  return "stage " + std::to_string(stage) + ", parameter '" + name + "'";
 }
 
-std::vector<at::Tensor> not_shared(const StageModule& module, const std::vector<bool>& shared) {
-  std::vector<at::Tensor> own;
+// Parameters and buffers of a group's first member.
+class OfFirstMember {
+ public:
+  OfFirstMember(const StageModule& module, Group& group, Deadline deadline) {
+    const c10::AutoGradMode no_grad(false);
+    std::unordered_set<const void*> seen;
+    for (const auto* named : {&module.parameters, &module.buffers}) {
+      for (const auto& [name, tensor] : *named) {
+        if (seen.insert(tensor.unsafeGetTensorImpl()).second) own_.push_back(tensor.detach());
+      }
+    }
+    for (const at::Tensor& tensor : own_) values_.push_back(group.member() == 0 ? tensor : at::empty_like(tensor));
+    group.broadcast(values_, 0)->wait(deadline);
+    // All or none: nobody adopts what others have not got.
+    group.barrier()->wait(deadline);
+  }
+
+  void adopt() {
+    const c10::AutoGradMode no_grad(false);
+    for (std::size_t i = 0; i < own_.size(); ++i) {
+      if (!values_[i].is_same(own_[i])) own_[i].copy_(values_[i]);
+    }
+    own_.clear();
+    values_.clear();
+  }
+
+ private:
+  std::vector<at::Tensor> own_;
+  std::vector<at::Tensor> values_;
+};
+
+std::vector<AccumulatedGradients::Parameter> not_shared(const StageModule& module, const std::vector<bool>& shared,
+                                                        int stage) {
+  std::vector<AccumulatedGradients::Parameter> own;
   for (std::size_t i = 0; i < module.parameters.size(); ++i) {
-    if (!shared[i]) own.push_back(module.parameters[i].second);
+    const auto& [name, parameter] = module.parameters[i];
+    if (!shared[i]) own.push_back({parameter_name(stage, name), parameter, parameter});
   }
   return own;
 }
 
 class ReplicatedParameters : public ParameterSync {
  public:
-  ReplicatedParameters(const StageModule& module, const std::vector<bool>& shared, std::shared_ptr<Group> group)
-      : all_(module.parameters), group_(std::move(group)), contribution_(not_shared(module, shared)) {}
+  ReplicatedParameters(const StageModule& module, const std::vector<bool>& shared, int stage,
+                       std::shared_ptr<Group> group, Deadline deadline)
+      : all_(module.parameters),
+        group_(std::move(group)),
+        of_first_(module, *group_, deadline),
+        gradients_(not_shared(module, shared, stage)) {}
 
   const StageModule::NamedTensors& parameters() const override { return all_; }
+  void adopt() override { of_first_.adopt(); }
 
-  void begin_step() override { contribution_.begin_step(); }
+  void begin_step() override { gradients_.begin_step(); }
+  void end_step() override { gradients_.end_step(); }
 
   void reduce() override {
     const c10::AutoGradMode no_grad(false);
-    const std::vector<at::Tensor>& own = contribution_.parameters();
-    present_ = at::zeros({static_cast<std::int64_t>(own.size())});
+    present_ = at::zeros({static_cast<std::int64_t>(gradients_.size())});
+    sums_.assign(gradients_.size(), {});
     std::vector<at::Tensor> bucket{present_};
     std::size_t bytes = 0;
-    for (std::size_t i = own.size(); i-- > 0;) {
-      at::Tensor& gradient = own[i].mutable_grad();
+    for (std::size_t i = gradients_.size(); i-- > 0;) {
+      const at::Tensor& gradient = gradients_.computed(i).grad();
       if (gradient.defined()) present_.data_ptr<float>()[i] = 1;
-      gradient = gradient.defined() ? dense(gradient) : at::zeros_like(own[i]);
-      bucket.push_back(gradient);
-      bytes += gradient.nbytes();
+      sums_[i] = gradient.defined() ? dense(gradient) : at::zeros_like(gradients_.computed(i));
+      bucket.push_back(sums_[i]);
+      bytes += sums_[i].nbytes();
       if (bytes < kBucketBytes) continue;
       works_.push_back(group_->all_reduce(std::exchange(bucket, {})));
       bytes = 0;
@@ -67,33 +109,35 @@ class ReplicatedParameters : public ParameterSync {
     if (works_.empty()) return;
     for (const auto& work : std::exchange(works_, {})) work->wait(deadline);
     const c10::AutoGradMode no_grad(false);
-    const std::vector<at::Tensor>& own = contribution_.parameters();
-    for (std::size_t i = 0; i < own.size(); ++i) {
-      at::Tensor& gradient = own[i].mutable_grad();
+    for (std::size_t i = 0; i < sums_.size(); ++i) {
+      // Where nobody has a gradient there is none, as in one process.
       if (present_.data_ptr<float>()[i] > 0) {
-        gradient.div_(group_->size());
+        sums_[i].div_(group_->size());
       } else {
-        gradient.reset();
+        sums_[i].reset();
       }
     }
-    contribution_.end_reduction();
+    gradients_.end_reduction(std::exchange(sums_, {}));
   }
 
   void unshard() override {}
   void finish_unshard(Deadline /*deadline*/) override {}
   void reshard() override {}
 
-  void abandon(bool had_begun) override {
+  void rollback() override {
     works_.clear();
-    if (had_begun) contribution_.undo_step();
+    sums_.clear();
+    gradients_.rollback();
   }
   void join(std::shared_ptr<Group> group) override { group_ = std::move(group); }
 
  private:
   StageModule::NamedTensors all_;
   std::shared_ptr<Group> group_;
-  Contribution contribution_;
-  // How many members have a gradient, by parameter.
+  OfFirstMember of_first_;
+  AccumulatedGradients gradients_;
+  // By parameter: the gradients that are summed, and how many members have one.
+  std::vector<at::Tensor> sums_;
   at::Tensor present_;
   std::vector<std::unique_ptr<Work>> works_;
 };
@@ -105,49 +149,57 @@ void resize_storage(const at::Tensor& tensor, std::size_t bytes) {
 
 class ShardedParameters : public ParameterSync {
  public:
-  ShardedParameters(const StageModule& module, const std::vector<bool>& shared, int stage, std::shared_ptr<Group> group)
-      : stage_(stage), group_(std::move(group)) {
+  ShardedParameters(const StageModule& module, const std::vector<bool>& shared, int stage, std::shared_ptr<Group> group,
+                    Deadline deadline)
+      : stage_(stage), group_(std::move(group)), of_first_(module, *group_, deadline) {
     const c10::AutoGradMode no_grad(false);
-    const std::int64_t members = group_->size();
+    // The number of each tensor: a module may have one under several names.
+    std::map<const void*, std::size_t> number_of;
+    std::vector<std::optional<std::size_t>> numbers;
     std::vector<std::string> names;
     for (std::size_t i = 0; i < module.parameters.size(); ++i) {
       const auto& [name, parameter] = module.parameters[i];
       if (shared[i]) {
-        seen_.emplace_back(name, parameter);
+        numbers.emplace_back();
         continue;
       }
-      names.push_back(name);
-      if (!whole_.empty() && parameter.scalar_type() != whole_.front().scalar_type()) {
-        throw StageError("stage " + std::to_string(stage) + ": parameter " + name +
-                         " has another dtype than the first; "
-                         "the sharded parameters of a stage have one dtype.");
-      }
-      if (!parameter.is_contiguous() || parameter.storage().nbytes() != parameter.nbytes()) {
-        throw StageError("stage " + std::to_string(stage) + ": parameter " + name +
-                         " is a view or not contiguous; sharded parameters have memory of their own.");
-      }
+      const auto [found, is_new] = number_of.try_emplace(parameter.unsafeGetTensorImpl(), whole_.size());
+      numbers.emplace_back(found->second);
+      if (!is_new) continue;
+      names.push_back(parameter_name(stage, name));
       whole_.push_back(parameter);
-      lengths_.push_back((parameter.numel() + members - 1) / members);
+      lengths_.push_back((parameter.numel() + group_->size() - 1) / group_->size());
       length_ += lengths_.back();
     }
-    if (whole_.empty()) return;
-    part_ = at::zeros({length_}, whole_.front().options().requires_grad(false));
+    if (!whole_.empty()) part_ = at::zeros({length_}, whole_.front().options().requires_grad(false));
+    std::vector<AccumulatedGradients::Parameter> accumulated;
     std::int64_t first = 0;
     for (std::size_t i = 0; i < whole_.size(); ++i) {
-      const at::Tensor shard = part_.narrow(0, first, lengths_[i]);
-      const std::int64_t begin = std::min(group_->member() * lengths_[i], whole_[i].numel());
-      const std::int64_t count = std::min(lengths_[i], whole_[i].numel() - begin);
-      shard.narrow(0, 0, count).copy_(whole_[i].detach().view(-1).narrow(0, begin, count));
-      shards_.push_back(shard.detach().requires_grad_(whole_[i].requires_grad()));
-      seen_.emplace_back(names[i], shards_.back());
+      shards_.push_back(part_.narrow(0, first, lengths_[i]).detach().requires_grad_(whole_[i].requires_grad()));
+      accumulated.push_back({names[i], shards_[i], whole_[i]});
       first += lengths_[i];
-      resize_storage(whole_[i], 0);
     }
+    for (std::size_t i = 0; i < module.parameters.size(); ++i) {
+      const auto& [name, parameter] = module.parameters[i];
+      seen_.emplace_back(name, numbers[i] ? shards_[*numbers[i]] : parameter);
+    }
+    gradients_.emplace(accumulated,
+                       [this](std::size_t i, const at::Tensor& gradient) { return own_piece(i, gradient); });
   }
 
   const StageModule::NamedTensors& parameters() const override { return seen_; }
 
-  void begin_step() override {}
+  void adopt() override {
+    of_first_.adopt();
+    const c10::AutoGradMode no_grad(false);
+    for (std::size_t i = 0; i < whole_.size(); ++i) {
+      shards_[i].detach().copy_(own_piece(i, whole_[i].detach()));
+      resize_storage(whole_[i], 0);
+    }
+  }
+
+  void begin_step() override { gradients_->begin_step(); }
+  void end_step() override { gradients_->end_step(); }
 
   void unshard() override {
     if (gathered_ || gathering_ || whole_.empty()) return;
@@ -182,7 +234,7 @@ class ShardedParameters : public ParameterSync {
   void reduce() override {
     if (whole_.empty()) return;
     const c10::AutoGradMode no_grad(false);
-    gradients_ = at::zeros({length_ * group_->size()}, part_.options());
+    all_gradients_ = at::zeros({length_ * group_->size()}, part_.options());
     for (const at::Tensor& parameter : whole_) {
       at::Tensor& gradient = parameter.mutable_grad();
       if (gradient.defined()) gradient = dense(gradient);
@@ -190,7 +242,7 @@ class ShardedParameters : public ParameterSync {
     for_each_piece([&](std::size_t i, std::int64_t begin, std::int64_t count, std::int64_t in_buffer) {
       const at::Tensor& gradient = whole_[i].grad();
       if (gradient.defined()) {
-        gradients_.narrow(0, in_buffer, count).copy_(gradient.view(-1).narrow(0, begin, count));
+        all_gradients_.narrow(0, in_buffer, count).copy_(gradient.view(-1).narrow(0, begin, count));
       }
     });
     present_ = at::zeros({static_cast<std::int64_t>(whole_.size())});
@@ -200,7 +252,7 @@ class ShardedParameters : public ParameterSync {
       gradient.reset();
     }
     gradient_part_ = at::empty({length_}, part_.options());
-    reducing_.push_back(group_->reduce_scatter(gradient_part_, gradients_));
+    reducing_.push_back(group_->reduce_scatter(gradient_part_, all_gradients_));
     reducing_.push_back(group_->all_reduce({present_}));
   }
 
@@ -209,25 +261,25 @@ class ShardedParameters : public ParameterSync {
     for (const auto& work : std::exchange(reducing_, {})) work->wait(deadline);
     const c10::AutoGradMode no_grad(false);
     gradient_part_.div_(group_->size());
+    std::vector<at::Tensor> reduced(shards_.size());
     std::int64_t first = 0;
     for (std::size_t i = 0; i < shards_.size(); ++i) {
-      const at::Tensor own = gradient_part_.narrow(0, first, lengths_[i]);
+      if (present_.data_ptr<float>()[i] > 0) reduced[i] = gradient_part_.narrow(0, first, lengths_[i]).clone();
       first += lengths_[i];
-      if (present_.data_ptr<float>()[i] == 0) continue;
-      at::Tensor& gradient = shards_[i].mutable_grad();
-      gradient = gradient.defined() ? gradient.add(own) : own.clone();
     }
-    gradients_.reset();
+    gradients_->end_reduction(reduced);
+    all_gradients_.reset();
     gradient_part_.reset();
   }
 
-  void abandon(bool /*had_begun*/) override {
+  void rollback() override {
     gathering_.reset();
     reducing_.clear();
     buffer_.reset();
-    gradients_.reset();
+    all_gradients_.reset();
     gradient_part_.reset();
     reshard();
+    gradients_->rollback();
   }
   void join(std::shared_ptr<Group> group) override { group_ = std::move(group); }
 
@@ -246,8 +298,17 @@ class ShardedParameters : public ParameterSync {
     }
   }
 
+  // Returns this member's piece of a whole tensor, as long as its shard.
+  at::Tensor own_piece(std::size_t i, const at::Tensor& whole) const {
+    const std::int64_t begin = std::min(group_->member() * lengths_[i], whole.numel());
+    const std::int64_t count = std::min(lengths_[i], whole.numel() - begin);
+    const at::Tensor piece = dense(whole).view(-1).narrow(0, begin, count);
+    return count == lengths_[i] ? piece : at::cat({piece, at::zeros({lengths_[i] - count}, piece.options())});
+  }
+
   int stage_;
   std::shared_ptr<Group> group_;
+  OfFirstMember of_first_;
   // The module's own, and how long a shard of each is; the last may be padded.
   std::vector<at::Tensor> whole_;
   std::vector<std::int64_t> lengths_;
@@ -260,98 +321,106 @@ class ShardedParameters : public ParameterSync {
   std::unique_ptr<Work> gathering_;
   at::Tensor buffer_;
   std::vector<std::unique_ptr<Work>> reducing_;
+  std::optional<AccumulatedGradients> gradients_;
   // How many members have a gradient, by parameter.
   at::Tensor present_;
-  at::Tensor gradients_;
+  at::Tensor all_gradients_;
   at::Tensor gradient_part_;
 };
 
 }  // namespace
 
+void require_shardable(const std::vector<StageToShard>& stages) {
+  struct Owner {
+    const StageModule* module;
+    const void* tensor;
+    std::string name;
+  };
+  std::map<const void*, Owner> owners;
+  for (const auto& [module, shared, stage] : stages) {
+    std::optional<at::ScalarType> dtype;
+    for (std::size_t i = 0; i < module->parameters.size(); ++i) {
+      if (shared[i]) continue;
+      const at::Tensor& parameter = module->parameters[i].second;
+      const std::string name = parameter_name(stage, module->parameters[i].first);
+      if (!dtype) dtype = parameter.scalar_type();
+      if (parameter.scalar_type() != *dtype) {
+        throw StageError(name + ": found " + dtype_name(parameter.scalar_type()) + ", expected " + dtype_name(*dtype) +
+                         ", as the first has it: the sharded parameters of a stage have one dtype.");
+      }
+      if (!parameter.is_contiguous() || parameter.storage().nbytes() != parameter.nbytes()) {
+        throw StageError(name + " is a view or not contiguous; sharded parameters have memory of their own.");
+      }
+      const auto [owner, is_new] = owners.try_emplace(parameter.storage().unsafeGetStorageImpl(),
+                                                      Owner{module, parameter.unsafeGetTensorImpl(), name});
+      // One tensor under several names of a stage is one parameter.
+      if (is_new || (owner->second.module == module && owner->second.tensor == parameter.unsafeGetTensorImpl()))
+        continue;
+      throw StageError(name + " lies in the memory of " + owner->second.name +
+                       "; sharded parameters have memory of their own.\n"
+                       "  Hint: give each replica and each parameter a tensor of its own.");
+    }
+  }
+  const auto require_apart = [&](const at::Tensor& tensor, const std::string& name) {
+    if (!tensor.defined() || !tensor.has_storage()) return;
+    const auto owner = owners.find(tensor.storage().unsafeGetStorageImpl());
+    if (owner == owners.end()) return;
+    throw StageError(name + " lies in the memory of " + owner->second.name +
+                     ", which is sharded: sharded parameters have memory of their own.");
+  };
+  for (const auto& [module, shared, stage] : stages) {
+    for (std::size_t i = 0; i < module->parameters.size(); ++i) {
+      const auto& [name, parameter] = module->parameters[i];
+      if (shared[i]) require_apart(parameter, parameter_name(stage, name));
+    }
+    for (const auto& [name, buffer] : module->buffers) {
+      require_apart(buffer, "stage " + std::to_string(stage) + ", buffer '" + name + "'");
+    }
+  }
+}
+
 std::unique_ptr<ParameterSync> replicate_parameters(const StageModule& module, const std::vector<bool>& shared,
-                                                    std::shared_ptr<Group> group, Deadline deadline) {
-  broadcast_from_first(module, *group, deadline);
-  return std::make_unique<ReplicatedParameters>(module, shared, std::move(group));
+                                                    int stage, std::shared_ptr<Group> group, Deadline deadline) {
+  return std::make_unique<ReplicatedParameters>(module, shared, stage, std::move(group), deadline);
 }
 
 std::unique_ptr<ParameterSync> shard_parameters(const StageModule& module, const std::vector<bool>& shared, int stage,
                                                 std::shared_ptr<Group> group, Deadline deadline) {
-  broadcast_from_first(module, *group, deadline);
-  return std::make_unique<ShardedParameters>(module, shared, stage, std::move(group));
-}
-
-at::Tensor dense(const at::Tensor& gradient) {
-  return gradient.is_sparse() ? gradient.to_dense() : gradient.contiguous();
-}
-
-Contribution::Contribution(std::vector<at::Tensor> parameters) : parameters_(std::move(parameters)) {
-  now_.set_aside.resize(parameters_.size());
-}
-
-void Contribution::begin_step() {
-  const bool none_left =
-      std::none_of(parameters_.begin(), parameters_.end(), [](const at::Tensor& one) { return one.grad().defined(); });
-  // Without any gradient somebody has thrown them away, and with them those that were set aside.
-  if (none_left) now_ = {.set_aside = std::vector<at::Tensor>(parameters_.size())};
-  before_step_ = now_;
-  if (now_.unreduced) return;
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    now_.set_aside[i] = std::exchange(parameters_[i].mutable_grad(), {});
-  }
-  now_.unreduced = true;
-}
-
-void Contribution::end_reduction() {
-  const c10::AutoGradMode no_grad(false);
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    const at::Tensor before = std::exchange(now_.set_aside[i], {});
-    if (!before.defined()) continue;
-    at::Tensor& gradient = parameters_[i].mutable_grad();
-    // Not into what was set aside: the step may still fail.
-    gradient = gradient.defined() ? before.add(gradient) : before;
-  }
-  now_.unreduced = false;
-}
-
-void Contribution::undo_step() {
-  now_ = before_step_;
+  return std::make_unique<ShardedParameters>(module, shared, stage, std::move(group), deadline);
 }
 
 namespace {
 
-std::vector<at::Tensor> each_once(const std::vector<at::Tensor>& tensors) {
-  std::vector<at::Tensor> distinct;
-  for (const at::Tensor& tensor : tensors) {
-    const bool seen =
-        std::any_of(distinct.begin(), distinct.end(), [&](const at::Tensor& other) { return other.is_same(tensor); });
-    if (!seen) distinct.push_back(tensor);
-  }
-  return distinct;
+std::vector<AccumulatedGradients::Parameter> accumulated(const StageModule::NamedTensors& own) {
+  std::vector<AccumulatedGradients::Parameter> parameters;
+  for (const auto& [name, parameter] : own) parameters.push_back({name, parameter, parameter});
+  return parameters;
 }
 
 }  // namespace
 
-SharedSum::SharedSum(const std::vector<at::Tensor>& own, Groups groups, int replicas)
-    : contribution_(each_once(own)), groups_(std::move(groups)), replicas_(replicas) {}
+SharedSum::SharedSum(const StageModule::NamedTensors& own, Groups groups, int replicas)
+    : gradients_(accumulated(own)), groups_(std::move(groups)), replicas_(replicas) {}
 
 void SharedSum::reduce(Deadline deadline) {
   const c10::AutoGradMode no_grad(false);
   if (groups_.holders) groups_.holders->barrier()->wait(deadline);
   if (!groups_.speakers) return;
-  const std::vector<at::Tensor>& own = contribution_.parameters();
   at::Tensor sum;
-  for (const at::Tensor& one : own) {
-    if (one.grad().defined()) sum = sum.defined() ? sum.add(dense(one.grad())) : dense(one.grad()).clone();
+  for (std::size_t i = 0; i < gradients_.size(); ++i) {
+    const at::Tensor& gradient = gradients_.computed(i).grad();
+    if (gradient.defined()) sum = sum.defined() ? sum.add(dense(gradient)) : dense(gradient).clone();
   }
   const at::Tensor present = at::full({1}, sum.defined() ? 1 : 0, at::TensorOptions(at::kFloat));
-  if (!sum.defined()) sum = at::zeros_like(own.front()).detach();
+  if (!sum.defined()) sum = at::zeros_like(gradients_.computed(0)).detach();
   groups_.speakers->all_reduce({sum, present})->wait(deadline);
   sum.div_(replicas_);
+  std::vector<at::Tensor> sums(gradients_.size());
   // Where nobody has a gradient there is none, as in one process.
   if (present.item<float>() > 0) {
-    for (std::size_t i = 0; i < own.size(); ++i) own[i].mutable_grad() = i == 0 ? sum : sum.clone();
+    for (std::size_t i = 0; i < sums.size(); ++i) sums[i] = i == 0 ? sum : sum.clone();
   }
-  contribution_.end_reduction();
+  gradients_.end_reduction(sums);
 }
 
 }  // namespace penstock

@@ -128,34 +128,31 @@ PipelineStage::~PipelineStage() = default;
 PipelineStage::PipelineStage(PipelineStage&&) noexcept = default;
 PipelineStage& PipelineStage::operator=(PipelineStage&&) noexcept = default;
 
-void PipelineStage::begin(const Wiring& wiring, int microbatches, bool backward) {
+void PipelineStage::begin(const Wiring& wiring, int microbatches, Mode mode) {
   links_in_ = wiring.links_to(index_);
   links_out_ = wiring.links_from(index_);
   arguments_ = wiring.arguments(index_);
-  with_backward_ = backward;
+  mode_ = mode;
   runs_.clear();
   runs_.resize(static_cast<std::size_t>(microbatches));
-  gradients_before_.clear();
-  if (!backward) return;
-  const auto remember = [&](const at::Tensor& parameter) {
-    const at::Tensor& gradient = parameter.grad();
-    gradients_before_.emplace_back(parameter, gradient.defined() ? gradient.clone() : gradient);
-  };
-  for (const auto& [name, parameter] : module_.parameters) remember(parameter);
-  if (!sync_) return;
-  // What an optimizer steps may be shards of those.
-  for (std::size_t i = 0; i < sync_->parameters().size(); ++i) {
-    const at::Tensor& parameter = sync_->parameters()[i].second;
-    if (!parameter.is_same(module_.parameters[i].second)) remember(parameter);
-  }
-  sync_->begin_step();
+  if (sync_ && mode != Mode::Evaluation) sync_->begin_step();
 }
 
-void PipelineStage::take_back() {
+void PipelineStage::save(SavedState& saved) const {
+  for (const auto& [name, buffer] : module_.buffers) saved.add_values(buffer);
+  if (mode_ == Mode::Evaluation) return;
+  for (const auto& [name, parameter] : module_.parameters) saved.add_gradient(parameter);
+  // What an optimizer steps may be shards of those.
+  for (const auto& [name, parameter] : parameters()) saved.add_gradient(parameter);
+}
+
+void PipelineStage::end() {
+  if (sync_) sync_->end_step();
+}
+
+void PipelineStage::rollback() {
   runs_.clear();
-  if (sync_) sync_->abandon(with_backward_);
-  for (auto& [parameter, gradient] : gradients_before_) parameter.mutable_grad() = std::move(gradient);
-  gradients_before_.clear();
+  if (sync_) sync_->rollback();
 }
 
 std::size_t PipelineStage::position_of(const StageOutput& value, const Run& run) const {
@@ -246,7 +243,7 @@ PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Mess
   std::vector<bool> needs_grad;
   for (const at::Tensor& tensor : lent) {
     tensors.push_back(tensor.defined() ? borrow(tensor) : tensor);
-    needs_grad.push_back(with_backward_ && tensor.defined() && tensor.requires_grad());
+    needs_grad.push_back(mode_ == Mode::Autograd && tensor.defined() && tensor.requires_grad());
   }
   StageInputs inputs(tensors, needs_grad);
   tensors = inputs.take();
@@ -288,7 +285,7 @@ PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Mess
     }
     run->sent.push_back(message.size());
   }
-  if (with_backward_) {
+  if (mode_ == Mode::Autograd) {
     run->backward.emplace(std::move(inputs), in_graph);
     runs_[static_cast<std::size_t>(microbatch)] = std::move(run);
   }

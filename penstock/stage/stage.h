@@ -19,6 +19,7 @@
 
 #include "penstock/stage/module.h"
 #include "penstock/stage/parameters.h"
+#include "penstock/stage/saved_state.h"
 #include "penstock/stage/wiring.h"
 #include "penstock/tensor/metadata.h"
 #include "penstock/tensor/microbatch.h"
@@ -60,10 +61,23 @@ class PipelineStage {
   void set_sync(std::unique_ptr<ParameterSync> sync) { sync_ = std::move(sync); }
   ParameterSync* sync() const { return sync_.get(); }
 
-  // Begins a step: whatever an earlier one has left is forgotten. With `backward` the forwards keep what that needs.
-  void begin(const Wiring& wiring, int microbatches, bool backward);
-  // After a step that failed: gradients are again what they were when it began, and nothing else of it is left.
-  void take_back();
+  // How the forwards of a step are used.
+  enum class Mode {
+    // Forwards alone.
+    Evaluation,
+    // Backwards too, by autograd: forwards keep what these need.
+    Autograd,
+    // Backwards too, by functions of the user's.
+    UserBackward,
+  };
+  // Begins a step: whatever an earlier one has left is forgotten. Throws StageError: see AccumulatedGradients.
+  void begin(const Wiring& wiring, int microbatches, Mode mode);
+  // Adds all that the step may change: gradients, after begin, and buffers.
+  void save(SavedState& saved) const;
+  // After a step that succeeded.
+  void end();
+  // After a step that failed, when what was saved is restored: nothing of the step is left.
+  void rollback();
 
   struct Forwarded {
     // For each link that leads away. A tensor that is to have a gradient requires grad, and no more: it is detached.
@@ -125,9 +139,7 @@ class PipelineStage {
 
   std::unique_ptr<ParameterSync> sync_;
 
-  bool with_backward_ = false;
-  // Before the step, by parameter.
-  std::vector<std::pair<at::Tensor, at::Tensor>> gradients_before_;
+  Mode mode_ = Mode::Evaluation;
   std::vector<Wiring::Link> links_in_;
   std::vector<Wiring::Link> links_out_;
   std::optional<std::vector<StageOutput>> arguments_;

@@ -5,13 +5,16 @@
 #include <cstdlib>
 #include <iostream>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "penstock/runtime/pipeline.h"
 #include "penstock/schedule/generators.h"
 #include "penstock/tensor/autocast_scope.h"
+#include "penstock/tensor/chunk_spec.h"
 #include "penstock/transport/c10d.h"
+#include "tests/runtime/accumulation.h"
 #include "tests/runtime/models.h"
 
 namespace penstock::testing {
@@ -207,6 +210,75 @@ TEST_F(Gloo, ReplicasGiveTheGradientsOfOneProcessOnTheWholeBatch) {
         if (HasFailure()) return;
       }
     }
+  }
+}
+
+TEST_F(Gloo, AccumulationGivesTheGradientsOfOneProcessWhateverIsCleared) {
+  if (ranks() % 2 != 0) return;
+  for (const bool sharded : {false, true}) {
+    for (const Sharing sharing : {Sharing::None, Sharing::Copies}) {
+      for (unsigned seed = 0; seed < 4; ++seed) {
+        expect_accumulation_of_one_process({.replicas = ranks() / 2, .sharded = sharded, .sharing = sharing}, seed,
+                                           world());
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_F(Gloo, OutputsThatCannotBeMergedFailTheStepOnAllRanks) {
+  const Schedule schedule = generate("1F1B", {.ranks = ranks(), .microbatches = 4});
+  Model model = perceptron(schedule.stages());
+  model.stages.back().forward = [before = model.stages.back().forward](const Args& args,
+                                                                       const Kwargs& kwargs) -> c10::IValue {
+    return before(args, kwargs).toTensor().mean();
+  };
+  // It is of no use afterwards.
+  PipelineOptions options{
+      .transport = c10d_transport(meeting_place()),
+      .loss = [](const c10::IValue& output, const c10::IValue&, const Kwargs&) { return output.toTensor(); }};
+  Pipeline pipeline(own_stages(model, schedule), schedule, options);
+  StepOptions without;
+  without.return_outputs = false;
+  pipeline.step({rows(8, "x")}, {}, rows(8, "y"), without);
+  std::vector<at::Tensor> gradients;
+  for (const auto& [name, parameter] : pipeline.stages()[0].parameters()) gradients.push_back(parameter.grad());
+  const std::vector<at::Tensor> before = clones(gradients);
+  try {
+    pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
+    ADD_FAILURE() << "nothing was thrown";
+  } catch (const PipelineError& error) {
+    EXPECT_NE(std::string(error.what()).find("the outputs of the microbatches cannot be merged: chunks[0]: found "),
+              std::string::npos)
+        << error.what();
+  }
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    const at::Tensor& found = pipeline.stages()[0].parameters()[i].second.grad();
+    EXPECT_TRUE(found.is_same(gradients[i])) << i;
+    EXPECT_TRUE(at::equal(found, before[i])) << i;
+  }
+}
+
+// The other ranks learn of it in this step or the next.
+TEST_F(Gloo, AMergeThatFailsAfterTheBackwardsEndsThePipelineOnAllRanks) {
+  const Schedule schedule = generate("1F1B", {.ranks = ranks(), .microbatches = 4});
+  const Model model = perceptron(schedule.stages());
+  PipelineOptions options{.transport = c10d_transport(meeting_place()), .loss = squared_error};
+  options.output_merge_spec = CustomReducer(
+      at::zeros({}), [](const c10::IValue&, const c10::IValue&) -> c10::IValue { throw std::runtime_error("no sum"); });
+  Pipeline pipeline(own_stages(model, schedule), schedule, options);
+  const auto step = [&] { pipeline.step({rows(8, "x")}, {}, rows(8, "y")); };
+  if (world()->rank() == ranks() - 1) {
+    EXPECT_THROW(step(), ChunkError);
+    for (const auto& [name, parameter] : pipeline.stages()[0].parameters()) EXPECT_FALSE(parameter.grad().defined());
+    EXPECT_THROW(step(), PipelineError);
+  } else {
+    EXPECT_THROW(
+        {
+          step();
+          step();
+        },
+        PipelineError);
   }
 }
 

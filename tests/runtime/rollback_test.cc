@@ -1,0 +1,301 @@
+// What a step that failed leaves: nothing.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "penstock/runtime/pipeline.h"
+#include "penstock/schedule/generators.h"
+#include "penstock/tensor/chunk_spec.h"
+#include "tests/runtime/models.h"
+
+namespace penstock::testing {
+namespace {
+
+// A loss that throws at the call of this number, counted from 0; never with a negative one.
+struct FailingLoss {
+  std::shared_ptr<std::atomic<int>> calls_left = std::make_shared<std::atomic<int>>(-1);
+
+  LossFunction function() const {
+    return [left = calls_left](const c10::IValue& output, const c10::IValue& target, const Kwargs& kwargs) {
+      if (*left >= 0 && (*left)-- == 0) throw std::runtime_error("no loss");
+      return squared_error(output, target, kwargs);
+    };
+  }
+  void fail_at(int call) const { *calls_left = call; }
+};
+
+// The last of several microbatches fails, so that backwards have run.
+constexpr int kMicrobatches = 4;
+constexpr int kLate = 3;
+
+Schedule schedule_of(int ranks) {
+  return generate("1F1B", {.ranks = ranks, .microbatches = kMicrobatches});
+}
+
+struct Gradient {
+  at::Tensor tensor;
+  at::Tensor values;
+};
+std::vector<Gradient> visible_gradients(const Pipeline& pipeline) {
+  std::vector<Gradient> gradients;
+  for (int replica = 0; replica < pipeline.replicas(); ++replica) {
+    for (const PipelineStage& stage : pipeline.stages(replica)) {
+      for (const auto& [name, parameter] : stage.parameters()) {
+        gradients.push_back({parameter.grad(), parameter.grad().defined() ? parameter.grad().clone() : at::Tensor()});
+      }
+    }
+  }
+  return gradients;
+}
+void expect_the_same(const std::vector<Gradient>& before, const std::vector<Gradient>& after) {
+  ASSERT_EQ(before.size(), after.size());
+  for (std::size_t i = 0; i < before.size(); ++i) {
+    EXPECT_TRUE(before[i].tensor.is_same(after[i].tensor)) << i;
+    EXPECT_TRUE(same_tensor(before[i].values, after[i].values)) << i;
+  }
+}
+
+TEST(Rollback, LeavesGradientsInTheSameViewsOfAFlatBuffer) {
+  const Model model = perceptron(2);
+  const FailingLoss loss;
+  Pipeline pipeline(model.pipeline_stages(), schedule_of(2), {.loss = loss.function()});
+  at::Tensor flat = at::zeros({2 * (kWide * kWide + kWide)});
+  std::int64_t next = 0;
+  for (const StageModule& stage : model.stages) {
+    for (const auto& [name, parameter] : stage.parameters) {
+      parameter.mutable_grad() = flat.narrow(0, next, parameter.numel()).view(parameter.sizes());
+      next += parameter.numel();
+    }
+  }
+  pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
+  const at::Tensor before = flat.clone();
+  EXPECT_GT(before.abs().sum().item<double>(), 0);
+  const auto gradients = visible_gradients(pipeline);
+  for (const int call : {0, kLate}) {
+    loss.fail_at(call);
+    EXPECT_THROW(pipeline.step({rows(8, "x")}, {}, rows(8, "y")), PipelineError);
+    EXPECT_TRUE(at::equal(before, flat));
+    expect_the_same(gradients, visible_gradients(pipeline));
+  }
+  // They are still where steps add to.
+  pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
+  EXPECT_FALSE(at::equal(before, flat));
+}
+
+TEST(Rollback, LeavesGradientsOfReplicasShardsAndSharedParameters) {
+  for (const bool sharded : {false, true}) {
+    SCOPED_TRACE(sharded ? "sharded" : "replicated");
+    std::vector<std::vector<PipelineStage>> replicas;
+    for (int i = 0; i < 2; ++i) replicas.push_back(shared_across(2).pipeline_stages());
+    const FailingLoss loss;
+    Pipeline pipeline(std::move(replicas), Wiring(2), schedule_of(2), {.loss = loss.function(), .sharded = sharded});
+    const auto fail = [&] {
+      const auto before = visible_gradients(pipeline);
+      for (const bool reduce : {true, false}) {
+        loss.fail_at(2 * kLate);
+        StepOptions options;
+        options.reduce = reduce;
+        EXPECT_THROW(pipeline.step({rows(16, "x")}, {}, rows(16, "y"), options), PipelineError);
+        expect_the_same(before, visible_gradients(pipeline));
+      }
+    };
+    fail();
+    StepOptions without;
+    without.reduce = false;
+    pipeline.step({rows(16, "x")}, {}, rows(16, "y"), without);
+    fail();
+    pipeline.step({rows(16, "x")}, {}, rows(16, "y"));
+    fail();
+    pipeline.step({rows(16, "x")}, {}, rows(16, "y"), without);
+    fail();
+  }
+}
+
+TEST(Rollback, LeavesASparseGradient) {
+  const at::Tensor table = weight("table", {8, kWide});
+  Model model(1);
+  model.stages[0] = {.forward = [table](const Args& args, const Kwargs&) -> c10::IValue {
+                       return at::embedding(table, tensor(args, 0), /*padding_idx=*/-1, /*scale_grad_by_freq=*/false,
+                                            /*sparse=*/true);
+                     },
+                     .parameters = {{"table", table}}};
+  const FailingLoss loss;
+  Pipeline pipeline(model.pipeline_stages(), schedule_of(1), {.loss = loss.function()});
+  const at::Tensor ids = at::arange(8);
+  pipeline.step({ids}, {}, rows(8, "y"));
+  ASSERT_TRUE(table.grad().is_sparse());
+  const at::Tensor gradient = table.grad();
+  const at::Tensor before = gradient.to_dense();
+  loss.fail_at(kLate);
+  EXPECT_THROW(pipeline.step({ids}, {}, rows(8, "y")), PipelineError);
+  EXPECT_TRUE(table.grad().is_same(gradient));
+  EXPECT_TRUE(at::equal(before, table.grad().to_dense()));
+}
+
+// Statistics of what came in, and how many there were.
+Model with_statistics() {
+  Model model = perceptron(2);
+  for (StageModule& stage : model.stages) {
+    const at::Tensor mean = at::zeros({kWide});
+    const at::Tensor count = at::zeros({}, at::kLong);
+    stage.forward = [before = stage.forward, mean, count](const Args& args, const Kwargs& kwargs) -> c10::IValue {
+      mean.mul_(0.9).add_(tensor(args, 0).detach().mean(0), 0.1);
+      count.add_(1);
+      return at::dropout(before(args, kwargs).toTensor(), 0.5, /*train=*/true);
+    };
+    stage.buffers = {{"mean", mean}, {"count", count}};
+  }
+  return model;
+}
+
+TEST(Rollback, LeavesBuffersAndRandomNumbers) {
+  const Model model = with_statistics();
+  const FailingLoss loss;
+  Pipeline pipeline(model.pipeline_stages(), schedule_of(2), {.loss = loss.function()});
+  const auto buffers = [](const Model& of) {
+    std::vector<at::Tensor> values;
+    for (const StageModule& stage : of.stages) {
+      for (const auto& [name, buffer] : stage.buffers) values.push_back(buffer.clone());
+    }
+    return values;
+  };
+  pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
+  const auto before = buffers(model);
+  EXPECT_EQ(before[1].item<std::int64_t>(), kMicrobatches);
+  loss.fail_at(kLate);
+  EXPECT_THROW(pipeline.step({rows(8, "x")}, {}, rows(8, "y")), PipelineError);
+  expect_equal(before, buffers(model));
+  loss.fail_at(kLate);
+  EXPECT_THROW(pipeline.eval({rows(8, "x")}, {}, rows(8, "y")), PipelineError);
+  expect_equal(before, buffers(model));
+  pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
+
+  // As if it had not failed.
+  const Model other = with_statistics();
+  Pipeline plain(other.pipeline_stages(), schedule_of(2), {.loss = squared_error});
+  for (int i = 0; i < 2; ++i) plain.step({rows(8, "x")}, {}, rows(8, "y"));
+  expect_equal(buffers(other), buffers(model));
+  expect_equal(gradients_of(other), gradients_of(model));
+}
+
+TEST(Rollback, LeavesGradientsOfInputs) {
+  const Model model = perceptron(2);
+  const FailingLoss loss;
+  Pipeline pipeline(model.pipeline_stages(), schedule_of(2), {.loss = loss.function()});
+  const auto fail = [&](const at::Tensor& x) {
+    loss.fail_at(kLate);
+    EXPECT_THROW(pipeline.step({x}, {}, rows(8, "y")), PipelineError);
+  };
+  const at::Tensor x = rows(8, "x").clone().requires_grad_();
+  fail(x);
+  EXPECT_FALSE(x.grad().defined());
+  pipeline.step({x}, {}, rows(8, "y"));
+  const at::Tensor gradient = x.grad();
+  const at::Tensor before = gradient.clone();
+  EXPECT_GT(before.abs().sum().item<double>(), 0);
+  fail(x);
+  EXPECT_TRUE(x.grad().is_same(gradient));
+  EXPECT_TRUE(at::equal(before, gradient));
+  // And of what they were computed from.
+  const at::Tensor behind = rows(8, "x").clone().requires_grad_();
+  fail(behind + 1);
+  EXPECT_FALSE(behind.grad().defined());
+}
+
+std::string error_of(const std::function<void()>& act) {
+  try {
+    act();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "nothing was thrown";
+}
+
+// The last stage gives what the function makes of its output.
+Pipeline pipeline_with_output(const std::function<c10::IValue(const at::Tensor&)>& output,
+                              std::optional<c10::IValue> spec = std::nullopt, int replicas = 1) {
+  std::vector<std::vector<PipelineStage>> all;
+  for (int i = 0; i < replicas; ++i) {
+    Model model = perceptron(2);
+    model.stages[1].forward = [before = model.stages[1].forward, output](const Args& args,
+                                                                         const Kwargs& kwargs) -> c10::IValue {
+      return output(before(args, kwargs).toTensor());
+    };
+    all.push_back(model.pipeline_stages());
+  }
+  PipelineOptions options{.loss = [](const c10::IValue& value, const c10::IValue& target, const Kwargs& kwargs) {
+    return squared_error(value.isTuple() ? value.toTupleRef().elements()[0] : value, target, kwargs);
+  }};
+  options.output_merge_spec = std::move(spec);
+  return Pipeline(std::move(all), Wiring(2), schedule_of(2), options);
+}
+
+TEST(Rollback, OfOutputsThatCannotBeMergedComesBeforeTheFirstBackward) {
+  Pipeline pipeline = pipeline_with_output(
+      [](const at::Tensor& y) -> c10::IValue { return c10::ivalue::Tuple::create({y, y.detach().mean()}); });
+  const std::string error = error_of([&] { pipeline.step({rows(8, "x")}, {}, rows(8, "y")); });
+  const std::string expected =
+      "rank 1, stage 1, 1F0 (microbatch 0): the outputs of the microbatches cannot be merged: chunks[0][1]: found "
+      "float32 tensor of shape [], which has no dimension 0 to join along.\n"
+      "  Hint: a reducer, such as sum_reducer(), merges scalars.";
+  EXPECT_EQ(error.substr(0, expected.size()), expected);
+  for (const Gradient& gradient : visible_gradients(pipeline)) EXPECT_FALSE(gradient.tensor.defined());
+  StepOptions without;
+  without.return_outputs = false;
+  pipeline.step({rows(8, "x")}, {}, rows(8, "y"), without);
+}
+
+TEST(Rollback, OfOutputsThatDoNotFitEachOtherLeavesGradients) {
+  // The columns of the third microbatch are fewer.
+  const auto count = std::make_shared<std::atomic<int>>(0);
+  Pipeline pipeline = pipeline_with_output([count](const at::Tensor& y) -> c10::IValue {
+    return c10::ivalue::Tuple::create({y, (*count)++ == 2 ? y.detach().narrow(1, 0, 3) : y.detach()});
+  });
+  const std::string error = error_of([&] { pipeline.step({rows(8, "x")}, {}, rows(8, "y")); });
+  const std::string expected =
+      "rank 1, stage 1, 1F3 (microbatch 3): the outputs of the microbatches cannot be merged: chunks[2][1]: found "
+      "float32 tensor of shape [2, 3], which cannot follow chunks[0][1], float32 tensor of shape [2, 8], along "
+      "dimension "
+      "0.";
+  EXPECT_EQ(error.substr(0, expected.size()), expected);
+  for (const Gradient& gradient : visible_gradients(pipeline)) EXPECT_FALSE(gradient.tensor.defined());
+}
+
+TEST(Rollback, OfAMergeThatFailsAfterTheBackwardsLeavesGradients) {
+  const auto fails = std::make_shared<std::atomic<bool>>(false);
+  const CustomReducer reducer(at::zeros({}), [fails](const c10::IValue& sum, const c10::IValue& part) -> c10::IValue {
+    if (*fails) throw std::runtime_error("no sum");
+    return sum.toTensor() + part.toTensor().sum();
+  });
+  Pipeline pipeline = pipeline_with_output([](const at::Tensor& y) -> c10::IValue { return y; }, reducer);
+  pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
+  const auto before = visible_gradients(pipeline);
+  *fails = true;
+  EXPECT_THROW(pipeline.step({rows(8, "x")}, {}, rows(8, "y")), ChunkError);
+  expect_the_same(before, visible_gradients(pipeline));
+  *fails = false;
+  pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
+
+  // Outputs of one replica fit each other, but not those of another.
+  Pipeline uneven = pipeline_with_output(
+      [columns = std::make_shared<std::atomic<int>>(3)](const at::Tensor& y) -> c10::IValue {
+        thread_local const std::int64_t own = (*columns)++;
+        return c10::ivalue::Tuple::create({y, y.detach().narrow(1, 0, own)});
+      },
+      std::nullopt, /*replicas=*/2);
+  EXPECT_THROW(uneven.step({rows(16, "x")}, {}, rows(16, "y")), ChunkError);
+  for (const Gradient& gradient : visible_gradients(uneven)) EXPECT_FALSE(gradient.tensor.defined());
+}
+
+}  // namespace
+}  // namespace penstock::testing
