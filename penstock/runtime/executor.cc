@@ -16,11 +16,13 @@
 namespace penstock {
 namespace {
 
+// Sparse and other tensors that have no number of bytes are not counted.
 std::int64_t bytes_of(const std::vector<Message>& messages) {
   std::int64_t bytes = 0;
   for (const Message& message : messages) {
     for (const at::Tensor& tensor : message) {
-      if (tensor.defined()) bytes += static_cast<std::int64_t>(tensor.nbytes());
+      if (tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_nested())
+        bytes += static_cast<std::int64_t>(tensor.nbytes());
     }
   }
   return bytes;
@@ -266,7 +268,7 @@ std::vector<Message> Executor::collect(int stage, int microbatch, Way way) {
       continue;
     }
     const auto start = Clock::now();
-    messages.push_back(transport_->receive(from, tag_of(way, edge, microbatch), start + work_->timeout));
+    messages.push_back(transport_->receive(from, tag_of(way, edge, microbatch), deadline()));
     now_->waited += nanoseconds(Clock::now() - start);
     now_->peer = from - first_rank_;
   }
@@ -289,7 +291,20 @@ void Executor::send(const Action& action) {
   Message message = std::exchange(place_of(way, edge, action.microbatch), {});
   now_->bytes = bytes_of({message});
   now_->peer = work_->schedule->placement().rank_of(action.other_stage);
-  transport_->send(rank_of(action.other_stage), tag_of(way, edge, action.microbatch), std::move(message), deadline());
+  try {
+    transport_->send(rank_of(action.other_stage), tag_of(way, edge, action.microbatch), std::move(message), deadline());
+  } catch (const UnsendableTensor& error) {
+    throw StageError(name_of_value(ends, way, error.index()) + " is " + error.why());
+  }
+}
+
+std::string Executor::name_of_value(const Edge& edge, Way way, std::size_t index) const {
+  StageOutput value{.stage = edge.from, .output = static_cast<int>(index)};
+  for (const Wiring::Link& link : work_->wiring->links_from(edge.from)) {
+    if (link.to == edge.to && link.values) value = link.values->at(index);
+  }
+  const std::string name = "output " + std::to_string(value.output) + " of stage " + std::to_string(value.stage);
+  return way == Way::Forward ? name : "the gradient of " + name;
 }
 
 void Executor::post_receive(const Action& action) {

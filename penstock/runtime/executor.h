@@ -11,6 +11,7 @@
 #include <map>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "penstock/runtime/batch.h"
@@ -46,7 +47,7 @@ struct StepWork {
   std::uint64_t signature = 0;
   std::uint64_t seed = 0;
   std::int64_t step = 0;
-  Clock::duration timeout = {};
+  std::chrono::milliseconds timeout = {};
   Clock::time_point began = {};
 
   // Whether outputs were kept here.
@@ -151,6 +152,8 @@ class Executor {
   void backward(const Action& action);
   void send(const Action& action);
   void post_receive(const Action& action);
+  // Names a tensor of the message that goes along an edge: "output 1 of stage 2".
+  std::string name_of_value(const Edge& edge, Way way, std::size_t index) const;
   void change_parameters(const Action& action);
   void finish_reductions();
 
@@ -161,7 +164,7 @@ class Executor {
   void put(int stage, int microbatch, Way way, std::vector<Message> messages);
   Message& place_of(Way way, int edge, int microbatch);
   Tag tag_of(Way way, int edge, int microbatch) const;
-  Deadline deadline() const { return Clock::now() + work_->timeout; }
+  Deadline deadline() const { return deadline_after(work_->timeout); }
 
   Transport* transport_;
   int first_rank_;

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <exception>
 #include <functional>
+#include <thread>
 #include <utility>
 
 #include "penstock/runtime/digest.h"
@@ -16,11 +17,15 @@
 #include "penstock/schedule/passes.h"
 #include "penstock/schedule/verify.h"
 #include "penstock/tensor/nested.h"
+#include "penstock/transport/exit_hook.h"
 
 namespace penstock {
 namespace {
 
 using Stages = std::vector<PipelineStage>;
+
+// A thread in a step is held this long while another thread exits the process.
+constexpr std::chrono::seconds kHeldAtExit{10};
 
 Schedule lowered(const Schedule& schedule, const StageGraph& graph) {
   Schedule wired = schedule.with_graph(graph);
@@ -140,6 +145,8 @@ struct Pipeline::State {
   std::uint64_t signature_of(const Batch& batch, bool backward) const;
   std::shared_ptr<StepRun> prepare(const Batch& batch, const StepOptions& step_options, bool backward);
   StepResult run(const std::function<std::shared_ptr<StepRun>()>& prepare_step, const Schedule& schedule);
+  StepResult run_unless_exiting(const std::function<std::shared_ptr<StepRun>()>& prepare_step,
+                                const Schedule& schedule);
 
   Wiring wiring;
   PipelineOptions options;
@@ -236,6 +243,7 @@ std::shared_ptr<StepRun> Pipeline::State::prepare(const Batch& batch, const Step
 
 StepResult Pipeline::State::run(const std::function<std::shared_ptr<StepRun>()>& prepare_step,
                                 const Schedule& schedule) {
+  const Ranks::Call call(ranks);
   std::shared_ptr<StepRun> step;
   try {
     step = prepare_step();
@@ -253,6 +261,20 @@ StepResult Pipeline::State::run(const std::function<std::shared_ptr<StepRun>()>&
   // Only the record is asked for later.
   step->works.clear();
   return result;
+}
+
+// While the process exits on another thread, nothing that a step could return or throw is of use to anybody: an operator
+// of the caller would fail, and an exception that nobody catches would abort the process. The thread is held here until the
+// process has ended; only when somebody waits for the thread to end, it gets the error in the end.
+StepResult Pipeline::State::run_unless_exiting(const std::function<std::shared_ptr<StepRun>()>& prepare_step,
+                                               const Schedule& schedule) {
+  try {
+    if (ExitHook::is_exiting()) throw PipelineError("the process exits.");
+    return run(prepare_step, schedule);
+  } catch (...) {
+    if (ExitHook::is_exiting() && !ExitHook::is_exiting_thread()) std::this_thread::sleep_for(kHeldAtExit);
+    throw;
+  }
 }
 
 Pipeline::Pipeline(std::vector<PipelineStage> stages, const Schedule& schedule, PipelineOptions options)
@@ -280,7 +302,7 @@ Pipeline& Pipeline::operator=(Pipeline&&) noexcept = default;
 
 StepResult Pipeline::step(const Args& args, const Kwargs& kwargs, const c10::IValue& target,
                           const StepOptions& options) {
-  return state_->run(
+  return state_->run_unless_exiting(
       [&] {
         if (state_->options.backward_requires_autograd && !c10::GradMode::is_enabled()) {
           throw PipelineError(
@@ -296,7 +318,7 @@ StepResult Pipeline::step(const Args& args, const Kwargs& kwargs, const c10::IVa
 
 StepResult Pipeline::eval(const Args& args, const Kwargs& kwargs, const c10::IValue& target,
                           const StepOptions& options) {
-  return state_->run(
+  return state_->run_unless_exiting(
       [&] { return state_->prepare(state_->batch_of(args, kwargs, target, options), options, /*backward=*/false); },
       state_->evaluation);
 }

@@ -60,6 +60,10 @@ struct PipelineOptions {
   std::uint64_t seed = 0;
 };
 
+// When the process exits (std::exit, or the return of main) while a pipeline is alive, its threads end before libtorch's
+// static objects are destroyed. A step that another thread is in at that time is abandoned and does not return, unless
+// something at exit waits for that thread: then it throws after ten seconds. An action that does not return within five
+// seconds is not waited for, and may then crash the process.
 class Pipeline {
  public:
   // All stages, in order, and a schedule for them, which is lowered unless it has messages already; of several processes,
@@ -90,8 +94,8 @@ class Pipeline {
   StepResult eval(const Args& args, const Kwargs& kwargs = {}, const c10::IValue& target = {},
                   const StepOptions& options = {});
 
-  // Ends a step or an evaluation that another thread is in: it throws PipelineError at once, although an action that does
-  // not return goes on. The next step or evaluation waits for it, and puts gradients back to what they were: until then
+  // Ends a step or an evaluation that another thread is in, at whatever point of it: it throws PipelineError at once,
+  // although an action that does not return goes on. The next step or evaluation waits for it, and puts gradients back to what they were: until then
   // they are not to be touched. The destructor waits too.
   void abandon();
 

@@ -1,15 +1,16 @@
 #include "penstock/runtime/rank_threads.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <memory>
+#include <stdexcept>
 #include <utility>
 
 #include "penstock/tensor/autocast_scope.h"
 #include "penstock/tensor/cpu_kernels.h"
+#include "penstock/tensor/intra_op_threads.h"
 
 namespace penstock {
 namespace {
@@ -17,6 +18,8 @@ namespace {
 // Between two steps there is most often little to do.
 constexpr Clock::duration kAwake = std::chrono::microseconds(50);
 
+// The threads that the calling thread is one of.
+thread_local const RankThreads* serves_in = nullptr;
 }  // namespace
 
 // What goes over from the caller's thread: autocast, and what libtorch's profilers keep for each thread that they watch.
@@ -47,11 +50,28 @@ RankThreads::~RankThreads() {
     ending_ = true;
     gate_.changed();
   }
-  for (std::thread& thread : threads_) thread.join();
+  for (std::thread& thread : threads_) {
+    if (thread.joinable()) thread.join();
+  }
+}
+
+void RankThreads::stop(Deadline deadline) {
+  const int still_working = serves_in == this ? 1 : 0;
+  {
+    Gate::Lock lock = gate_.lock();
+    if (gate_.wait(lock, deadline, [&] { return working_ <= still_working; }) != Waited::Ready) return;
+    if (still_working > 0) return;
+    ending_ = true;
+    gate_.changed();
+  }
+  for (std::thread& thread : threads_) {
+    if (thread.joinable()) thread.join();
+  }
 }
 
 void RankThreads::serve(int rank, int intra_op_threads) {
-  at::set_num_threads(intra_op_threads);
+  serves_in = this;
+  const IntraOpThreads threads(intra_op_threads);
   const Caller nobody;
   for (long done = 0;; ++done) {
     Gate::Lock lock = gate_.lock();
@@ -66,28 +86,42 @@ void RankThreads::serve(int rank, int intra_op_threads) {
       nobody.watch();
     }
     lock.lock();
-    if (--working_ > 0) continue;
-    caller_.reset();
-    gate_.changed();
+    if (--working_ == 0) caller_.reset();
+    // The caller waits for all of them; one of them that exits the process waits for the others.
+    if (working_ <= 1) gate_.changed();
   }
 }
 
 void RankThreads::run(std::function<void(int)> work) {
+  start(std::move(work));
   join();
-  Gate::Lock lock = gate_.lock();
+}
+
+void RankThreads::arm() {
+  const Gate::Lock lock = gate_.lock();
+  released_ = false;
+}
+
+void RankThreads::start(std::function<void(int)> work) {
+  join();
+  const Gate::Lock lock = gate_.lock();
+  if (ending_) throw std::logic_error("the threads of this process's ranks have ended, as the process exits.");
   work_ = std::move(work);
   caller_ = std::make_shared<const Caller>();
   working_ = static_cast<int>(threads_.size());
   ++round_;
   gate_.changed();
-  waiting_ = true;
-  gate_.wait(lock, Deadline::max(), [&] { return working_ == 0 || !waiting_; });
-  waiting_ = false;
+}
+
+bool RankThreads::wait() {
+  Gate::Lock lock = gate_.lock();
+  gate_.wait(lock, Deadline::max(), [&] { return working_ == 0 || released_; });
+  return working_ == 0;
 }
 
 void RankThreads::release() {
   const Gate::Lock lock = gate_.lock();
-  waiting_ = false;
+  released_ = true;
   gate_.changed();
 }
 

@@ -18,14 +18,26 @@ class RankThreads {
   RankThreads(const RankThreads&) = delete;
   RankThreads& operator=(const RankThreads&) = delete;
 
-  // Calls work(rank) on each thread and returns when all have returned, or the caller has been released. It must not
-  // throw. They have the caller's autocast, and a profiler that watches the caller watches them too.
+  // Calls work(rank) on each thread and returns when all have returned. It must not throw. They have the caller's
+  // autocast, and a profiler that watches the caller watches them too.
   void run(std::function<void(int)> work);
-  // Lets run return at once, if it waits, and the threads go on.
+
+  // The same in parts, for a caller that another thread may release: first arm(), then start(), then wait().
+  void arm();
+  // Waits for work that was started before.
+  void start(std::function<void(int)> work);
+  // Blocks until all threads have returned from their work, or release() has been called since arm(), before or during
+  // this. Returns true when they have returned.
+  bool wait();
+  // Lets wait() return at once, and the threads continue.
   void release();
-  // Waits for threads that go on.
+  // Blocks until all threads have returned from their work.
   void join();
   bool are_idle();
+
+  // Ends the threads, when the process exits. Gives up at the deadline, if they are still at work then. On one of the
+  // threads themselves it waits for the others, and ends none.
+  void stop(Deadline deadline);
 
  private:
   struct Caller;
@@ -36,8 +48,7 @@ class RankThreads {
   // Counts the rounds of work; each thread does each of them once.
   long round_ = 0;
   int working_ = 0;
-  // The caller of run.
-  bool waiting_ = false;
+  bool released_ = false;
   bool ending_ = false;
   std::function<void(int)> work_;
   std::shared_ptr<const Caller> caller_;

@@ -21,6 +21,9 @@ constexpr const char* kBroken =
     "this pipeline has failed in an earlier step.\n"
     "  Hint: between processes, each makes a new transport and a new pipeline to go on.";
 
+// When the process exits, actions have this long to return.
+constexpr Clock::duration kExitTime = std::chrono::seconds(5);
+
 std::string list_text(const std::vector<int>& numbers) {
   if (numbers.empty()) return "none";
   std::string text;
@@ -50,6 +53,7 @@ Ranks::Ranks(std::vector<std::vector<PipelineStage>> stages, const Schedule& sch
 }
 
 Ranks::~Ranks() {
+  at_exit_.reset();
   if (!unsettled_) return;
   threads_.join();
   report_on_abort(false);
@@ -102,7 +106,7 @@ void Ranks::require_shared() const {
 
 void Ranks::require_agreement() {
   Transport& transport = *options_.transport;
-  const Deadline deadline = Clock::now() + options_.timeout;
+  const Deadline deadline = deadline_after(options_.timeout);
   transport.begin_step(options_.agreement);
   const auto from = [&](int rank, Tag tag) {
     transport.post_receive(rank, tag);
@@ -237,7 +241,7 @@ void Ranks::require_shardable_stages() const {
 void Ranks::share_parameters() {
   std::vector<std::map<int, std::unique_ptr<ParameterSync>>> made(locals_.size());
   on_all([&](Local& local) {
-    const Deadline deadline = Clock::now() + options_.timeout;
+    const Deadline deadline = deadline_after(options_.timeout);
     auto& own = made[static_cast<std::size_t>(local.rank - locals_.front().rank)];
     for (const auto& [index, stage] : local.stages) {
       own[index] = options_.sharded
@@ -300,12 +304,32 @@ void Ranks::rollback(StepRun& step) {
   for (Executor& executor : executors_) executor.rollback();
 }
 
+Ranks::Call::Call(Ranks& ranks) : ranks_(ranks) {
+  const std::lock_guard lock(ranks_.running_mutex_);
+  ranks_.call_.emplace();
+  ranks_.threads_.arm();
+}
+
+Ranks::Call::~Call() {
+  const std::lock_guard lock(ranks_.running_mutex_);
+  ranks_.call_.reset();
+}
+
+void Ranks::require_not_cancelled() {
+  const std::lock_guard lock(running_mutex_);
+  if (!call_->cancelled) return;
+  // Other processes were told.
+  if (!are_threads()) broken_ = kBroken;
+  throw PipelineError(*call_->cancelled + ".");
+}
+
 void Ranks::run(std::shared_ptr<StepRun> step, const std::function<void()>& conclude) {
   if (unsettled_) {
-    threads_.join();
+    if (!threads_.wait()) require_not_cancelled();
     const std::lock_guard lock(abandon_mutex_);
     settle();
   }
+  require_not_cancelled();
   if (!broken_.empty()) throw PipelineError(broken_);
   const auto running = std::make_shared<Running>();
   running->step = std::move(step);
@@ -320,14 +344,33 @@ void Ranks::run(std::shared_ptr<StepRun> step, const std::function<void()>& conc
     local.progress.since = 0;
   }
   begin(*running->step);
+  report_on_abort(true);
   {
     const std::lock_guard lock(running_mutex_);
     running_ = running;
+    if (!call_->cancelled) {
+      call_->phase = CallState::Phase::Running;
+      threads_.start([this, running](int index) { run_rank(*running, static_cast<std::size_t>(index)); });
+    }
   }
-  report_on_abort(true);
-  threads_.run([this, running](int index) { run_rank(*running, static_cast<std::size_t>(index)); });
+  threads_.wait();
+  if (ExitHook::is_exiting()) {
+    // Operators do not work any more, so that nothing is rolled back.
+    unsettled_ = true;
+    throw PipelineError("the process exits.");
+  }
 
   const std::lock_guard lock(abandon_mutex_);
+  bool cancelled_before = false;
+  {
+    const std::lock_guard running_lock(running_mutex_);
+    cancelled_before = call_->phase == CallState::Phase::Preparing;
+    call_->phase = CallState::Phase::Done;
+  }
+  if (cancelled_before) {
+    settle();
+    require_not_cancelled();
+  }
   bool failed = false;
   {
     const std::lock_guard failures_lock(running->mutex);
@@ -349,6 +392,7 @@ void Ranks::run(std::shared_ptr<StepRun> step, const std::function<void()>& conc
     throw;
   }
   running->step->saved.clear();
+  if (!std::exchange(has_run_, true)) ExitHook::renew();
 }
 
 void Ranks::run_rank(Running& running, std::size_t index) {
@@ -360,7 +404,7 @@ void Ranks::run_rank(Running& running, std::size_t index) {
     executors_[index].run(work, running.step->records[replica][static_cast<std::size_t>(own_rank(local))],
                           local.progress);
     if (work.results_everywhere && replica_group_) {
-      share_results(work, *replica_group_, Clock::now() + options_.timeout);
+      share_results(work, *replica_group_, deadline_after(options_.timeout));
     }
     return;
   } catch (const TransportError& error) {
@@ -400,16 +444,33 @@ RankReport Ranks::report_of(const Local& local, std::size_t index) {
 }
 
 void Ranks::abandon() {
+  cancel("the caller has abandoned the step");
+}
+
+void Ranks::cancel(const std::string& why) {
   const std::lock_guard lock(abandon_mutex_);
+  bool started = false;
   {
     const std::lock_guard running_lock(running_mutex_);
-    if (!running_) return;
-    const std::lock_guard failures_lock(running_->mutex);
-    running_->abandoned = true;
-    if (!std::exchange(running_->failed, true)) running_->what = "the caller has abandoned the step";
+    if (!call_ || call_->phase == CallState::Phase::Done) return;
+    if (!call_->cancelled) call_->cancelled = why;
+    started = call_->phase == CallState::Phase::Running;
+    if (started) {
+      const std::lock_guard failures_lock(running_->mutex);
+      running_->abandoned = true;
+      if (!std::exchange(running_->failed, true)) running_->what = why;
+    }
+    // From here on, until the next call, nothing waits for the ranks.
+    threads_.release();
   }
-  for (Local& local : locals_) local.transport->abort("the caller has abandoned the step");
-  threads_.release();
+  // Ranks of other processes may have started.
+  if (!started && are_threads()) return;
+  for (Local& local : locals_) local.transport->abort(why);
+}
+
+void Ranks::stop() noexcept {
+  cancel("the process exits");
+  threads_.stop(Clock::now() + kExitTime);
 }
 
 void Ranks::refuse(const std::string& why) {

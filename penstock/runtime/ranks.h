@@ -22,6 +22,7 @@
 #include "penstock/schedule/schedule.h"
 #include "penstock/stage/saved_state.h"
 #include "penstock/stage/stage.h"
+#include "penstock/transport/exit_hook.h"
 #include "penstock/transport/transport.h"
 
 namespace penstock {
@@ -45,7 +46,7 @@ struct RanksOptions {
   // What all ranks have to agree on, in one number.
   std::uint64_t agreement = 0;
   const ActionFunctions* functions = nullptr;
-  Clock::duration timeout = {};
+  std::chrono::milliseconds timeout = {};
   int intra_op_threads = 1;
 };
 
@@ -69,11 +70,24 @@ class Ranks {
   bool has_stage(int index) const;
   bool are_threads() const { return options_.transport == nullptr; }
 
-  // Runs a step on all of them, and then `conclude`, with which the step succeeds or fails. Throws PipelineError, with what
+  // A call of a step or an evaluation, from its first line to its last: abandon() ends it at any point of it. One thread at
+  // a time makes a call.
+  class Call {
+   public:
+    explicit Call(Ranks& ranks);
+    ~Call();
+    Call(const Call&) = delete;
+    Call& operator=(const Call&) = delete;
+
+   private:
+    Ranks& ranks_;
+  };
+
+  // Runs a step on all of them, within a Call, and then `conclude`, with which the step succeeds or fails. Throws PipelineError, with what
   // every rank knows of it, or what `conclude` throws. Nothing of a step that failed is left, once all of its actions have
   // returned.
   void run(std::shared_ptr<StepRun> step, const std::function<void()>& conclude);
-  // Ends a run of another thread with an error at once, also when an action does not return.
+  // Ends a call of another thread with an error at once, also when an action does not return.
   void abandon();
   // Tells other processes, if there are any, that this one does not take part in the step that they have begun.
   void refuse(const std::string& why);
@@ -126,6 +140,12 @@ class Ranks {
   void share_parameters();
   void on_all(const std::function<void(Local&)>& act);
 
+  // Ends the call of another thread, if there is one, with that reason.
+  void cancel(const std::string& why);
+  // Throws PipelineError when the call was cancelled before its step has started.
+  void require_not_cancelled();
+  // Ends the ranks' threads, when the process exits.
+  void stop() noexcept;
   void run_rank(Running& running, std::size_t index);
   RankReport report_of(const Local& local, std::size_t index);
   [[noreturn]] void fail(const Running& running);
@@ -145,11 +165,21 @@ class Ranks {
   // Held while a run is abandoned, and while one ends.
   std::mutex abandon_mutex_;
   std::mutex running_mutex_;
+  // State of the call that some thread is in.
+  struct CallState {
+    enum class Phase { Preparing, Running, Done } phase = Phase::Preparing;
+    // Why it was cancelled.
+    std::optional<std::string> cancelled;
+  };
+  std::optional<CallState> call_;
   std::shared_ptr<Running> running_;
   bool unsettled_ = false;
   // Why there can be no further step.
   std::string broken_;
   RankThreads threads_;
+  // Static objects that a first step makes are made.
+  bool has_run_ = false;
+  std::optional<ExitHook> at_exit_{std::in_place, [this] { stop(); }};
 };
 
 }  // namespace penstock

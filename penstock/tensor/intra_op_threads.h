@@ -1,20 +1,20 @@
-// The number of threads of operators on this thread, for as long as this lives. Of libtorch's threads, those that have been
-// woken once spin for a while after each operator: beside ranks that compute, fewer are faster.
+// Number of threads that operators use on the calling thread, for as long as this lives. at::set_num_threads would also
+// become the default of every thread of the process that has not run an operator yet, and such threads are the program's.
 #pragma once
-
-#include <ATen/Parallel.h>
 
 namespace penstock {
 
 class IntraOpThreads {
  public:
-  explicit IntraOpThreads(int threads) : before_(at::get_num_threads()) { at::set_num_threads(threads); }
-  ~IntraOpThreads() { at::set_num_threads(before_); }
+  explicit IntraOpThreads(int threads);
+  // On the thread that has made it.
+  ~IntraOpThreads();
   IntraOpThreads(const IntraOpThreads&) = delete;
   IntraOpThreads& operator=(const IntraOpThreads&) = delete;
 
  private:
   int before_;
+  int mkl_before_;
 };
 
 }  // namespace penstock

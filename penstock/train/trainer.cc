@@ -1,7 +1,6 @@
 #include "penstock/train/trainer.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <cmath>
@@ -17,6 +16,7 @@
 #include "penstock/runtime/error.h"
 #include "penstock/schedule/simulate.h"
 #include "penstock/stage/parameters.h"
+#include "penstock/tensor/intra_op_threads.h"
 
 namespace penstock {
 namespace {
@@ -52,8 +52,7 @@ Trainer::Trainer(std::vector<std::unique_ptr<Model>> replicas, const Data& data,
       options_(std::move(options)),
       memory_(schedule.ranks(), schedule.stages(), static_cast<int>(replicas_.size())),
       names_(replicas_.front()->parameter_names()) {
-  // For good: a part of it holds for the whole process, and another number would change how ranks round.
-  at::set_num_threads(options_.intra_op_threads);
+  const IntraOpThreads threads(options_.intra_op_threads);
   std::vector<std::vector<PipelineStage>> stages;
   for (std::size_t replica = 0; replica < replicas_.size(); ++replica) {
     stages.push_back(
@@ -109,7 +108,7 @@ bool Trainer::speaks() const {
 void Trainer::finish(const std::function<std::unique_ptr<Work>()>& begin) const {
   Transport& transport = *options_.transport;
   try {
-    begin()->wait(Clock::now() + options_.timeout);
+    begin()->wait(deadline_after(options_.timeout));
   } catch (const TransportError& error) {
     const std::string own = "rank " + std::to_string(transport.rank());
     transport.abort(own + " has failed");
@@ -144,6 +143,7 @@ Batch Trainer::own_part(const Batch& batch) const {
 
 StepReport Trainer::step(bool wants_to_stop) {
   const auto began = Clock::now();
+  const IntraOpThreads threads(options_.intra_op_threads);
   // Ranks let go of what is made here.
   const MemoryWatch::Scope nobody(memory_, -1);
   StepReport report{.step = steps_done_ + 1};
@@ -254,6 +254,7 @@ void Trainer::for_each_own(const std::function<void(Own& own)>& act) {
   std::map<std::pair<int, int>, std::vector<Own*>> by_rank;
   for (Own& own : own_) by_rank[{own.replica, placement.rank_of(own.stage->stage_index())}].push_back(&own);
   const auto run = [&](const std::pair<int, int>& place, const std::vector<Own*>& all) {
+    const IntraOpThreads threads(options_.intra_op_threads);
     const bool is_only_one = options_.transport != nullptr;
     const MemoryWatch::Scope scope(memory_, place.second, is_only_one ? 0 : place.first);
     for (Own* own : all) act(*own);
@@ -301,6 +302,7 @@ void Trainer::set_training(bool training) {
 }
 
 Trainer::Evaluation Trainer::evaluate(const std::vector<Batch>& batches) {
+  const IntraOpThreads threads(options_.intra_op_threads);
   set_training(false);
   const MemoryWatch::Scope nobody(memory_, -1);
   Evaluation evaluation;

@@ -61,8 +61,8 @@ struct StepReport {
 
 class Trainer {
  public:
-  // The models of the replicas of this process: all on threads, one on a process. `data` outlives it. Operators of the
-  // caller have intra_op_threads from now on, as those of ranks.
+  // The models of the replicas of this process: all on threads, one on a process. `data` outlives it. While a
+  // call lasts, operators of the caller use intra_op_threads, as those of ranks do.
   Trainer(std::vector<std::unique_ptr<Model>> replicas, const Data& data, const Schedule& schedule,
           TrainerOptions options);
   ~Trainer();

@@ -3,19 +3,25 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 #include <vector>
 
+#include "penstock/tensor/reason.h"
 #include "penstock/transport/c10d_group.h"
+#include "penstock/transport/child_sockets.h"
 #include "penstock/transport/control.h"
+#include "penstock/transport/exit_hook.h"
 #include "penstock/transport/inbox.h"
 #include "penstock/transport/outbox.h"
 
 namespace penstock {
 namespace {
+
+constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::seconds(60);
 
 // What was sent and not waited for gets this long when a transport ends.
 constexpr Clock::duration kLastSends = std::chrono::milliseconds(200);
@@ -58,7 +64,8 @@ class C10dTransport : public Transport {
       : store_(std::move(store)),
         rank_(rank),
         ranks_(ranks),
-        backends_(options.backends ? std::move(options.backends) : gloo_backends()),
+        timeout_(options.timeout.value_or(kDefaultTimeout)),
+        backends_(options.backends ? std::move(options.backends) : gloo_backends({.timeout = timeout_})),
         pool_(options.pool ? std::move(options.pool) : BlockPool::make()),
         control_(std::make_shared<Control>(make_backend("control", rank, ranks),
                                            [groups = groups_] { groups->tear_down(); })),
@@ -69,11 +76,17 @@ class C10dTransport : public Transport {
   }
 
   ~C10dTransport() override {
+    at_exit_.reset();
     try {
       outbox_.drain(Clock::now() + kLastSends);
     } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): nobody will take them
     }
     control_->leave();
+  }
+  // Ends the threads of this transport, when the process exits. What uses it has ended before.
+  void stop() noexcept {
+    control_->stop();
+    outbox_.stop();
   }
   C10dTransport(const C10dTransport&) = delete;
   C10dTransport& operator=(const C10dTransport&) = delete;
@@ -139,10 +152,10 @@ class C10dTransport : public Transport {
       backend->setTimeout(kForever);
       return backend;
     } catch (const std::exception& error) {
-      const std::string what = error.what();
+      const std::string what = reason_of(error);
       throw TransportError(TransportError::Why::Late, TransportError::kNobody,
-                           "rank " + std::to_string(rank_) + " did not find the other " + std::to_string(size - 1) +
-                               " ranks of " + name + ": " + what.substr(0, what.find('\n')));
+                           "rank " + std::to_string(rank_) + " has not connected to the other " +
+                               std::to_string(size - 1) + " ranks of " + name + ": " + what.substr(0, what.find('\n')));
     }
   }
 
@@ -155,6 +168,7 @@ class C10dTransport : public Transport {
   Store store_;
   int rank_;
   int ranks_;
+  std::chrono::milliseconds timeout_;
   BackendFactory backends_;
   std::shared_ptr<BlockPool> pool_;
   std::shared_ptr<Groups> groups_ = std::make_shared<Groups>();
@@ -165,6 +179,7 @@ class C10dTransport : public Transport {
   // What is under way goes before the groups that it is under way in.
   Inbox inbox_;
   Outbox outbox_;
+  std::optional<ExitHook> at_exit_{std::in_place, [this] { stop(); }};
 };
 
 }  // namespace
@@ -173,14 +188,26 @@ std::unique_ptr<Transport> c10d_transport(c10::intrusive_ptr<c10d::Store> store,
                                           C10dOptions options) {
   // Each rank counts its own.
   const std::int64_t number = store->add("transports/" + std::to_string(rank), 1);
-  return std::make_unique<C10dTransport>(
-      c10::make_intrusive<c10d::PrefixStore>("transport/" + std::to_string(number), std::move(store)), rank, ranks,
-      std::move(options));
+  auto own = c10::make_intrusive<c10d::PrefixStore>("transport/" + std::to_string(number), std::move(store));
+  require_all_ranks(*own, {.rank = rank,
+                           .ranks = ranks,
+                           .agreed = options.agreed,
+                           .timeout = options.timeout.value_or(kDefaultTimeout),
+                           .on_waiting = options.on_waiting});
+  return std::make_unique<C10dTransport>(std::move(own), rank, ranks, std::move(options));
 }
 
 std::unique_ptr<Transport> c10d_transport(const Rendezvous& place, C10dOptions options) {
-  if (!options.backends) options.backends = gloo_backends({.interface = place.interface, .address = place.address});
-  return c10d_transport(place.store, place.rank, place.ranks, std::move(options));
+  if (!options.timeout) options.timeout = place.timeout;
+  if (!options.on_waiting) options.on_waiting = place.on_waiting;
+  if (!options.backends) {
+    options.backends =
+        gloo_backends({.interface = place.interface, .address = place.address, .timeout = *options.timeout});
+  }
+  auto transport = c10d_transport(place.store, place.rank, place.ranks, std::move(options));
+  // All ranks are connected to the store by now.
+  if (place.served_port != 0) close_port_in_children(place.served_port);
+  return transport;
 }
 
 }  // namespace penstock

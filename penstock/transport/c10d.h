@@ -5,10 +5,15 @@
 //   std::unique_ptr<Transport> transport = c10d_transport(place);
 #pragma once
 
+#include <chrono>
+#include <map>
 #include <memory>
+#include <optional>
+#include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "penstock/transport/gloo.h"
+#include "penstock/transport/membership.h"
 #include "penstock/transport/pool.h"
 #include "penstock/transport/rendezvous.h"
 #include "penstock/transport/transport.h"
@@ -18,15 +23,23 @@ namespace penstock {
 struct C10dOptions {
   // Gloo on loopback when there is none.
   BackendFactory backends = {};
+  // Time that the ranks have to connect: those of the transport and, with Gloo, those of each group. If left out, it is the
+  // timeout of the rendezvous, or 60 s.
+  std::optional<std::chrono::milliseconds> timeout = std::nullopt;
+  // Options that must be the same on all ranks, by name. Ranks compare them when they connect, and all of them throw when
+  // one differs from rank 0.
+  std::map<std::string, std::string> agreed = {};
+  // Receives a line from time to time while ranks are missing. If left out, it is that of the rendezvous.
+  WaitingFunction on_waiting = {};
   // Every message tells its shapes. Without, they are learnt: see Transport::begin_step.
   bool dynamic_shapes = false;
   // For what is received; one of its own when there is none.
   std::shared_ptr<BlockPool> pool = {};
 };
 
-// One rank's end; a rank may make several, one after the other, when all do. Returns when all ranks have come; throws
-// TransportError when they have not within the time that the factory gives them. One thread uses it at a time, except for
-// abort. Threads of its own: one that moves data, one for each other rank that waits for its last word, one for
+// One rank's end; a rank may make several, one after the other, when all do. Blocks until all ranks have connected. Throws
+// TransportError when they have not within the timeout, or do not agree (membership.h). One thread uses it at a time,
+// except for abort. When the process exits while a transport is alive, the transport leaves as if it were destroyed. Threads of its own: one that moves data, one for each other rank that waits for its last word, one for
 // deadlines, one that frees what was sent, and one for the collectives of each group.
 std::unique_ptr<Transport> c10d_transport(c10::intrusive_ptr<c10d::Store> store, int rank, int ranks,
                                           C10dOptions options = {});

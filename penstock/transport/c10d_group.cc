@@ -11,6 +11,7 @@
 #include <string>
 #include <utility>
 
+#include "penstock/transport/unprofiled.h"
 #include "penstock/transport/wire.h"
 
 namespace penstock {
@@ -94,7 +95,9 @@ void C10dGroup::tear_down() noexcept {
   try {
     // A receive that is late closes all connections of its group, and so ends what uses them.
     std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
-    backend_->recv(nothing, member() == 0 ? 1 : 0, kTearDownTag)->wait(std::chrono::milliseconds(1));
+    unprofiled([&] {
+      return backend_->recv(nothing, member() == 0 ? 1 : 0, kTearDownTag);
+    })->wait(std::chrono::milliseconds(1));
   } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): just that
   }
 }
@@ -105,7 +108,7 @@ void C10dGroup::begin(Collective& collective, const Begin& begin_one) {
   control_->require_well();
   std::erase_if(begun_, [](const auto& work) { return work->isCompleted(); });
   try {
-    collective.works.push_back(begin_one(*backend_));
+    collective.works.push_back(unprofiled([&] { return begin_one(*backend_); }));
   } catch (const std::exception& error) {
     control_->connection_broke(TransportError::kNobody, error);
   }

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "penstock/tensor/reason.h"
+#include "penstock/transport/unprofiled.h"
 
 namespace penstock {
 namespace {
@@ -17,8 +18,10 @@ namespace {
 constexpr std::size_t kMessageBytes = 4096;
 constexpr int kTag = 0;
 
+}  // namespace
+
 // What a rank says to another, once.
-struct Word {
+struct Control::Word {
   enum class Kind : std::uint8_t { GoodBye, Verdict } kind = Kind::GoodBye;
   TransportError::Why why = TransportError::Why::Aborted;
   int peer = TransportError::kNobody;
@@ -26,7 +29,8 @@ struct Word {
   std::array<char, 2000> what = {};
   std::array<char, 2000> report = {};
 };
-static_assert(sizeof(Word) <= kMessageBytes);
+
+namespace {
 
 // A connection breaks a moment before the other side's last word is read, or the other way round.
 constexpr Clock::duration kGrace = std::chrono::seconds(1);
@@ -37,12 +41,6 @@ constexpr Clock::duration kLook = std::chrono::milliseconds(2);
 
 void put(std::array<char, 2000>& to, const std::string& text) {
   std::copy_n(text.begin(), std::min(text.size(), to.size() - 1), to.begin());
-}
-
-at::Tensor message_of(const Word& word) {
-  at::Tensor message = at::zeros({static_cast<std::int64_t>(kMessageBytes)}, at::kByte);
-  std::memcpy(message.data_ptr(), &word, sizeof word);
-  return message;
 }
 
 // The first sentence, without the place in gloo or libtorch and without the backtrace.
@@ -57,6 +55,7 @@ std::string brief(const std::exception& error) {
 Control::Control(c10::intrusive_ptr<c10d::Backend> backend, std::function<void()> on_verdict)
     : backend_(std::move(backend)), on_verdict_(std::move(on_verdict)) {
   if (!backend_) return;
+  own_message_ = at::zeros({static_cast<std::int64_t>(kMessageBytes)}, at::kByte);
   peers_.resize(static_cast<std::size_t>(backend_->getSize()));
   for (std::size_t i = 0; i < peers_.size(); ++i) {
     Peer& peer = peers_[i];
@@ -64,7 +63,7 @@ Control::Control(c10::intrusive_ptr<c10d::Backend> backend, std::function<void()
     if (peer.rank == backend_->getRank()) continue;
     peer.message = at::empty({static_cast<std::int64_t>(kMessageBytes)}, at::kByte);
     std::vector<at::Tensor> messages{peer.message};
-    peer.receive = backend_->recv(messages, peer.rank, kTag);
+    peer.receive = unprofiled([&] { return backend_->recv(messages, peer.rank, kTag); });
   }
   // Those who have left by now are noticed here.
   for (Peer& peer : peers_) {
@@ -77,6 +76,13 @@ Control::~Control() {
 }
 
 void Control::leave() {
+  stop();
+  // What is posted goes before its group.
+  for (Peer& peer : peers_) peer.receive.reset();
+  backend_.reset();
+}
+
+void Control::stop() {
   bool failed = false;
   {
     const Gate::Lock lock = gate_.lock();
@@ -86,7 +92,7 @@ void Control::leave() {
     say_verdict();
   } else {
     const std::lock_guard lock(word_mutex_);
-    say(message_of({}));
+    say({});
   }
   conclude(TransportError::Why::Aborted, TransportError::kNobody, "this rank has left");
   for (Peer& peer : peers_) {
@@ -95,16 +101,13 @@ void Control::leave() {
   for (Peer& peer : peers_) {
     if (peer.thread.joinable()) peer.thread.join();
   }
-  // What is posted goes before its group.
-  for (Peer& peer : peers_) peer.receive.reset();
-  backend_.reset();
 }
 
 void Control::watch(Peer& peer) {
   try {
     if (peer.receive->wait(kForever)) hear(peer);
   } catch (const std::exception&) {
-    conclude(TransportError::Why::Gone, peer.rank, "rank " + std::to_string(peer.rank) + " is not there any more");
+    conclude(TransportError::Why::Gone, peer.rank, "connection to rank " + std::to_string(peer.rank) + " lost");
     say_verdict();
   }
   const Gate::Lock lock = gate_.lock();
@@ -162,12 +165,14 @@ void Control::say_verdict() {
     put(word.what, verdict_->what());
     own_report_ = report;
   }
-  say(message_of(word));
+  say(word);
 }
 
-void Control::say(const at::Tensor& message) {
+void Control::say(const Word& word) {
+  static_assert(sizeof(Word) <= kMessageBytes);
   if (std::exchange(spoken_, true) || !backend_) return;
-  std::vector<at::Tensor> messages{message};
+  std::memcpy(own_message_.data_ptr(), &word, sizeof word);
+  std::vector<at::Tensor> messages{own_message_};
   std::vector<c10::intrusive_ptr<c10d::Work>> sends;
   const auto to_each = [](const auto& act) {
     try {
@@ -176,7 +181,8 @@ void Control::say(const at::Tensor& message) {
     }
   };
   for (const Peer& peer : peers_) {
-    if (peer.receive) to_each([&] { sends.push_back(backend_->send(messages, peer.rank, kTag)); });
+    if (!peer.receive) continue;
+    to_each([&] { sends.push_back(unprofiled([&] { return backend_->send(messages, peer.rank, kTag); })); });
   }
   for (const auto& send : sends) to_each([&] { send->wait(kLastWord); });
 }
@@ -225,7 +231,7 @@ void Control::connection_broke(int peer, const std::exception& how) {
     throw TransportError(TransportError::Why::Gone, found->rank, "rank " + std::to_string(found->rank) + " has ended");
   }
   const std::string whom = peer == TransportError::kNobody ? "a rank of a group" : "rank " + std::to_string(peer);
-  throw TransportError(TransportError::Why::Gone, peer, "the connection to " + whom + " broke: " + brief(how));
+  throw TransportError(TransportError::Why::Gone, peer, "connection to " + whom + " lost: " + brief(how));
 }
 
 }  // namespace penstock

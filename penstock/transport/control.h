@@ -21,9 +21,6 @@
 
 namespace penstock {
 
-// For waits that only an alarm ends.
-inline constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
-
 class Control {
  public:
   // `on_verdict` is called once, by whichever thread brings it about, after the alarms have rung.
@@ -34,6 +31,8 @@ class Control {
 
   // Says good-bye to the others and ends all waiting of this rank, for good.
   void leave();
+  // Does the same and keeps the connections, for a process that exits: it makes no tensor, and joins the threads.
+  void stop();
 
   // The verdict, unless there is one; all other ranks are told.
   void abort(const std::string& why) noexcept;
@@ -52,6 +51,7 @@ class Control {
   [[noreturn]] void connection_broke(int peer, const std::exception& how);
 
  private:
+  struct Word;
   struct Peer {
     int rank = 0;
     at::Tensor message;
@@ -70,8 +70,8 @@ class Control {
   void conclude(TransportError::Why why, int peer, const std::string& what);
   // Tells the others the verdict, and what this rank is doing.
   void say_verdict();
-  // One word to each of the others; the first one counts. With word_mutex_ locked.
-  void say(const at::Tensor& message);
+  // Sends one word to each of the others; the first call counts. With word_mutex_ locked.
+  void say(const Word& word);
 
   c10::intrusive_ptr<c10d::Backend> backend_;
   std::function<void()> on_verdict_;
@@ -80,6 +80,8 @@ class Control {
   std::optional<TransportError> verdict_;
   std::vector<Peer> peers_;
   std::mutex word_mutex_;
+  // Made beforehand: threads may have something to say when no operator works any more, as the process exits.
+  at::Tensor own_message_;
   bool spoken_ = false;
   std::function<std::string()> report_;
   std::optional<std::string> own_report_;

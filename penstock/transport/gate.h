@@ -2,6 +2,7 @@
 // while without giving up its core, and sleeps only then. Every wait has a deadline, and a closed gate ends all of them.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -13,6 +14,19 @@ namespace penstock {
 
 using Clock = std::chrono::steady_clock;
 using Deadline = Clock::time_point;
+
+// Longest timeout: one year. A longer one could not be added to the clock's time without overflow.
+inline constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
+
+// Returns the timeout itself, no longer than kForever and not negative.
+constexpr std::chrono::milliseconds bounded(std::chrono::milliseconds timeout) {
+  return std::clamp(timeout, std::chrono::milliseconds::zero(), kForever);
+}
+
+// Returns the point in time that lies `timeout` from now. Any timeout is fine, milliseconds::max() too.
+inline Deadline deadline_after(std::chrono::milliseconds timeout) {
+  return Clock::now() + bounded(timeout);
+}
 
 enum class Waited { Ready, Late, Closed };
 

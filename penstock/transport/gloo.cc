@@ -8,6 +8,8 @@
 #include <stdexcept>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
+#include "penstock/transport/child_sockets.h"
+
 namespace penstock {
 namespace {
 
@@ -40,15 +42,19 @@ void ignore_broken_pipes() {
 
 BackendFactory gloo_backends(const GlooOptions& options) {
   ignore_broken_pipes();
+  const NewSockets listening;
   const Device device = device_of(options);
-  const auto timeout = std::chrono::duration_cast<std::chrono::milliseconds>(options.timeout);
+  listening.close_in_children();
+  const std::chrono::milliseconds timeout = bounded(options.timeout);
   return [device, timeout](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
     const auto gloo = c10d::ProcessGroupGloo::Options::create(timeout);
     gloo->devices = {device};
     // Threads for collectives, which run one after the other.
     gloo->threads = 1;
-    return c10::static_intrusive_pointer_cast<c10d::Backend>(
-        c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, gloo));
+    const NewSockets connections;
+    auto group = c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, gloo);
+    connections.close_in_children();
+    return c10::static_intrusive_pointer_cast<c10d::Backend>(std::move(group));
   };
 }
 

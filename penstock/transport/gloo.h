@@ -25,12 +25,12 @@ struct GlooOptions {
   // Nothing but loopback unless one is named.
   std::string interface = {};
   std::string address = {};
-  // How long the ranks of a group may take to find one another.
-  Clock::duration timeout = std::chrono::seconds(60);
+  // Time that the ranks of a group have to connect to one another.
+  std::chrono::milliseconds timeout = std::chrono::seconds(60);
 };
 
-// The groups that one factory makes have one thread in common that moves their data. SIGPIPE is ignored from now on,
-// unless the process has a handler for it. Throws std::runtime_error when there is no such interface or address.
+// The groups that one factory makes have one thread in common that moves their data. Children that this process forks do
+// not keep the connections open. SIGPIPE is ignored from now on, unless the process has a handler for it. Throws std::runtime_error when there is no such interface or address.
 BackendFactory gloo_backends(const GlooOptions& options = {});
 
 }  // namespace penstock

@@ -6,6 +6,8 @@
 #include <string>
 #include <string_view>
 
+#include "penstock/transport/unprofiled.h"
+
 namespace penstock {
 namespace {
 
@@ -55,7 +57,8 @@ void Inbox::post_header(Incoming& incoming, int from, Tag tag) {
 Inbox::Posted Inbox::post(int from, Tag tag, Kind kind, const at::Tensor& bytes) {
   std::vector<at::Tensor> tensors{bytes};
   try {
-    return {.bytes = bytes, .work = backends_[tag.channel % 2]->recv(tensors, from, wire_tag(tag, kind))};
+    return {.bytes = bytes,
+            .work = unprofiled([&] { return backends_[tag.channel % 2]->recv(tensors, from, wire_tag(tag, kind)); })};
   } catch (const c10::Error& error) {
     control_.connection_broke(from, error);
   } catch (const std::runtime_error& error) {

@@ -4,6 +4,8 @@
 
 #include <cstring>
 
+#include "penstock/transport/unprofiled.h"
+
 namespace penstock {
 namespace {
 
@@ -40,19 +42,34 @@ void require_expected(const std::vector<Packed>& parts, const Metas* expected, i
   }
 }
 
+// Throws UnsendableTensor before anything is sent.
+std::vector<Packed> packed(const Message& message) {
+  std::vector<Packed> parts;
+  parts.reserve(message.size());
+  for (std::size_t i = 0; i < message.size(); ++i) {
+    if (const std::string why = why_unsendable(message[i]); !why.empty()) throw UnsendableTensor(i, why);
+    parts.emplace_back(message[i]);
+  }
+  return parts;
+}
+
 }  // namespace
 
 Outbox::Outbox(Control& control, DataBackends backends, Step& step)
     : control_(control), backends_(std::move(backends)), step_(step), reaper_([this] { reap(); }) {}
 
 Outbox::~Outbox() {
+  stop();
+  under_way_.clear();
+}
+
+void Outbox::stop() {
   {
     const Gate::Lock lock = gate_.lock();
     ending_ = true;
     gate_.changed();
   }
-  reaper_.join();
-  under_way_.clear();
+  if (reaper_.joinable()) reaper_.join();
 }
 
 void Outbox::begin_step() {
@@ -76,7 +93,7 @@ void Outbox::open(Channel& channel, int to, Tag tag) {
 
 void Outbox::send(int to, Tag tag, const Message& message, Deadline deadline) {
   control_.require_well();
-  const std::vector<Packed> parts(message.begin(), message.end());
+  const std::vector<Packed> parts = packed(message);
   Channel& channel = channel_of(to, tag);
   if (channel.headers == Headers::Unsaid) open(channel, to, tag);
   const Metas* expected = channel.learnt.next(tag.number);
@@ -138,7 +155,7 @@ void Outbox::start(int to, Tag tag, Kind kind, const at::Tensor& bytes) {
   std::vector<at::Tensor> tensors{bytes};
   c10::intrusive_ptr<c10d::Work> work;
   try {
-    work = backends_[tag.channel % 2]->send(tensors, to, wire_tag(tag, kind));
+    work = unprofiled([&] { return backends_[tag.channel % 2]->send(tensors, to, wire_tag(tag, kind)); });
   } catch (const c10::Error& error) {
     control_.connection_broke(to, error);
   } catch (const std::runtime_error& error) {

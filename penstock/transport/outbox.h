@@ -36,6 +36,8 @@ class Outbox {
   // Waits until all has been taken.
   void drain(Deadline deadline);
   void begin_step();
+  // Ends the thread that frees what was sent.
+  void stop();
 
  private:
   struct Channel {

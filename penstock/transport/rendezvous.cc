@@ -5,12 +5,16 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
+#include <cstdint>
 #include <cstdlib>
 #include <limits>
 #include <string_view>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStoreBackend.hpp>
+#include <utility>
 
+#include "penstock/transport/child_sockets.h"
 #include "penstock/transport/processes.h"
 #include "penstock/transport/sockets.h"
 
@@ -99,6 +103,17 @@ std::string place_of(const RankEnvironment& environment) {
   return environment.master_address + ":" + std::to_string(environment.master_port);
 }
 
+// torchrun's agent has the store, or rank 0 does.
+bool serves(const RankEnvironment& environment) {
+  return environment.rank == 0 && !environment.agent_serves;
+}
+
+// For a message: what is no printable character of ASCII is a dot.
+std::string printable_bytes(std::string bytes) {
+  std::ranges::replace_if(bytes, [](char c) { return c < ' ' || c > '~'; }, '.');
+  return bytes;
+}
+
 Descriptor listening_socket(const RankEnvironment& environment) {
   if (environment.listening_fd >= 0) {
     int listens = 0;
@@ -118,20 +133,66 @@ Descriptor listening_socket(const RankEnvironment& environment) {
   }
 }
 
-c10::intrusive_ptr<c10d::Store> make_store(const RankEnvironment& environment, Deadline deadline) {
+// Asks the store for a sign of life, in the few bytes that c10d's client sends first.
+std::string ping_of_store(std::uint32_t nonce) {
+  std::string bytes;
+  const auto add = [&bytes](const auto& value) {
+    bytes.append(reinterpret_cast<const char*>(&value), sizeof value);  // NOLINT(*-reinterpret-cast)
+  };
+  add(c10d::detail::QueryType::VALIDATE);
+  add(c10d::detail::validationMagicNumber);
+  add(c10d::detail::QueryType::PING);
+  add(nonce);
+  return bytes;
+}
+
+// Blocks until the store at the master's address answers. c10d's own client would wait without a deadline for an answer
+// of something that listens there and says nothing.
+void require_store(const RankEnvironment& environment, std::chrono::milliseconds timeout,
+                   const WaitingFunction& on_waiting) {
+  const std::string self = "rank " + std::to_string(environment.rank);
+  const std::string where = "MASTER_ADDR:MASTER_PORT, which is " + place_of(environment);
+  constexpr std::uint32_t kNonce = 0x70656e73;
+  const std::string expected(reinterpret_cast<const char*>(&kNonce), sizeof kNonce);  // NOLINT(*-reinterpret-cast)
+  WaitingLines lines(on_waiting, timeout);
+  const Answer answer =
+      ask(environment.master_address, environment.master_port, ping_of_store(kNonce), expected.size(),
+          deadline_after(timeout), [&](const std::string& why) {
+            lines.waiting([&] { return self + " waits for rank 0 at " + place_of(environment) + ": " + why; });
+          });
+  if (answer.bytes == expected) return;
+  constexpr const char* kOtherProgram =
+      ".\n  Hint: the port belongs to another program; choose a free one as MASTER_PORT for all ranks.";
+  if (!answer.bytes.empty()) {
+    throw RendezvousError(self + " found no store at " + where + ": what listens there answered '" +
+                          printable_bytes(answer.bytes) + "' to a ping" + kOtherProgram);
+  }
+  if (answer.connected) {
+    throw RendezvousError(self + " found no store at " + where +
+                          ": what listens there has not answered a ping within " + seconds_text(timeout) + " (" +
+                          answer.why +
+                          ").\n  Hint: see whether rank 0 has started; if it has, the port belongs to another program, "
+                          "and all ranks need a free one as MASTER_PORT.");
+  }
+  throw RendezvousError(self + " cannot reach " + where + ", within " + seconds_text(timeout) + ": " + answer.why +
+                        ".\n  Hint: rank 0 has to be running there, on an address that the other ranks can reach.");
+}
+
+c10::intrusive_ptr<c10d::Store> make_store(const RankEnvironment& environment, std::chrono::milliseconds timeout,
+                                           const WaitingFunction& on_waiting) {
+  const Deadline deadline = deadline_after(timeout);
   c10d::TCPStoreOptions options;
   options.port = static_cast<std::uint16_t>(environment.master_port);
-  options.isServer = environment.rank == 0 && !environment.agent_serves;
+  options.isServer = serves(environment);
   options.waitWorkers = false;
+  const NewSockets sockets;
   Descriptor socket;
   if (options.isServer) {
     socket = listening_socket(environment);
+    close_in_children(socket.number());
     options.masterListenFd = socket.number();
-  } else if (const std::string why = why_unreachable(environment.master_address, environment.master_port, deadline);
-             !why.empty()) {
-    throw RendezvousError("rank " + std::to_string(environment.rank) +
-                          " cannot reach MASTER_ADDR:MASTER_PORT, which is " + place_of(environment) + ": " + why +
-                          ".\n  Hint: rank 0 has to be running there, on an address that the other ranks can reach.");
+  } else {
+    require_store(environment, timeout, on_waiting);
   }
   options.timeout =
       std::max(std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()), std::chrono::milliseconds(1000));
@@ -139,6 +200,7 @@ c10::intrusive_ptr<c10d::Store> make_store(const RankEnvironment& environment, D
     auto store = c10::make_intrusive<c10d::TCPStore>(environment.master_address, options);
     // The store's from here on.
     socket.release();
+    sockets.close_in_children();
     return store;
   } catch (const c10::Error& error) {
     const std::string what = error.what_without_backtrace();
@@ -175,14 +237,22 @@ RankEnvironment read_environment(const Variables& variables) {
 
 bool is_in_rank_environment(const Variables& variables) {
   const Reader reader(variables);
-  return std::ranges::any_of(kLaunchers, [&](const Launcher& one) {
+  const bool complete = std::ranges::any_of(kLaunchers, [&](const Launcher& one) {
     return !reader.text(one.ranks).empty() && !reader.text(one.rank).empty();
   });
+  if (complete) return true;
+  // Those of Slurm are there in a batch script too, which is no rank.
+  for (const auto& [set, missing] : {std::pair("RANK", "WORLD_SIZE"), std::pair("WORLD_SIZE", "RANK")}) {
+    if (reader.text(set).empty()) continue;
+    throw RendezvousError(std::string(set) + " is '" + reader.text(set) + "', and " + missing +
+                          " is not set: a rank of several processes needs both." + kHint);
+  }
+  return false;
 }
 
-Rendezvous rendezvous(const RankEnvironment& environment, Clock::duration timeout) {
+Rendezvous rendezvous(const RankEnvironment& environment, std::chrono::milliseconds timeout,
+                      WaitingFunction on_waiting) {
   end_with_starter();
-  const Deadline deadline = Clock::now() + timeout;
   const std::string address =
       environment.one_machine ? kLoopback : address_towards(environment.master_address, environment.master_port);
   if (!environment.one_machine && environment.interface.empty() && (address.empty() || is_loopback(address))) {
@@ -195,10 +265,13 @@ Rendezvous rendezvous(const RankEnvironment& environment, Clock::duration timeou
   Rendezvous place{.rank = environment.rank,
                    .ranks = environment.ranks,
                    .local_rank = environment.local_rank,
-                   .store = make_store(environment, deadline),
+                   .store = make_store(environment, timeout, on_waiting),
                    .address = address,
-                   .interface = environment.interface};
-  place.store->setTimeout(std::chrono::ceil<std::chrono::milliseconds>(timeout));
+                   .interface = environment.interface,
+                   .timeout = timeout,
+                   .on_waiting = std::move(on_waiting),
+                   .served_port = serves(environment) ? environment.master_port : 0};
+  place.store->setTimeout(bounded(timeout));
   // The agent's store is still there when it starts the ranks anew.
   place.store = c10::make_intrusive<c10d::PrefixStore>("penstock/" + std::to_string(environment.attempt), place.store);
   return place;

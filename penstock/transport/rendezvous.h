@@ -9,8 +9,10 @@
 #include <stdexcept>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <utility>
 
 #include "penstock/transport/gate.h"
+#include "penstock/transport/membership.h"
 
 namespace penstock {
 
@@ -39,7 +41,8 @@ struct RankEnvironment {
 using Variables = std::function<const char*(const char* name)>;
 // Throws RendezvousError. The process's own variables unless others are given.
 RankEnvironment read_environment(const Variables& variables = {});
-// Whether something has started this process as one of several ranks.
+// Returns true when something has started this process as one of several ranks. Throws RendezvousError when RANK is set
+// without WORLD_SIZE or the reverse: such a process would run alone, and the others would wait for it.
 bool is_in_rank_environment(const Variables& variables = {});
 
 struct Rendezvous {
@@ -51,13 +54,22 @@ struct Rendezvous {
   // leads to the master or the interface that was named.
   std::string address;
   std::string interface;
+  // What rendezvous() was given, for transports that are made from this.
+  std::chrono::milliseconds timeout = std::chrono::seconds(60);
+  WaitingFunction on_waiting = {};
+  // The port of the store, when this process serves it; else 0.
+  int served_port = 0;
 };
 
 // Rank 0 serves the store on the master's address alone, unless torchrun's agent does; the others connect to it. Throws
-// RendezvousError, also when the master is not there within the timeout.
-Rendezvous rendezvous(const RankEnvironment& environment, Clock::duration timeout = std::chrono::seconds(60));
-inline Rendezvous rendezvous(Clock::duration timeout = std::chrono::seconds(60)) {
-  return rendezvous(read_environment(), timeout);
+// RendezvousError when the store does not answer within the timeout, or something else answers at its port. The timeout
+// holds for transports that are made from the result too, and `on_waiting` receives a line from time to time while this
+// process waits.
+Rendezvous rendezvous(const RankEnvironment& environment, std::chrono::milliseconds timeout = std::chrono::seconds(60),
+                      WaitingFunction on_waiting = {});
+inline Rendezvous rendezvous(std::chrono::milliseconds timeout = std::chrono::seconds(60),
+                             WaitingFunction on_waiting = {}) {
+  return rendezvous(read_environment(), timeout, std::move(on_waiting));
 }
 
 }  // namespace penstock

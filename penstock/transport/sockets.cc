@@ -20,6 +20,7 @@ namespace {
 
 constexpr int kBacklog = 1024;
 constexpr Clock::duration kBetweenAttempts = std::chrono::milliseconds(20);
+constexpr Clock::duration kBetweenLooks = std::chrono::milliseconds(50);
 
 struct FreeAddresses {
   void operator()(addrinfo* list) const { freeaddrinfo(list); }
@@ -48,17 +49,39 @@ std::chrono::milliseconds until(Deadline deadline) {
 }
 
 // Why a connection cannot be made; empty when it can.
-std::string try_to_connect(const addrinfo& address, Deadline deadline) {
-  const Descriptor one = socket_for(address);
-  if (!one.is_open()) return system_reason(errno);
-  if (::connect(one.number(), address.ai_addr, address.ai_addrlen) == 0) return "";
+std::string try_to_connect(const Descriptor& socket, const addrinfo& address, Deadline deadline) {
+  if (!socket.is_open()) return system_reason(errno);
+  if (::connect(socket.number(), address.ai_addr, address.ai_addrlen) == 0) return "";
   if (errno != EINPROGRESS) return system_reason(errno);
-  pollfd waiting{.fd = one.number(), .events = POLLOUT, .revents = 0};
+  pollfd waiting{.fd = socket.number(), .events = POLLOUT, .revents = 0};
   if (::poll(&waiting, 1, static_cast<int>(until(deadline).count())) <= 0) return system_reason(ETIMEDOUT);
   int error = 0;
   socklen_t size = sizeof error;
-  ::getsockopt(one.number(), SOL_SOCKET, SO_ERROR, &error, &size);
+  ::getsockopt(socket.number(), SOL_SOCKET, SO_ERROR, &error, &size);
   return error == 0 ? "" : system_reason(error);
+}
+
+// Reads up to `size` bytes into the answer.
+void read_answer(const Descriptor& socket, std::size_t size, Deadline deadline, Answer& answer,
+                 const std::function<void(const std::string& why)>& on_waiting) {
+  std::array<char, 64> buffer{};
+  while (answer.bytes.size() < size) {
+    pollfd waiting{.fd = socket.number(), .events = POLLIN, .revents = 0};
+    const Deadline look = std::min<Deadline>(deadline, Clock::now() + kBetweenLooks);
+    if (::poll(&waiting, 1, static_cast<int>(until(look).count())) <= 0) {
+      answer.why = "it accepts connections and says nothing";
+      if (Clock::now() >= deadline) return;
+      on_waiting(answer.why);
+      continue;
+    }
+    const ssize_t count =
+        ::recv(socket.number(), buffer.data(), std::min(size - answer.bytes.size(), buffer.size()), 0);
+    if (count <= 0) {
+      answer.why = count == 0 || errno == ECONNRESET ? "it closed the connection" : system_reason(errno);
+      return;
+    }
+    answer.bytes.append(buffer.data(), static_cast<std::size_t>(count));
+  }
 }
 
 }  // namespace
@@ -100,15 +123,23 @@ int port_of(const Descriptor& socket) {
                                              : reinterpret_cast<const sockaddr_in*>(&address)->sin_port);
 }
 
-std::string why_unreachable(const std::string& address, int port, Deadline deadline) {
+Answer ask(const std::string& address, int port, const std::string& question, std::size_t size, Deadline deadline,
+           const std::function<void(const std::string& why)>& on_waiting) {
+  Answer answer;
   for (;;) {
-    std::string why;
-    const Addresses all = resolve(address, port, SOCK_STREAM, why);
+    const Addresses all = resolve(address, port, SOCK_STREAM, answer.why);
     for (const addrinfo* one = all.get(); one != nullptr; one = one->ai_next) {
-      why = try_to_connect(*one, deadline);
-      if (why.empty()) return "";
+      const Descriptor socket = socket_for(*one);
+      answer.why = try_to_connect(socket, *one, deadline);
+      if (!answer.why.empty()) continue;
+      answer.connected = true;
+      // The few bytes of a question fit into the buffer of a new connection.
+      ::send(socket.number(), question.data(), question.size(), MSG_NOSIGNAL);
+      read_answer(socket, size, deadline, answer, on_waiting);
+      if (!answer.bytes.empty()) return answer;
     }
-    if (Clock::now() + kBetweenAttempts >= deadline) return why;
+    if (Clock::now() + kBetweenAttempts >= deadline) return answer;
+    on_waiting(answer.why);
     std::this_thread::sleep_for(kBetweenAttempts);
   }
 }

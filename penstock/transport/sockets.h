@@ -1,6 +1,8 @@
 // The few things that we do with sockets ourselves: everything else is c10d's.
 #pragma once
 
+#include <cstddef>
+#include <functional>
 #include <string>
 #include <utility>
 
@@ -40,8 +42,19 @@ class Descriptor {
 Descriptor listen_on(const std::string& address, int port);
 int port_of(const Descriptor& socket);
 
-// Whether somebody listens there; asks until the deadline, and says then why not. Empty when there is somebody.
-std::string why_unreachable(const std::string& address, int port, Deadline deadline);
+// What came back for a question, and why it is not more.
+struct Answer {
+  std::string bytes;
+  // Somebody listened there.
+  bool connected = false;
+  // What the last attempt failed with.
+  std::string why;
+};
+// Connects, sends the question and waits for `size` bytes. Tries again until the deadline while nobody listens there, or
+// the connection is closed without an answer; any answer ends it. Calls `on_waiting` with the reason between attempts and
+// while it waits.
+Answer ask(const std::string& address, int port, const std::string& question, std::size_t size, Deadline deadline,
+           const std::function<void(const std::string& why)>& on_waiting);
 
 // This machine's address on the way there; empty when there is no way.
 std::string address_towards(const std::string& address, int port);

@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -36,7 +37,7 @@ class TransportError : public std::runtime_error {
   enum class Why {
     // Nothing came within the deadline.
     Late,
-    // The other rank is not there any more.
+    // The connection to the other rank is lost.
     Gone,
     // Another rank has failed, and said so.
     Aborted,
@@ -52,6 +53,24 @@ class TransportError : public std::runtime_error {
  private:
   Why why_;
   int peer_;
+};
+
+// A tensor of a message cannot be sent: there are no elements in the CPU's memory that could be read.
+class UnsendableTensor : public std::invalid_argument {
+ public:
+  UnsendableTensor(std::size_t index, const std::string& why)
+      : std::invalid_argument("tensor " + std::to_string(index) + " of the message is " + why),
+        index_(index),
+        why_(why) {}
+
+  // The tensor's place in the message.
+  std::size_t index() const { return index_; }
+  // "a sparse float32 tensor of shape [2]; …"
+  const std::string& why() const { return why_; }
+
+ private:
+  std::size_t index_;
+  std::string why_;
 };
 
 // A collective that has begun. Its tensors are not to be touched before wait returns.
@@ -101,7 +120,8 @@ class Transport {
   // Says that a message will be taken.
   virtual void post_receive(int from, Tag tag) = 0;
   // May wait until the receive is posted. What was sent is the receiver's: the sender does not touch it again. Whether a
-  // tensor requires grad is told too. Throws TransportError.
+  // tensor requires grad is told too. Throws TransportError, and between processes UnsendableTensor before anything is
+  // sent.
   virtual void send(int to, Tag tag, Message message, Deadline deadline) = 0;
   // The message, once it has come. Throws TransportError.
   virtual Message receive(int from, Tag tag, Deadline deadline) = 0;

@@ -1,10 +1,12 @@
 #include "penstock/transport/wire.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
 #include <cstring>
+#include <sstream>
 #include <stdexcept>
 #include <utility>
 
@@ -67,12 +69,49 @@ Metas decode_header(std::string_view first, std::string_view rest) {
   return decode_metadata(std::string_view(bytes).substr(0, size));
 }
 
+namespace {
+
+// False for wrappers of other tensors, such as those of subclasses and of functorch, and for freed parameters, whose
+// storage is smaller than their sizes say.
+bool has_memory(const at::Tensor& tensor) {
+  if (tensor._is_zerotensor() || tensor.numel() == 0) return true;
+  if (!tensor.unsafeGetTensorImpl()->has_storage()) return false;
+  try {
+    return tensor.storage().data() != nullptr &&
+           tensor.storage().nbytes() >=
+               at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize(),
+                                                static_cast<std::size_t>(tensor.storage_offset()));
+  } catch (const c10::Error&) {
+    // A fake tensor's storage throws when its memory is asked for.
+    return false;
+  }
+}
+
+// Returns the kind of a tensor that has no elements in the CPU's memory, and an empty text for one that has.
+std::string kind_of(const at::Tensor& tensor) {
+  if (tensor.is_nested()) return "a nested tensor";
+  if (tensor.is_sparse()) return "a sparse " + describe(tensor);
+  if (tensor.is_quantized()) return "a quantized " + describe(tensor);
+  if (!tensor.device().is_cpu()) return "a " + describe(tensor);
+  if (tensor.layout() != at::kStrided) {
+    std::ostringstream layout;
+    layout << tensor.layout();
+    return "a " + describe(tensor) + " with layout " + layout.str();
+  }
+  if (has_memory(tensor)) return "";
+  const bool is_subclass = tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
+  return "a " + describe(tensor) + (is_subclass ? " of a tensor subclass," : "") + " without memory of its own";
+}
+
+}  // namespace
+
+std::string why_unsendable(const at::Tensor& tensor) {
+  const std::string kind = tensor.defined() ? kind_of(tensor) : "";
+  return kind.empty() ? "" : kind + "; only dense tensors in the CPU's memory can be sent between processes.";
+}
+
 Packed::Packed(const at::Tensor& given) {
   if (!given.defined()) return;
-  if (!given.device().is_cpu() || given.layout() != at::kStrided || given.is_quantized()) {
-    throw std::invalid_argument("a message has a " + describe(given) +
-                                "; this transport carries dense tensors on the CPU.");
-  }
   requires_grad = given.requires_grad();
   const c10::AutoGradMode no_grad(false);
   // Zeros that autograd made without memory.

@@ -89,8 +89,12 @@ HeaderBytes encode_header(const Metas& metas);
 std::size_t rest_of_header(std::string_view first);
 Metas decode_header(std::string_view first, std::string_view rest);
 
+// Says what a tensor is that cannot be sent as bytes, and what can be; empty for one that can. Only dense tensors with
+// elements in the CPU's memory can: no tensors of subclasses, wrappers, sparse, nested or opaque ones.
+std::string why_unsendable(const at::Tensor& tensor);
+
 // A tensor as it is sent: its elements without gaps, in the order that they have in memory, so that a transposed one
-// arrives transposed. Throws std::invalid_argument for what has none on the CPU.
+// arrives transposed. The tensor can be sent.
 struct Packed {
   explicit Packed(const at::Tensor& given);
 

@@ -45,7 +45,7 @@ int judge(const Plan& plan, const std::string& what) {
   const double seconds = now() - then;
   const bool killed = plan.signal == SIGKILL;
   const std::string victim = "rank " + std::to_string(plan.rank);
-  const bool names_it = killed ? what.find(": " + victim + " is not there any more\n") != std::string::npos
+  const bool names_it = killed ? what.find(": connection to " + victim + " lost\n") != std::string::npos
                                : what.find(victim + " within the deadline of ") != std::string::npos;
   // Between two steps there is no action to point at.
   const bool between_steps = what.find(": ") < what.find(", ");

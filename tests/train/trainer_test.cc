@@ -2,12 +2,14 @@
 #include "penstock/train/trainer.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -82,6 +84,22 @@ TEST(Trainer, HasTheSameLossesOnAnyRanksWithAnySchedule) {
       EXPECT_EQ(whole, losses_of({.schedule = one.schedule, .ranks = ranks, .stages_per_rank = one.stages_per_rank}));
     }
   }
+}
+
+// The program's own operators keep their threads.
+TEST(Trainer, LeavesTheNumberOfIntraOpThreadsAsItIs) {
+  const auto of_a_new_thread = [] {
+    int found = 0;
+    std::thread([&found] { found = at::get_num_threads(); }).join();
+    return found;
+  };
+  const int own = at::get_num_threads();
+  const int others = of_a_new_thread();
+  const auto trainer = trainer_of({.ranks = 2});
+  trainer->step();
+  trainer->evaluate({sums().batch(0)});
+  EXPECT_EQ(at::get_num_threads(), own);
+  EXPECT_EQ(of_a_new_thread(), others);
 }
 
 TEST(Trainer, ClipsTheNormOfAllGradients) {

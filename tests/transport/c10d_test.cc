@@ -11,6 +11,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <vector>
 
 #include "penstock/tensor/metadata.h"
@@ -206,14 +207,45 @@ TEST(C10dTransport, GivesTensorsThatCanBeChangedAndLearnt) {
   });
 }
 
+// A tensor as Python's wrapper subclasses are: sizes and a storage without memory.
+at::Tensor subclass_of(const at::Tensor& tensor) {
+  c10::Storage storage(c10::Storage::use_byte_size_t{}, tensor.nbytes(), at::DataPtr(nullptr, at::kCPU),
+                       /*allocator=*/nullptr, /*resizable=*/false);
+  at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+  made.unsafeGetTensorImpl()->set_python_dispatch(true);
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides());
+  return made;
+}
+
 TEST(C10dTransport, SaysWhichTensorsItDoesNotCarry) {
   World world(Carrier::Gloo, 2);
-  const auto send = [&](const at::Tensor& tensor) { world[0].send(1, kTag, {tensor}, far()); };
-  const std::string right = "; this transport carries dense tensors on the CPU.";
-  expect_error<std::invalid_argument>([&] { send(at::empty({2}, at::TensorOptions().device(at::kMeta))); },
-                                      "a message has a float32 tensor of shape [2] on meta" + right);
-  expect_error<std::invalid_argument>([&] { send(at::zeros({2}).to_sparse()); },
-                                      "a message has a float32 tensor of shape [2]" + right);
+  const auto expect_unsendable = [&](const at::Tensor& tensor, const std::string& what) {
+    expect_error<UnsendableTensor>([&] { world[0].send(1, kTag, {at::ones(1), tensor}, far()); },
+                                   "tensor 1 of the message is " + what +
+                                       "; only dense tensors in the CPU's memory can be sent between processes.");
+  };
+  expect_unsendable(at::empty({2}, at::TensorOptions().device(at::kMeta)), "a float32 tensor of shape [2] on meta");
+  expect_unsendable(at::zeros({2}).to_sparse(), "a sparse float32 tensor of shape [2]");
+  expect_unsendable(at::eye(2).to_sparse_csr(), "a float32 tensor of shape [2, 2] with layout SparseCsr");
+  expect_unsendable(at::zeros({2, 2}).to_mkldnn(), "a float32 tensor of shape [2, 2] with layout Mkldnn");
+  expect_unsendable(at::quantize_per_tensor(at::zeros({2}), 1, 0, at::kQInt8), "a quantized qint8 tensor of shape [2]");
+  expect_unsendable(at::_nested_tensor_from_tensor_list({at::ones({2}), at::ones({3})}), "a nested tensor");
+  // Its storage was freed, as that of a shard's whole parameter is.
+  const at::Tensor freed = at::ones({2});
+  freed.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(at::DataPtr());
+  freed.storage().unsafeGetStorageImpl()->set_nbytes(0);
+  expect_unsendable(freed, "a float32 tensor of shape [2] without memory of its own");
+  expect_unsendable(subclass_of(at::ones({2, 3})),
+                    "a float32 tensor of shape [2, 3] of a tensor subclass, without memory of its own");
+  // Nothing of them was sent.
+  world.run([](Transport& transport) {
+    if (transport.rank() == 0) {
+      transport.send(1, kTag, {at::ones(3)}, far());
+    } else {
+      EXPECT_TRUE(at::equal(transport.receive(0, kTag, far()).at(0), at::ones(3)));
+    }
+  });
 }
 
 TEST(C10dTransport, SaysWhichRanksItHasAConnectionTo) {
@@ -231,13 +263,21 @@ TEST(C10dTransport, IsThereForOneRankAlone) {
   world[0].abort("nobody hears it");
 }
 
-TEST(C10dTransport, SaysThatNotAllRanksHaveCome) {
+// One that publishes itself and then makes no connection, such as one that is killed there.
+TEST(C10dTransport, KeepsItsTimeoutWhileGlooConnects) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  store->setTimeout(std::chrono::milliseconds(100));
-  const Thrown found = thrown_by(
-      [&] { c10d_transport(store, 0, 2, {.backends = gloo_backends({.timeout = std::chrono::milliseconds(100)})}); });
+  const auto own = c10::make_intrusive<c10d::PrefixStore>("transport/1", store);
+  constexpr std::chrono::milliseconds kTimeout(300);
+  Thrown found;
+  on_threads(2, [&](int rank) {
+    if (rank == 1) {
+      require_all_ranks(*own, {.rank = 1, .ranks = 2});
+    } else {
+      found = thrown_by([&] { c10d_transport(store, 0, 2, {.timeout = kTimeout}); });
+    }
+  });
   EXPECT_EQ(found.why, TransportError::Why::Late);
-  EXPECT_TRUE(found.what.starts_with("rank 0 did not find the other 1 ranks of control: ")) << found.what;
+  EXPECT_TRUE(found.what.starts_with("rank 0 has not connected to the other 1 ranks of control: ")) << found.what;
 }
 
 TEST(Gloo, SaysWhichAddressOrInterfaceThereIsNot) {

@@ -1,8 +1,10 @@
 #include "penstock/transport/processes.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>  // NOLINT(modernize-deprecated-headers): kill is POSIX's
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstdlib>
@@ -128,6 +130,23 @@ TEST(ProcessRanks, SendTensorsToOneAnother) {
 TEST(LostRank, IsNoticedByAllOthersWhenItIsKilled) {
   ProcessRanks ranks(options(4, {"kill"}));
   EXPECT_EQ(ranks.wait(far()), (Ends{exited(kGone + 3), exited(kGone + 3), exited(kGone + 3), signalled(SIGKILL)}));
+}
+
+// A child that a rank has forked has copies of its sockets. The others would wait for their timeout if it kept them open.
+TEST(LostRank, IsNoticedAlthoughItsChildrenLive) {
+  for (const char* what : {"kill-with-child", "kill-with-program"}) {
+    SCOPED_TRACE(what);
+    int ends[2] = {};
+    ASSERT_EQ(::pipe(ends), 0);
+    const Descriptor child_end(ends[0]);
+    const Descriptor own_end(ends[1]);
+    // The child ends when nobody has this end any more.
+    ::fcntl(own_end.number(), F_SETFD, FD_CLOEXEC);
+    ProcessOptions with = options(3, {what, "20"});
+    with.environment["PENSTOCK_TEST_PIPE"] = std::to_string(child_end.number());
+    ProcessRanks ranks(with);
+    EXPECT_EQ(ranks.wait(far()), (Ends{exited(kGone + 2), exited(kGone + 2), signalled(SIGKILL)}));
+  }
 }
 
 TEST(LostRank, IsNoticedByAllOthersWhenItExits) {

@@ -2,6 +2,7 @@
 #include "tests/transport/rank_program.h"
 
 #include <ATen/ATen.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <csignal>
@@ -60,6 +61,20 @@ void wait_for(Transport& transport, Group& group, int victim, double seconds) {
   }
 }
 
+// Leaves a child behind that lives until whoever has started the ranks closes the other end of a pipe: a program when
+// `exec`, else a copy of this process. PENSTOCK_TEST_PIPE names this end.
+void leave_a_child(bool exec) {
+  const int end = std::atoi(std::getenv("PENSTOCK_TEST_PIPE"));
+  if (::fork() != 0) return;
+  if (exec) {
+    ::dup2(end, STDIN_FILENO);
+    ::execlp("cat", "cat", nullptr);
+  }
+  char byte = 0;
+  while (::read(end, &byte, 1) > 0) continue;
+  std::_Exit(0);
+}
+
 // The last rank does something to itself, and the others wait.
 int lose(Transport& transport, const std::string& what, double seconds) {
   const int victim = transport.ranks() - 1;
@@ -69,7 +84,9 @@ int lose(Transport& transport, const std::string& what, double seconds) {
   if (transport.rank() == victim) {
     // Once all have come.
     group->barrier()->wait(within(60));
-    if (what == "kill") std::raise(SIGKILL);
+    if (what == "kill-with-child") leave_a_child(/*exec=*/false);
+    if (what == "kill-with-program") leave_a_child(/*exec=*/true);
+    if (what.starts_with("kill")) std::raise(SIGKILL);
     if (what == "stop") std::raise(SIGSTOP);
     if (what == "exit") std::_Exit(3);
     transport.abort("the last rank has had enough");

@@ -1,13 +1,18 @@
 #include "penstock/transport/rendezvous.h"
 
 #include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/socket.h>
 
+#include <atomic>
 #include <fstream>
 #include <map>
 #include <memory>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <utility>
 #include <vector>
 
 #include "penstock/transport/sockets.h"
@@ -115,7 +120,13 @@ TEST(RankEnvironment, IsThereOrNot) {
   EXPECT_TRUE(is_there(with({})));
   EXPECT_TRUE(is_there({{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}}));
   EXPECT_FALSE(is_there({}));
-  EXPECT_FALSE(is_there({{"RANK", "1"}}));
+  // A process of several that would run alone.
+  const std::string both =
+      " is not set: a rank of several processes needs both.\n  Hint: whatever starts the ranks, such as torchrun, sets "
+      "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.";
+  expect_error<RendezvousError>([&] { is_there({{"RANK", "1"}}); }, "RANK is '1', and WORLD_SIZE" + both);
+  expect_error<RendezvousError>([&] { is_there({{"WORLD_SIZE", "2"}}); }, "WORLD_SIZE is '2', and RANK" + both);
+  EXPECT_TRUE(is_there({{"RANK", "1"}, {"PMI_RANK", "1"}, {"PMI_SIZE", "2"}}));
   // A batch script of Slurm's, which has not called srun.
   EXPECT_FALSE(is_there({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "4"}}));
 }
@@ -299,8 +310,87 @@ TEST(Rendezvous, SaysThatTheMasterCannotBeReached) {
   expect_error<RendezvousError>(
       [&] { rendezvous(environment(1, 2, port, -1), std::chrono::milliseconds(100)); },
       "rank 1 cannot reach MASTER_ADDR:MASTER_PORT, which is 127.0.0.1:" + std::to_string(port) +
-          ": Connection refused.\n  Hint: rank 0 has to be running there, on an address that the other ranks can "
+          ", within 0.1 s: Connection refused.\n  Hint: rank 0 has to be running there, on an address that the other "
+          "ranks can "
           "reach.");
+}
+
+// Something that is no store, on a port of its own.
+class OtherProgram {
+ public:
+  // It gives this answer to whoever connects, if any, and then closes the connection or leaves it open.
+  OtherProgram(std::string answer, bool closes)
+      : thread_([this, answer = std::move(answer), closes] { serve(answer, closes); }) {}
+  ~OtherProgram() {
+    ending_ = true;
+    thread_.join();
+  }
+  OtherProgram(const OtherProgram&) = delete;
+  OtherProgram& operator=(const OtherProgram&) = delete;
+
+  int port() const { return port_of(socket_); }
+
+ private:
+  void serve(const std::string& answer, bool closes) {
+    std::vector<Descriptor> connections;
+    while (!ending_) {
+      pollfd waiting{.fd = socket_.number(), .events = POLLIN, .revents = 0};
+      if (::poll(&waiting, 1, 10) <= 0) continue;
+      Descriptor connection(::accept(socket_.number(), nullptr, nullptr));
+      ::send(connection.number(), answer.data(), answer.size(), MSG_NOSIGNAL);
+      if (!closes) connections.push_back(std::move(connection));
+    }
+  }
+
+  Descriptor socket_ = listen_on("127.0.0.1", 0);
+  std::atomic<bool> ending_ = false;
+  std::thread thread_;
+};
+
+std::string error_at(int port, std::vector<std::string>* lines = nullptr) {
+  try {
+    rendezvous(environment(1, 2, port, -1), std::chrono::milliseconds(200), [&](const std::string& line) {
+      if (lines != nullptr) lines->push_back(line);
+    });
+  } catch (const RendezvousError& error) {
+    return error.what();
+  }
+  return "nothing was thrown";
+}
+
+TEST(Rendezvous, SaysThatTheMastersPortBelongsToAnotherProgram) {
+  const OtherProgram server("HTTP/1.1 400 Bad Request\r\n\r\n", /*closes=*/true);
+  EXPECT_EQ(
+      error_at(server.port()),
+      "rank 1 found no store at MASTER_ADDR:MASTER_PORT, which is 127.0.0.1:" + std::to_string(server.port()) +
+          ": what listens there answered 'HTTP' to a ping.\n  Hint: the port belongs to another program; choose a "
+          "free one as MASTER_PORT for all ranks.");
+}
+
+TEST(Rendezvous, SaysInTimeThatTheMasterDoesNotAnswer) {
+  for (const bool closes : {false, true}) {
+    const OtherProgram silent("", closes);
+    std::vector<std::string> lines;
+    const std::string what = closes ? "it closed the connection" : "it accepts connections and says nothing";
+    const std::string place = "127.0.0.1:" + std::to_string(silent.port());
+    EXPECT_EQ(error_at(silent.port(), &lines),
+              "rank 1 found no store at MASTER_ADDR:MASTER_PORT, which is " + place +
+                  ": what listens there has not answered a ping within 0.2 s (" + what +
+                  ").\n  Hint: see whether rank 0 has started; if it has, the port belongs to another program, and all "
+                  "ranks need a free one as MASTER_PORT.");
+    EXPECT_EQ(lines, std::vector<std::string>{"rank 1 waits for rank 0 at " + place + ": " + what + " (0 s of 0.2 s)"});
+  }
+}
+
+TEST(Rendezvous, GivesItsTimeoutToTheTransport) {
+  Descriptor socket = listen_on("127.0.0.1", 0);
+  const int port = port_of(socket);
+  std::vector<std::string> lines;
+  const Rendezvous place = rendezvous(environment(0, 2, port, socket.release()), std::chrono::milliseconds(200),
+                                      [&](const std::string& line) { lines.push_back(line); });
+  const Thrown found = thrown_by([&] { c10d_transport(place); });
+  EXPECT_TRUE(found.what.starts_with("rank 1 of 2 has not connected within 0.2 s.")) << found.what;
+  EXPECT_EQ(lines, std::vector<std::string>{"rank 0 waits for rank 1 of 2 (0 s of 0.2 s)"});
 }
 
 TEST(Sockets, KnowTheWayToAnAddress) {

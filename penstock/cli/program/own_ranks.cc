@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 #include <fstream>
+#include <iostream>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -56,6 +57,11 @@ std::vector<std::string> own_words() {
 }
 
 }  // namespace
+
+void say_waiting(const std::string& line) {
+  // One write, as ranks share a terminal.
+  std::cerr << "penstock: " + line + "\n" << std::flush;
+}
 
 struct OwnRanks::Processes {
   TemporaryFolder folder;

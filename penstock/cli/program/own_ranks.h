@@ -5,10 +5,14 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <string>
 
 #include "penstock/transport/gate.h"
 
 namespace penstock::cli {
+
+// Writes to standard error that this rank waits for others.
+void say_waiting(const std::string& line);
 
 class OwnRanks {
  public:

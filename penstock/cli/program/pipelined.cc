@@ -84,7 +84,8 @@ TensorsByName Pipelined::run_here(const TensorsByName& batch, std::shared_ptr<Tr
 TensorsByName Pipelined::run(const TensorsByName& batch) {
   if (OwnRanks::is_rank()) {
     OwnRanks::run([&](const std::filesystem::path& folder, int rank) {
-      const TensorsByName result = run_here(batch, c10d_transport(rendezvous(in_milliseconds(options_.timeout))));
+      const TensorsByName result =
+          run_here(batch, c10d_transport(rendezvous(in_milliseconds(options_.timeout), say_waiting)));
       write_safetensors(results_of(folder, rank), {result.begin(), result.end()});
     });
   }

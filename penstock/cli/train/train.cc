@@ -243,7 +243,7 @@ class Run {
 int train(const TrainOptions& options, const nlohmann::json& configuration) {
   const auto as_rank = [&] {
     const auto timeout = std::chrono::milliseconds(static_cast<std::int64_t>(options.run.timeout * 1000));
-    return Run(options, configuration, c10d_transport(rendezvous(timeout))).train();
+    return Run(options, configuration, c10d_transport(rendezvous(timeout, say_waiting))).train();
   };
   if (OwnRanks::is_rank()) {
     OwnRanks::run([&](const fs::path&, int) {

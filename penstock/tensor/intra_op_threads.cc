@@ -1,0 +1,50 @@
+#include "penstock/tensor/intra_op_threads.h"
+
+#include <ATen/Parallel.h>
+#include <dlfcn.h>
+
+namespace penstock {
+namespace {
+
+// The functions behind at::set_num_threads that hold for one thread. They are looked up, as a libtorch may be built without
+// OpenMP or MKL.
+struct ThreadSettings {
+  using SetOpenMp = void (*)(int);
+  using SetMkl = int (*)(int);
+  SetOpenMp set_openmp = reinterpret_cast<SetOpenMp>(::dlsym(RTLD_DEFAULT, "omp_set_num_threads"));
+  // Returns the number that held before, 0 for none of the thread's own.
+  SetMkl set_mkl = reinterpret_cast<SetMkl>(::dlsym(RTLD_DEFAULT, "MKL_Set_Num_Threads_Local"));
+
+  static const ThreadSettings& get() {
+    static const ThreadSettings kSettings;
+    return kSettings;
+  }
+};
+
+void set_for_this_thread(int threads) {
+  if (const auto set = ThreadSettings::get().set_openmp) {
+    set(threads);
+  } else {
+    at::set_num_threads(threads);
+  }
+}
+
+int set_mkl_for_this_thread(int threads) {
+  const auto set = ThreadSettings::get().set_mkl;
+  return set == nullptr ? 0 : set(threads);
+}
+
+}  // namespace
+
+// The question makes libtorch set this thread's number to its default, once, so that it does not do so later.
+IntraOpThreads::IntraOpThreads(int threads)
+    : before_(at::get_num_threads()), mkl_before_(set_mkl_for_this_thread(threads)) {
+  set_for_this_thread(threads);
+}
+
+IntraOpThreads::~IntraOpThreads() {
+  set_for_this_thread(before_);
+  set_mkl_for_this_thread(mkl_before_);
+}
+
+}  // namespace penstock

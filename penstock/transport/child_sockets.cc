@@ -1,0 +1,134 @@
+#include "penstock/transport/child_sockets.h"
+
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <pthread.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <charconv>
+#include <filesystem>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <system_error>
+#include <vector>
+
+namespace penstock {
+namespace {
+
+std::optional<ino_t> inode_of_socket(int descriptor) {
+  struct stat status{};
+  if (::fstat(descriptor, &status) != 0 || !S_ISSOCK(status.st_mode)) return std::nullopt;
+  return status.st_ino;
+}
+
+int option_of(int socket, int option) {
+  int value = -1;
+  socklen_t size = sizeof value;
+  return ::getsockopt(socket, SOL_SOCKET, option, &value, &size) == 0 ? value : -1;
+}
+
+std::map<int, ino_t> tcp_sockets() {
+  std::map<int, ino_t> found;
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", error)) {
+    const std::string name = entry.path().filename();
+    int descriptor = -1;
+    std::from_chars(name.data(), name.data() + name.size(), descriptor);
+    const std::optional<ino_t> inode = inode_of_socket(descriptor);
+    if (!inode || option_of(descriptor, SO_TYPE) != SOCK_STREAM) continue;
+    const int domain = option_of(descriptor, SO_DOMAIN);
+    if (domain == AF_INET || domain == AF_INET6) found[descriptor] = *inode;
+  }
+  return found;
+}
+
+// The port of the socket's own end.
+int own_port(int socket) {
+  sockaddr_storage address{};
+  socklen_t size = sizeof address;
+  if (::getsockname(socket, reinterpret_cast<sockaddr*>(&address), &size) != 0) return -1;
+  return ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<const sockaddr_in6*>(&address)->sin6_port
+                                             : reinterpret_cast<const sockaddr_in*>(&address)->sin_port);
+}
+
+// The sockets that a forked child closes. A fork waits until the list is whole.
+class ChildSockets {
+ public:
+  static ChildSockets& the() {
+    // Never destroyed, as a fork may come at any time.
+    static auto* const kSockets = new ChildSockets;
+    return *kSockets;
+  }
+
+  void add(int descriptor, ino_t inode) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(sockets_, [](const Socket& one) { return inode_of_socket(one.descriptor) != one.inode; });
+    sockets_.push_back({.descriptor = descriptor, .inode = inode});
+  }
+
+ private:
+  struct Socket {
+    int descriptor;
+    ino_t inode;
+  };
+
+  ChildSockets() {
+    ::pthread_atfork([] { the().mutex_.lock(); }, [] { the().mutex_.unlock(); },
+                     [] {
+                       the().replace_all();
+                       the().mutex_.unlock();
+                     });
+  }
+
+  void replace_all() {
+    if (sockets_.empty()) return;
+    const int nothing = ::open("/dev/null", O_RDWR | O_CLOEXEC);
+    for (const Socket& socket : sockets_) {
+      // Another file may have the number by now.
+      if (inode_of_socket(socket.descriptor) != socket.inode) continue;
+      if (nothing >= 0) {
+        ::dup3(nothing, socket.descriptor, O_CLOEXEC);
+      } else {
+        ::close(socket.descriptor);
+      }
+    }
+    if (nothing >= 0) ::close(nothing);
+    sockets_.clear();
+  }
+
+  std::mutex mutex_;
+  std::vector<Socket> sockets_;
+};
+
+void keep_from_children(int descriptor, ino_t inode) {
+  const int flags = ::fcntl(descriptor, F_GETFD);
+  if (flags < 0) return;
+  ::fcntl(descriptor, F_SETFD, flags | FD_CLOEXEC);
+  ChildSockets::the().add(descriptor, inode);
+}
+
+}  // namespace
+
+void close_in_children(int socket) {
+  if (const auto inode = inode_of_socket(socket)) keep_from_children(socket, *inode);
+}
+
+void close_port_in_children(int port) {
+  for (const auto& [descriptor, inode] : tcp_sockets()) {
+    if (own_port(descriptor) == port) keep_from_children(descriptor, inode);
+  }
+}
+
+NewSockets::NewSockets() : before_(tcp_sockets()) {}
+
+void NewSockets::close_in_children() const {
+  for (const auto& [descriptor, inode] : tcp_sockets()) {
+    const auto found = before_.find(descriptor);
+    if (found == before_.end() || found->second != inode) keep_from_children(descriptor, inode);
+  }
+}
+
+}  // namespace penstock

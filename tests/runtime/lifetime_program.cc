@@ -1,0 +1,156 @@
+// What the tests of a process's end and of profiles start: as one process with thread ranks, or as a process rank. It ends
+// with 0 when all went well.
+//
+//   lifetime_program threads|gloo exit         exits with a pipeline on the stack
+//   lifetime_program threads|gloo leak         returns from main with a pipeline that is never destroyed
+//   lifetime_program threads|gloo exit-in-step exits while another thread is in steps
+//   lifetime_program threads|gloo join-at-exit the same, with a static object that waits for that thread
+//   lifetime_program threads|gloo profile SEED begins and ends profiles at random moments
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/profiler_kineto.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <exception>
+#include <iostream>
+#include <memory>
+#include <optional>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "penstock/runtime/pipeline.h"
+#include "penstock/schedule/generators.h"
+#include "penstock/transport/c10d.h"
+#include "tests/runtime/models.h"
+
+namespace penstock::testing {
+namespace {
+
+constexpr int kRanks = 2;
+
+class Trained {
+ public:
+  explicit Trained(const std::string& carrier, std::shared_ptr<Transport> transport = nullptr)
+      : transport_(std::move(transport)) {
+    if (carrier == "gloo" && !transport_) transport_ = c10d_transport(place());
+    std::vector<int> own{0, 1};
+    if (transport_) own = {transport_->rank()};
+    PipelineOptions options{.transport = transport_, .loss = squared_error};
+    options.timeout = std::chrono::seconds(60);
+    pipeline_ = std::make_unique<Pipeline>(model_.pipeline_stages(own), schedule_, options);
+  }
+  void step() { pipeline_->step({rows(8, "x")}, {}, rows(8, "y")); }
+
+  static const Rendezvous& place() {
+    static const auto* const kPlace = new Rendezvous(rendezvous());
+    return *kPlace;
+  }
+
+ private:
+  Schedule schedule_ = generate("1F1B", {.ranks = kRanks, .microbatches = 4});
+  Model model_ = perceptron(kRanks);
+  std::shared_ptr<Transport> transport_;
+  std::unique_ptr<Pipeline> pipeline_;
+};
+
+// Joins its thread when static objects are destroyed.
+struct Joined {
+  ~Joined() {
+    if (thread.joinable()) thread.join();
+  }
+  std::thread thread;
+};
+
+int exit_in_step(const std::string& carrier, bool joined) {
+  static Joined at_exit;
+  static Trained& trained = *new Trained(carrier);
+  static std::atomic<int> steps = 0;
+  std::thread thread([joined] {
+    try {
+      for (;;) {
+        trained.step();
+        steps = steps + 1;
+        steps.notify_all();
+      }
+    } catch (const PipelineError&) {
+      // Somebody waits for the thread; otherwise an error may not come out of a step now.
+      if (!joined) std::abort();
+    }
+  });
+  while (steps < 3) steps.wait(steps);
+  if (joined) {
+    at_exit.thread = std::move(thread);
+  } else {
+    thread.detach();
+  }
+  std::exit(0);  // NOLINT(concurrency-mt-unsafe): it is what is tested
+}
+
+// Makes, uses and destroys pipelines, the same in all processes, while profiles begin and end at moments of each process.
+int profile(const std::string& carrier, unsigned seed) {
+  namespace profiler = torch::autograd::profiler;
+  using torch::profiler::impl::ActivityType;
+  const char* rank = std::getenv("RANK");
+  std::mt19937 same(seed);
+  std::mt19937 own(seed * 1000 + static_cast<unsigned>(rank == nullptr ? 0 : std::atoi(rank)));
+  const auto chance = [](std::mt19937& random, int of) { return std::uniform_int_distribution(1, of)(random) == 1; };
+  std::optional<Trained> trained;
+  bool profiling = false;
+  std::size_t events = 0;
+  const auto turn_profiler = [&](bool on) {
+    const torch::profiler::impl::ProfilerConfig config(torch::profiler::impl::ProfilerState::KINETO);
+    if (on) {
+      profiler::prepareProfiler(config, {ActivityType::CPU});
+      profiler::enableProfiler(config, {ActivityType::CPU});
+    } else {
+      events += profiler::disableProfiler()->events().size();
+    }
+    profiling = on;
+  };
+  for (int i = 0; i < 60; ++i) {
+    if (chance(own, 3)) turn_profiler(!profiling);
+    // A rank that ends its pipeline before the other has connected is lost to it, so that a step comes between.
+    if (trained && chance(same, 4)) {
+      trained.reset();
+      continue;
+    }
+    if (!trained) {
+      trained.emplace(carrier);
+      if (chance(own, 3)) turn_profiler(!profiling);
+    }
+    trained->step();
+  }
+  if (profiling) turn_profiler(false);
+  trained.reset();
+  return events > 0 ? 0 : 4;
+}
+
+int main(const std::vector<std::string>& words) {
+  const std::string& carrier = words.at(0);
+  const std::string& what = words.at(1);
+  if (what == "profile") return profile(carrier, static_cast<unsigned>(std::stoul(words.at(2))));
+  if (what == "exit-in-step" || what == "join-at-exit") return exit_in_step(carrier, what == "join-at-exit");
+  if (what == "leak") {
+    auto* const leaked = new Trained(carrier);
+    for (int i = 0; i < 3; ++i) leaked->step();
+    return 0;
+  }
+  Trained trained(carrier);
+  for (int i = 0; i < 3; ++i) trained.step();
+  std::exit(0);  // NOLINT(concurrency-mt-unsafe): it is what is tested
+}
+
+}  // namespace
+}  // namespace penstock::testing
+
+int main(int argc, char** argv) {
+  try {
+    return penstock::testing::main(std::vector<std::string>(argv + 1, argv + argc));
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << "\n";
+    return 3;
+  }
+}
