@@ -1,5 +1,9 @@
 #include "penstock/runtime/batch.h"
 
+#include <ATen/ops/arange.h>
+#include <ATen/ops/equal.h>
+
+#include <algorithm>
 #include <cstddef>
 #include <unordered_set>
 #include <utility>
@@ -17,7 +21,64 @@ std::optional<c10::IValue> kwargs_spec(const BatchSpecs& specs, int stage) {
   return found == specs.stage_kwargs.end() ? std::nullopt : std::optional(found->second);
 }
 
+struct NamedTensor {
+  std::string name;
+  at::Tensor tensor;
+};
+
+// The tensors of the first stage's arguments that have rows, by their names in errors.
+std::vector<NamedTensor> tensors_with_rows(const Batch& batch) {
+  std::vector<NamedTensor> tensors;
+  const auto add = [&](const c10::IValue& leaf, const Path& path) {
+    if (leaf.isTensor() && leaf.toTensor().defined() && leaf.toTensor().dim() > 0) {
+      tensors.push_back({path.text(), leaf.toTensor()});
+    }
+  };
+  for_each_leaf(to_value(batch.args), Path("args"), add);
+  const auto kwargs = batch.kwargs.find(0);
+  if (kwargs != batch.kwargs.end()) for_each_leaf(to_value(kwargs->second), Path("kwargs"), add);
+  return tensors;
+}
+
+std::string described(const std::string& name, const at::Tensor& tensor) {
+  return name + " (" + describe(tensor) + ")";
+}
+
+// A target that is the list of its own row numbers, 0, 1, 2, …: the loss uses it to tell microbatches apart, and compares
+// nothing with it.
+bool is_numbering(const at::Tensor& target) {
+  return target.dim() == 1 && target.scalar_type() == at::kLong &&
+         at::equal(target, at::arange(target.size(0), target.options()));
+}
+
+// Without specs, a microbatch has the same rows of the target as of an argument, or the same multiple of them where the
+// target was flattened. Anything else would compare outputs with targets of other rows.
+void require_rows_fit(const Batch& batch, const BatchSpecs& specs, int count, const std::string& parts) {
+  if (specs.target || specs.args || specs.kwargs || !batch.target.isTensor()) return;
+  const at::Tensor& target = batch.target.toTensor();
+  if (!target.defined() || target.dim() == 0) return;
+  const std::int64_t rows = target.size(0);
+  const std::vector<NamedTensor> tensors = tensors_with_rows(batch);
+  const auto fits = [&](const NamedTensor& argument) {
+    const std::int64_t others = argument.tensor.size(0);
+    // A multiple is split in the same places only if each part has a whole number of it.
+    return others > 0 && (rows == others || (rows > others && rows % others == 0 && others % count == 0));
+  };
+  if (tensors.empty() || std::ranges::any_of(tensors, fits) || is_numbering(target)) return;
+  throw PipelineError(described("the target", target) + " has " + std::to_string(rows) + " rows, and " +
+                      described(tensors.front().name, tensors.front().tensor) + " has " +
+                      std::to_string(tensors.front().tensor.size(0)) + ": they cannot be split into the same " + parts +
+                      ".\n  Hint: give a target for each row; BatchSpecs::target says how another one is split.");
+}
+
 }  // namespace
+
+std::int64_t rows_of(const Batch& batch) {
+  const std::vector<NamedTensor> tensors = tensors_with_rows(batch);
+  std::int64_t rows = tensors.empty() ? 1 : 0;
+  for (const NamedTensor& argument : tensors) rows = std::max(rows, argument.tensor.size(0));
+  return rows;
+}
 
 std::vector<Batch> split_batch(const Batch& batch, const BatchSpecs& specs, int count, const std::string& parts) {
   std::vector<Batch> result(static_cast<std::size_t>(count));
@@ -39,6 +100,7 @@ std::vector<Batch> split_batch(const Batch& batch, const BatchSpecs& specs, int 
   }
 
   if (batch.target.isNone()) return result;
+  require_rows_fit(batch, specs, count, parts);
   std::optional<c10::IValue> spec;
   if (specs.target) spec = c10::ivalue::Tuple::create({*specs.target});
   SplitArgs targets = split_args_kwargs_into_chunks({batch.target}, {}, count, spec);

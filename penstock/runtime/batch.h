@@ -3,6 +3,7 @@
 
 #include <ATen/core/ivalue.h>
 
+#include <cstdint>
 #include <map>
 #include <optional>
 #include <string>
@@ -26,9 +27,14 @@ struct Batch {
   Args args;
   // By stage.
   std::map<int, Kwargs> kwargs;
-  // None for none.
+  // None if none was given. An undefined tensor is the target of a loss that takes none.
   c10::IValue target;
+  // Where the batch comes from, such as a file: errors name it. Empty for none.
+  std::string name = {};
 };
+
+// Number of rows of a batch: the largest dimension 0 of the arguments of its first stage, and 1 if none has dimensions.
+std::int64_t rows_of(const Batch& batch);
 
 // `count` parts, which errors call `parts`, such as "microbatches". Throws ChunkError for what cannot be split, and
 // PipelineError, by name, for what has too few rows.

@@ -3,6 +3,8 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 
@@ -195,9 +197,25 @@ const at::Tensor& Executor::seed_of(const at::Tensor& loss, int microbatch) {
   return seed_;
 }
 
+// A microbatch that counts nothing, such as one whose targets are all ignored: its loss is the mean of nothing, which may
+// be NaN, and 0 times that too. Gradients of zero begin at the outputs, so that they have their shapes on all ranks.
+void Executor::add_nothing(int microbatch, const c10::IValue& output) {
+  at::TensorOptions like = at::kFloat;
+  for (const at::Tensor& tensor : extract_tensor_args(output)) {
+    if (!tensor.defined() || !tensor.requires_grad()) continue;
+    like = at::TensorOptions(tensor.device()).dtype(c10::toRealValueType(tensor.scalar_type()));
+    if (!work_->autograd) continue;
+    stages_.at(work_->schedule->stages() - 1)->add_root(microbatch, tensor, at::zeros_like(tensor));
+  }
+  work_->losses[static_cast<std::size_t>(microbatch)] = at::zeros({}, like);
+}
+
 void Executor::compute_loss(int microbatch, const c10::IValue& output) {
   const auto at = static_cast<std::size_t>(microbatch);
-  if (work_->loss && (work_->has_target || work_->backward)) {
+  const bool has_loss = work_->loss && (work_->has_target || work_->backward);
+  if (has_loss && work_->weights[at] == 0) {
+    add_nothing(microbatch, output);
+  } else if (has_loss) {
     const at::Tensor loss = work_->loss(output, work_->microbatches[at].target, work_->loss_kwargs);
     if (!loss.defined() || loss.numel() != 1) {
       throw StageError("the loss of microbatch " + std::to_string(microbatch) + ": found " + describe(loss) +

@@ -35,8 +35,17 @@ struct StepWork {
   bool autograd = false;
   std::vector<Batch> microbatches;
   bool has_target = false;
-  // By microbatch.
+  // The factor of each microbatch's loss in the gradients.
   std::vector<double> weights;
+  // How much each microbatch's loss counts; empty without a LossWeight. Between processes only the rank that has the
+  // target knows them at first: see share_weights.
+  std::vector<double> loss_weights;
+  // The weight that gradients are divided by; left out: the sum of all loss_weights.
+  std::optional<double> total_weight;
+  // Whether gradients are divided by it.
+  bool scale_grads = true;
+  // Whether the caller has given `weights`, which then stay as they are.
+  bool seeds_are_given = false;
   LossFunction loss;
   Kwargs loss_kwargs;
   bool keep_outputs = false;
@@ -56,6 +65,8 @@ struct StepWork {
   std::vector<at::Tensor> losses;
   // By microbatch and stage.
   std::vector<std::map<int, std::vector<at::Tensor>>> loss_terms;
+  // Whether another process of the replica has loss terms; asked for only when no process has a loss function.
+  bool has_terms_elsewhere = false;
 };
 
 class Executor;
@@ -144,6 +155,7 @@ class Executor {
   // Keeps the output of a microbatch, and throws StageError when those that there are cannot be merged: before the last
   // backward, so that the step fails on all ranks.
   void keep_output(std::size_t microbatch, c10::IValue output);
+  void add_nothing(int microbatch, const c10::IValue& output);
   // What is left of a loss when its microbatch is done. The losses of a step lie in memory that is set aside at the
   // first: small tensors that stay between large ones that go leave holes, and none of these fits the next large one.
   at::Tensor kept_loss(const at::Tensor& loss, std::size_t microbatch);

@@ -23,14 +23,33 @@ struct Place {
   int rank = 0;
   int position = -1;
   std::string what;
+  // Whether an action threw there, and not only waited.
+  bool threw = false;
 };
 
 class Explanation {
  public:
   explicit Explanation(const FailedStep& step) : step_(step), ranks_(step.schedule->ranks()) {}
 
-  std::string text() const {
+  PipelineError error() const {
     const Place place = first_failure();
+    return {text(place), computation_at(place)};
+  }
+
+ private:
+  // Where in the schedule an action of a microbatch threw; none for anything else.
+  std::optional<FailurePlace> computation_at(const Place& place) const {
+    const auto actions = step_.schedule->actions(place.rank % ranks_);
+    if (!place.threw || place.position < 0 || place.position >= static_cast<int>(actions.size())) return std::nullopt;
+    const Action& action = actions[static_cast<std::size_t>(place.position)];
+    if (!action.is_compute() || action.microbatch == kNone) return std::nullopt;
+    return FailurePlace{.replica = place.rank / ranks_,
+                        .rank = place.rank % ranks_,
+                        .stage = action.stage,
+                        .microbatch = action.microbatch};
+  }
+
+  std::string text(const Place& place) const {
     std::string message = name_of(place.rank);
     const auto actions = step_.schedule->actions(place.rank % ranks_);
     if (place.position >= 0 && place.position < static_cast<int>(actions.size())) {
@@ -53,7 +72,6 @@ class Explanation {
     return message;
   }
 
- private:
   const std::optional<RankReport>& report(int rank) const { return step_.reports[static_cast<std::size_t>(rank)]; }
   bool has_report(int rank) const {
     return rank >= 0 && rank < static_cast<int>(step_.reports.size()) && report(rank).has_value();
@@ -87,7 +105,7 @@ class Explanation {
         if (!has_report(rank) || report(rank)->kind != kind) continue;
         if (kind == Kind::WasLate) return last_waiter(rank);
         if (kind == Kind::IsGone) return where_it_shows(report(rank)->failure);
-        return {rank, report(rank)->position, report(rank)->failure};
+        return {rank, report(rank)->position, report(rank)->failure, /*threw=*/true};
       }
     }
     return where_it_shows(step_.what);
@@ -164,8 +182,8 @@ RankReport decode_report(const std::string& text) {
   return report;
 }
 
-std::string explain(const FailedStep& step) {
-  return Explanation(step).text();
+PipelineError explain(const FailedStep& step) {
+  return Explanation(step).error();
 }
 
 }  // namespace penstock

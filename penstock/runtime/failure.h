@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "penstock/runtime/error.h"
 #include "penstock/schedule/schedule.h"
 #include "penstock/transport/transport.h"
 
@@ -35,7 +36,8 @@ struct FailedStep {
   std::vector<std::optional<RankReport>> reports;
   double timeout_seconds = 0;
 };
-// The rank, its stage, action and microbatch, what went wrong there, where the others were, and the schedule around it.
-std::string explain(const FailedStep& step);
+// The error of a failed step. It names the rank, its stage, action and microbatch, what went wrong there, where the others
+// were, and the schedule around it.
+PipelineError explain(const FailedStep& step);
 
 }  // namespace penstock

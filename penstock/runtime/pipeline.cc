@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "penstock/runtime/digest.h"
+#include "penstock/runtime/loss_weight.h"
 #include "penstock/runtime/ranks.h"
 #include "penstock/runtime/results.h"
 #include "penstock/schedule/csv.h"
@@ -70,9 +71,10 @@ const Stages& checked(const std::vector<Stages>& replicas, const Schedule& sched
 
 // What all processes should have alike.
 std::uint64_t agreement_on(const Schedule& lowered_schedule, const Wiring& wiring, const SharedParameters& shared,
-                           bool sharded) {
+                           const PipelineOptions& options) {
   Digest digest;
-  digest.add(to_csv(lowered_schedule)).add(sharded ? 1 : 0).add(static_cast<std::int64_t>(wiring.links().size()));
+  digest.add(to_csv(lowered_schedule)).add(options.sharded ? 1 : 0).add(options.loss_weight ? 1 : 0);
+  digest.add(static_cast<std::int64_t>(wiring.links().size()));
   for (const Wiring::Link& link : wiring.links()) {
     digest.add(link.from).add(link.to).add(link.values ? static_cast<std::int64_t>(link.values->size()) : -1);
     if (!link.values) continue;
@@ -133,16 +135,19 @@ struct Pipeline::State {
               {.transport = options.transport,
                .shared = shared,
                .sharded = options.sharded,
-               .agreement = agreement_on(training, wiring, shared, options.sharded),
+               .agreement = agreement_on(training, wiring, shared, options),
+               .has_loss = options.loss != nullptr || !options.functions.instead.empty(),
                .functions = &options.functions,
                .timeout = options.timeout,
                .intra_op_threads = options.intra_op_threads}) {}
 
   int replicas_here() const { return static_cast<int>(ranks.stages().size()); }
 
+  void require_loss_and_target(const Batch& batch) const;
   Batch batch_of(const Args& args, const Kwargs& kwargs, const c10::IValue& target,
                  const StepOptions& step_options) const;
   std::uint64_t signature_of(const Batch& batch, bool backward) const;
+  void set_all_seeds(std::vector<StepWork>& works) const;
   std::shared_ptr<StepRun> prepare(const Batch& batch, const StepOptions& step_options, bool backward);
   StepResult run(const std::function<std::shared_ptr<StepRun>()>& prepare_step, const Schedule& schedule);
   StepResult run_unless_exiting(const std::function<std::shared_ptr<StepRun>()>& prepare_step,
@@ -159,6 +164,25 @@ struct Pipeline::State {
   std::int64_t steps = 0;
   Ranks ranks;
 };
+
+// For a step: functions of the user's may compute a loss of their own.
+void Pipeline::State::require_loss_and_target(const Batch& batch) const {
+  if (!options.functions.instead.empty() || !ranks.has_stage(training.stages() - 1)) return;
+  if (!options.loss && !batch.target.isNone()) {
+    throw PipelineError("there is a target, " + describe(batch.target) +
+                        ", and no loss function that compares the output with it.\n  Hint: PipelineOptions::loss; eval "
+                        "needs neither.");
+  }
+  if (!options.loss || !batch.target.isNone()) return;
+  std::string arguments = "the arguments";
+  for (const c10::IValue& argument : batch.args) {
+    if (arguments == "the arguments") arguments += " (args[0] is " + describe(argument) + ")";
+  }
+  throw PipelineError(
+      "the target is missing: there is a loss function, and " + arguments +
+      " come without anything to compare the output with.\n  Hint: step(args, kwargs, target); at::Tensor() "
+      "is the target of a loss that takes none.");
+}
 
 // As far as stages of this process need it.
 Batch Pipeline::State::batch_of(const Args& args, const Kwargs& kwargs, const c10::IValue& target,
@@ -193,6 +217,15 @@ std::uint64_t Pipeline::State::signature_of(const Batch& batch, bool backward) c
   return signature.value();
 }
 
+// Of thread ranks, which are all here; process ranks share their weights first.
+void Pipeline::State::set_all_seeds(std::vector<StepWork>& works) const {
+  double total = 0;
+  for (const StepWork& work : works) {
+    for (const double weight : work.loss_weights) total += weight;
+  }
+  for (StepWork& work : works) set_seeds(work, work.total_weight.value_or(total), static_cast<int>(works.size()));
+}
+
 std::shared_ptr<StepRun> Pipeline::State::prepare(const Batch& batch, const StepOptions& step_options, bool backward) {
   const auto count = static_cast<std::size_t>(training.microbatches());
   const std::size_t all = count * static_cast<std::size_t>(replicas_here());
@@ -200,6 +233,7 @@ std::shared_ptr<StepRun> Pipeline::State::prepare(const Batch& batch, const Step
     throw PipelineError("there are " + std::to_string(step_options.weights.size()) + " weights for " +
                         std::to_string(all) + " microbatches.");
   }
+  if (backward) require_loss_and_target(batch);
   std::vector<Batch> parts{batch};
   if (replicas_here() > 1) parts = split_batch(batch, options.specs, replicas_here(), "replicas");
   // Between threads nobody has to learn shapes.
@@ -212,7 +246,13 @@ std::shared_ptr<StepRun> Pipeline::State::prepare(const Batch& batch, const Step
     borrow_chunks(work.microbatches, parts[replica]);
     work.has_target = !batch.target.isNone();
     work.weights.assign(count, options.scale_grads ? 1.0 / static_cast<double>(count) : 1.0);
-    if (!step_options.weights.empty()) {
+    if (options.loss_weight) {
+      work.loss_weights.assign(count, 0);
+      work.total_weight = step_options.total_weight;
+    }
+    work.scale_grads = options.scale_grads;
+    work.seeds_are_given = !step_options.weights.empty();
+    if (work.seeds_are_given) {
       std::copy_n(step_options.weights.begin() + static_cast<std::ptrdiff_t>(replica * count), count,
                   work.weights.begin());
     }
@@ -221,6 +261,7 @@ std::shared_ptr<StepRun> Pipeline::State::prepare(const Batch& batch, const Step
     work.autograd = backward && options.backward_requires_autograd;
     work.loss = options.loss;
     work.loss_kwargs = step_options.loss_kwargs;
+    if (options.loss_weight && !batch.target.isNone()) weigh(work, options.loss_weight);
     work.keep_outputs = step_options.return_outputs;
     work.output_merge_spec = &options.output_merge_spec;
     work.results_everywhere = step_options.results_everywhere;
@@ -233,6 +274,7 @@ std::shared_ptr<StepRun> Pipeline::State::prepare(const Batch& batch, const Step
     work.losses.resize(count);
     work.loss_terms.resize(count);
   }
+  if (options.loss_weight && ranks.are_threads()) set_all_seeds(step->works);
   step->records.assign(parts.size(), Record(static_cast<std::size_t>(training.ranks())));
   if (backward) {
     step->inputs = {to_value(batch.args), batch.target, to_value(step_options.loss_kwargs)};

@@ -4,6 +4,7 @@
 //   Pipeline pipeline(std::move(stages), lower(generate("1F1B", {.ranks = 4, .microbatches = 8})), {.loss = mse});
 //   StepResult result = pipeline.step({x}, {}, y);   // forwards and backwards: gradients are in the parameters
 //   optimizer.step();
+//   module->eval();                                  // dropout and batch normalisation: eval below leaves them alone
 //   StepResult seen = pipeline.eval({x});            // forwards only, without gradients
 //
 // The same in each of several processes, which have a part of the stages each:
@@ -38,10 +39,15 @@ struct PipelineOptions {
   // This process's end, when its rank is one of several processes; left out: all ranks are threads of this process.
   std::shared_ptr<Transport> transport = nullptr;
   LossFunction loss = nullptr;
+  // How much the loss of each microbatch counts: gradients are those of sum(weight * loss) / sum(weight) over all
+  // microbatches and replicas, which is the mean over the whole batch when `loss` is a mean and this counts what it is the
+  // mean of. All processes give one, or none does. Left out: all microbatches count alike, as in
+  // torch.distributed.pipelining.
+  LossWeight loss_weight = nullptr;
   // How the batch is split into microbatches, and outputs are merged; left out: along dimension 0.
   BatchSpecs specs = {};
   std::optional<c10::IValue> output_merge_spec = std::nullopt;
-  // Each microbatch's loss counts 1 / microbatches, or 1.
+  // Gradients are those of the mean over microbatches, or else of the sum.
   bool scale_grads = true;
   // Each replica keeps a part of each stage's parameters, instead of all.
   bool sharded = false;
@@ -85,12 +91,14 @@ class Pipeline {
   Pipeline& operator=(Pipeline&&) noexcept;
 
   // Forwards and backwards of a batch. `args` and `kwargs` are the first stage's; a process needs only what its own stages
-  // take, and the target only with the last. Throws ChunkError for what cannot be split or merged, and PipelineError. Nothing
+  // take, and the target only with the last. For a loss of the output alone, the target is at::Tensor(). Throws ChunkError for what cannot be split or merged, and PipelineError. Nothing
   // of a step that failed is left: gradients of parameters and of the batch's tensors have the values from before, in the
   // same tensors, and buffers have their values. So has the number of the next step, and with it random numbers.
   StepResult step(const Args& args, const Kwargs& kwargs = {}, const c10::IValue& target = {},
                   const StepOptions& options = {});
-  // Forwards alone, without gradients; with a target also the losses.
+  // Forwards alone, without gradients; with a target also the losses. Modules stay in the mode in which they are, as in
+  // torch.distributed.pipelining: in training mode dropout drops and batch normalisation learns. Call module->eval(), or
+  // Pipe::eval() for an exported model, before it, and train() after it.
   StepResult eval(const Args& args, const Kwargs& kwargs = {}, const c10::IValue& target = {},
                   const StepOptions& options = {});
 

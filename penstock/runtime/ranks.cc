@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "penstock/runtime/error.h"
+#include "penstock/runtime/loss_weight.h"
 #include "penstock/runtime/results.h"
 #include "penstock/tensor/reason.h"
 #include "penstock/transport/threads.h"
@@ -44,6 +45,7 @@ Ranks::Ranks(std::vector<std::vector<PipelineStage>> stages, const Schedule& sch
       options_(std::move(options)),
       stages_(std::move(stages)),
       threads_(are_threads() ? schedule.ranks() * static_cast<int>(stages_.size()) : 1, options_.intra_op_threads) {
+  has_loss_ = options_.has_loss;
   place_stages();
   require_shared();
   if (options_.sharded && replicas() > 1) require_shardable_stages();
@@ -130,7 +132,7 @@ void Ranks::require_agreement() {
   const bool agree = other == transport.ranks();
   // Nobody leaves before all know, or who is slow would hear of another's end first.
   try {
-    gathered(0, /*round=*/1);
+    has_loss_ = gathered(options_.has_loss ? 1 : 0, /*round=*/1).any().item<bool>();
     transport.end_step(deadline);
   } catch (const TransportError&) {
     if (agree) throw;
@@ -138,7 +140,8 @@ void Ranks::require_agreement() {
   if (agree) return;
   throw PipelineError("process " + std::to_string(other) +
                       " has another pipeline than process 0: the schedule, the wiring, the parameters that are "
-                      "shared and whether they are sharded should be the same in all processes.\n"
+                      "shared, whether they are sharded and whether there is a loss_weight should be the same in all "
+                      "processes.\n"
                       "  Hint: a parameter that several stages share is named in `shared` in all processes.");
 }
 
@@ -383,16 +386,24 @@ void Ranks::run(std::shared_ptr<StepRun> step, const std::function<void()>& conc
     running_.reset();
   }
   try {
+    for (const StepWork& work : running->step->works) require_roots(work);
     conclude();
     for (Executor& executor : executors_) executor.end();
-  } catch (...) {
+  } catch (const std::exception& error) {
     rollback(*running->step);
     running->step->works.clear();
-    refuse("what it computed cannot be merged");
+    refuse(reason_of(error));
     throw;
   }
   running->step->saved.clear();
   if (!std::exchange(has_run_, true)) ExitHook::renew();
+}
+
+void Ranks::require_roots(const StepWork& work) const {
+  if (!work.autograd || has_loss_ || work.has_terms_elsewhere || count_terms(work) > 0) return;
+  throw PipelineError(
+      "the step has computed no gradients: there is no loss function, and no stage has added a loss term.\n"
+      "  Hint: give PipelineOptions::loss, or call add_loss in a stage's forward; eval runs forwards alone.");
 }
 
 void Ranks::run_rank(Running& running, std::size_t index) {
@@ -401,8 +412,14 @@ void Ranks::run_rank(Running& running, std::size_t index) {
   StepWork& work = running.step->works[replica];
   RankReport failure{.kind = RankReport::Kind::Failed};
   try {
+    if (!work.loss_weights.empty() && !are_threads()) {
+      share_weights(work, replica_group_.get(), local.peers.get(), replicas(), deadline_after(options_.timeout));
+    }
     executors_[index].run(work, running.step->records[replica][static_cast<std::size_t>(own_rank(local))],
                           local.progress);
+    if (work.autograd && !has_loss_ && replica_group_) {
+      share_terms(work, *replica_group_, deadline_after(options_.timeout));
+    }
     if (work.results_everywhere && replica_group_) {
       share_results(work, *replica_group_, deadline_after(options_.timeout));
     }
@@ -491,7 +508,7 @@ void Ranks::fail(const Running& running) {
   if (!are_threads()) broken_ = kBroken;
   unsettled_ = true;
   if (!running.abandoned || threads_.are_idle()) settle();
-  throw PipelineError(explain(failed));
+  throw explain(failed);
 }
 
 void Ranks::settle() {

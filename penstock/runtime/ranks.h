@@ -45,6 +45,8 @@ struct RanksOptions {
   bool sharded = false;
   // What all ranks have to agree on, in one number.
   std::uint64_t agreement = 0;
+  // Whether this process has a loss function, or functions of the user's that may take its place.
+  bool has_loss = false;
   const ActionFunctions* functions = nullptr;
   std::chrono::milliseconds timeout = {};
   int intra_op_threads = 1;
@@ -147,6 +149,8 @@ class Ranks {
   // Ends the ranks' threads, when the process exits.
   void stop() noexcept;
   void run_rank(Running& running, std::size_t index);
+  // Throws PipelineError for a step that had nothing to compute gradients of: no loss function and no loss terms.
+  void require_roots(const StepWork& work) const;
   RankReport report_of(const Local& local, std::size_t index);
   [[noreturn]] void fail(const Running& running);
   // Begins the step on all stages, and saves what it may change. Throws PipelineError, with nothing changed.
@@ -174,6 +178,8 @@ class Ranks {
   std::optional<CallState> call_;
   std::shared_ptr<Running> running_;
   bool unsettled_ = false;
+  // Whether some process has a loss function.
+  bool has_loss_ = false;
   // Why there can be no further step.
   std::string broken_;
   RankThreads threads_;

@@ -77,6 +77,7 @@ StepResult take_results(std::vector<StepWork>& works, const std::optional<c10::I
     if (work.losses.front().defined()) {
       std::move(work.losses.begin(), work.losses.end(), std::back_inserter(result.losses));
     }
+    result.weights.insert(result.weights.end(), work.loss_weights.begin(), work.loss_weights.end());
     for (auto& by_stage : work.loss_terms) {
       std::vector<at::Tensor>& terms = result.loss_terms.emplace_back();
       for (auto& [stage, own] : by_stage) terms.insert(terms.end(), own.begin(), own.end());

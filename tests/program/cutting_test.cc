@@ -216,9 +216,9 @@ TEST(RandomNumbers, AreOthersWithAnotherSeedAndInTheNextStep) {
   const Pipe pipe = make();
   Pipeline pipeline(pipe.build_stages(), pipe.wiring(), schedule, options_of(pipe, /*seed=*/1));
   const Arguments batch = batch_of(pipe.program());
-  const at::Tensor first = pipeline.step(batch.args, batch.kwargs).losses[0];
+  const at::Tensor first = pipeline.step(batch.args, batch.kwargs, at::Tensor()).losses[0];
   EXPECT_TRUE(same(one.losses[0], first));
-  EXPECT_FALSE(same(first, pipeline.step(batch.args, batch.kwargs).losses[0]));
+  EXPECT_FALSE(same(first, pipeline.step(batch.args, batch.kwargs, at::Tensor()).losses[0]));
 }
 
 }  // namespace

@@ -152,7 +152,7 @@ TEST(PeerFaults, DictOutputsFail) {
   const Pipe pipe = pipeline(exported("indices"), {{"head", kBegin}});
   Pipeline pipeline(pipe.build_stages(), pipe.wiring(), in_a_row("1F1B", 2), options_of(pipe));
   const Arguments batch = batch_of(pipe.program());
-  const c10::IValue output = pipeline.step(batch.args, batch.kwargs).output;
+  const c10::IValue output = pipeline.step(batch.args, batch.kwargs, at::Tensor()).output;
   EXPECT_EQ(output.toGenericDict().at("logits").toTensor().size(0), 3 * kMicrobatches);
 }
 
@@ -160,7 +160,7 @@ TEST(PeerFaults, SizesThatTheExportDoesNotAllowAreRunAllTheSame) {
   const Pipe pipe = pipeline(exported("pair"), 2);
   Pipeline pipeline(pipe.build_stages(), pipe.wiring(), in_a_row("1F1B", 2), options_of(pipe));
   try {
-    pipeline.step({at::ones({8, 4})});
+    pipeline.step({at::ones({8, 4})}, {}, at::Tensor());
     ADD_FAILURE() << "no error";
   } catch (const PipelineError& error) {
     EXPECT_NE(std::string(error.what()).find("args.0, dimension 0: found 2, expected 3, which is fixed."),

@@ -173,9 +173,20 @@ TEST(Step, RefusesWhatDoesNotFit) {
   EXPECT_EQ(error_of([&] { pipeline.step({rows(3, "x")}, {}, rows(3, "y")); }),
             "the arguments can be split into 3 only, and there are 4 microbatches.\n  Hint: give at least 4 rows, or "
             "take fewer microbatches.");
-  EXPECT_EQ(error_of([&] { pipeline.step({rows(4, "x")}, {}, rows(2, "y")); }),
-            "the target can be split into 2 only, and there are 4 microbatches.\n  Hint: give at least 4 rows, or take "
-            "fewer microbatches.");
+  EXPECT_EQ(
+      error_of([&] { pipeline.step({rows(8, "x")}, {}, rows(6, "y")); }),
+      "the target (float32 tensor of shape [6, 8]) has 6 rows, and args[0] (float32 tensor of shape [8, 8]) has 8: "
+      "they cannot be split into the same microbatches.\n  Hint: give a target for each row; BatchSpecs::target "
+      "says how another one is split.");
+  EXPECT_EQ(error_of([&] { pipeline.step({rows(8, "x")}, {}, at::ones({4}, at::kLong)); }),
+            "the target (int64 tensor of shape [4]) has 4 rows, and args[0] (float32 tensor of shape [8, 8]) has 8: "
+            "they cannot be split into the same microbatches.\n  Hint: give a target for each row; BatchSpecs::target "
+            "says how another one is split.");
+  EXPECT_EQ(
+      error_of([&] { pipeline.step({rows(8, "x")}); }),
+      "the target is missing: there is a loss function, and the arguments (args[0] is float32 tensor of shape "
+      "[8, 8]) come without anything to compare the output with.\n  Hint: step(args, kwargs, target); at::Tensor() "
+      "is the target of a loss that takes none.");
   StepOptions options;
   options.weights = {1, 2};
   EXPECT_EQ(error_of([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y"), options); }),
@@ -199,6 +210,38 @@ TEST(Pipelines, RefuseAScheduleThatDeadlocksWithItsPlacesInTheFile) {
                 "  rank 0, own.csv:2:5: 0B0 waits for 1B0 on rank 1\n"
                 "  rank 1, own.csv:3:1: 1F1 waits for 0F1 on rank 0\n\n"
                 "step  rank 0  rank 1\n0     0F0     1F1\n");
+}
+
+TEST(Step, SplitsATargetThatWasFlattened) {
+  const Model model = perceptron(2);
+  Pipeline pipeline(model.pipeline_stages(), generate("1F1B", {.ranks = 2, .microbatches = 4}),
+                    {.loss = [](const c10::IValue& output, const c10::IValue& target, const Kwargs&) {
+                      return at::mse_loss(output.toTensor().flatten(), target.toTensor());
+                    }});
+  EXPECT_EQ(pipeline.step({rows(8, "x")}, {}, rows(8, "y").flatten()).losses.size(), 4U);
+  // Uneven microbatches would have elements of other rows.
+  expect_begins(error_of([&] { pipeline.step({rows(9, "x")}, {}, rows(9, "y").flatten()); }),
+                "the target (float32 tensor of shape [72]) has 72 rows, and args[0] ");
+}
+
+TEST(Step, RefusesATargetWithoutALoss) {
+  const Model model = perceptron(2);
+  Pipeline pipeline(model.pipeline_stages(), generate("1F1B", {.ranks = 2, .microbatches = 2}));
+  EXPECT_EQ(
+      error_of([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y")); }),
+      "there is a target, float32 tensor of shape [4, 8], and no loss function that compares the output with it.\n"
+      "  Hint: PipelineOptions::loss; eval needs neither.");
+}
+
+TEST(Step, RefusesToComputeGradientsOfNothing) {
+  const Model model = perceptron(2);
+  Pipeline pipeline(model.pipeline_stages(), generate("1F1B", {.ranks = 2, .microbatches = 2}));
+  EXPECT_EQ(
+      error_of([&] { pipeline.step({rows(4, "x")}); }),
+      "the step has computed no gradients: there is no loss function, and no stage has added a loss term.\n  Hint: "
+      "give PipelineOptions::loss, or call add_loss in a stage's forward; eval runs forwards alone.");
+  for (const StageModule& stage : model.stages) EXPECT_FALSE(stage.parameters[0].second.grad().defined());
+  pipeline.eval({rows(4, "x")});
 }
 
 TEST(Pipelines, RefuseStagesThatAreNotInOrder) {

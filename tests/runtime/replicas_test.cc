@@ -176,7 +176,7 @@ TEST(SharedParameters, MayGetTheirFirstGradientOnSeveralRanksAtOnce) {
                      .scale_grads = false});
   for (int i = 0; i < 3000; ++i) {
     zero_grad(model);
-    pipeline.step({at::zeros({8, kWide})});
+    pipeline.step({at::zeros({8, kWide})}, {}, at::Tensor());
     ASSERT_TRUE(at::equal(tied.grad(), at::full({4, kWide}, 4.0))) << tied.grad();
     for (const StageModule& stage : model.stages) {
       const at::Tensor& own = stage.parameters[1].second;
