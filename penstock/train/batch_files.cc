@@ -6,6 +6,7 @@
 
 #include "penstock/program/inputs.h"
 #include "penstock/program/program.h"
+#include "penstock/runtime/step.h"
 #include "penstock/tensor/nested.h"
 #include "penstock/tensor/random_scope.h"
 #include "penstock/tensor/safetensors.h"
@@ -23,31 +24,40 @@ at::Tensor first_output(const c10::IValue& output) {
   return tensors.front();
 }
 
-at::Tensor loss_of(const std::string& kind, const c10::IValue& output, const c10::IValue& target) {
-  const at::Tensor first = first_output(output);
-  if (kind == "output") {
-    if (first.numel() != 1) {
-      throw DataError("--loss output takes the model's output for its loss, and that has " +
-                      std::to_string(first.numel()) +
-                      " elements.\n  Hint: mse and cross_entropy compare it with "
-                      "a target.");
-    }
-    return first;
+// Whether classes are in the last dimension, as language models have them; else in the second, as PyTorch has it.
+bool has_classes_last(const at::Tensor& output, const at::Tensor& target) {
+  return output.dim() == target.dim() + 1 &&
+         output.sizes().slice(0, static_cast<std::size_t>(target.dim())) == target.sizes();
+}
+
+at::Tensor cross_entropy(const at::Tensor& output, const at::Tensor& target, std::int64_t ignore_index) {
+  const bool is_probabilities = target.is_floating_point() && output.sizes() == target.sizes();
+  if (!is_probabilities && target.scalar_type() != at::kLong) {
+    throw DataError(
+        "--loss cross_entropy takes class indices of int64, or probabilities in the shape of the output: the "
+        "target is a " +
+        describe(target) + " and the output a " + describe(output) + ".");
   }
-  const at::Tensor& wanted = target.toTensor();
-  if (kind == "mse") return at::mse_loss(first, wanted);
-  // Classes in the last dimension, as language models have them, or else in the second, as PyTorch has it.
-  if (first.dim() == wanted.dim() + 1 &&
-      first.sizes().slice(0, static_cast<std::size_t>(wanted.dim())) == wanted.sizes()) {
-    return at::cross_entropy_loss(first.reshape({-1, first.size(-1)}), wanted.reshape(-1));
-  }
-  return at::cross_entropy_loss(first, wanted);
+  const auto loss_of = [&](const at::Tensor& scores, const at::Tensor& classes) {
+    return at::cross_entropy_loss(scores, classes, /*weight=*/{}, at::Reduction::Mean, ignore_index);
+  };
+  if (!has_classes_last(output, target)) return loss_of(output, target);
+  return loss_of(output.reshape({-1, output.size(-1)}), target.reshape(-1));
+}
+
+at::Tensor squared_error(const at::Tensor& output, const at::Tensor& target) {
+  if (output.sizes() == target.sizes()) return at::mse_loss(output, target);
+  throw DataError(
+      "--loss mse compares each number of the output with one of the target, and their shapes differ: the "
+      "output is a " +
+      describe(output) + " and the target a " + describe(target) +
+      ".\n  Hint: write the target in the shape of the output.");
 }
 
 class BatchFiles final : public Data {
  public:
-  BatchFiles(const std::string& folder, const Program& program, std::string loss, std::uint64_t seed)
-      : folder_(folder), program_(program), loss_(std::move(loss)), seed_(seed) {
+  BatchFiles(const std::string& folder, const Program& program, BatchFilesOptions options)
+      : folder_(folder), program_(program), options_(std::move(options)) {
     if (!fs::is_directory(folder)) throw DataError(folder + ": is no folder with batches in safetensors files.");
     for (const fs::directory_entry& entry : fs::directory_iterator(folder)) {
       if (entry.path().extension() != ".safetensors") continue;
@@ -61,7 +71,7 @@ class BatchFiles final : public Data {
 
   Batch batch(std::int64_t number) const override {
     const auto count = static_cast<std::int64_t>(files_.size());
-    const RandomScope scope(seed_, /*step=*/number / count, /*microbatch=*/0, /*place=*/0);
+    const RandomScope scope(options_.seed, /*step=*/number / count, /*microbatch=*/0, /*place=*/0);
     const at::Tensor order = at::randperm(count, at::kLong);
     return read(files_[static_cast<std::size_t>(order[number % count].item<std::int64_t>())]);
   }
@@ -71,19 +81,23 @@ class BatchFiles final : public Data {
     return batches;
   }
   at::Tensor loss(const c10::IValue& output, const c10::IValue& target) const override {
-    return loss_of(loss_, output, target);
+    const at::Tensor first = first_output(output);
+    if (options_.loss == "mse") return squared_error(first, target.toTensor());
+    if (options_.loss == "cross_entropy") return cross_entropy(first, target.toTensor(), options_.ignore_index);
+    if (first.numel() == 1) return first;
+    throw DataError("--loss output takes the model's output for its loss, and that is a " + describe(first) +
+                    ".\n  Hint: mse and cross_entropy compare it with a target.");
   }
-  std::int64_t size_of(const Batch& batch) const override {
-    std::vector<c10::IValue> values = batch.args;
-    for (const auto& [name, value] : batch.kwargs.at(0)) values.push_back(value);
-    std::int64_t rows = 0;
-    for (const c10::IValue& value : values) {
-      for (const at::Tensor& tensor : extract_tensor_args(value)) {
-        rows = std::max(rows, tensor.dim() > 0 ? tensor.size(0) : 1);
-      }
-    }
-    return rows;
+  double loss_weight(const Batch& microbatch) const override {
+    if (options_.loss == "output") return static_cast<double>(rows_of(microbatch));
+    const at::Tensor& target = microbatch.target.toTensor();
+    if (options_.loss == "mse") return static_cast<double>(target.numel());
+    if (!target.is_floating_point()) return count_targets(options_.ignore_index)(target, {});
+    // Probabilities of classes, which are in the second dimension: they are one target together.
+    const std::int64_t classes = target.size(target.dim() > 1 ? 1 : 0);
+    return static_cast<double>(target.numel()) / static_cast<double>(std::max<std::int64_t>(1, classes));
   }
+  std::int64_t size_of(const Batch& batch) const override { return rows_of(batch); }
   std::string unit() const override { return "rows"; }
   std::string description() const override {
     return folder_ + ", " + std::to_string(files_.size()) + (files_.size() == 1 ? " batch" : " batches");
@@ -94,13 +108,17 @@ class BatchFiles final : public Data {
     const NamedTensors read = read_safetensors(file);
     TensorsByName tensors(read.begin(), read.end());
     Batch batch;
+    batch.name = file;
     const auto target = tensors.find("target");
-    if (target != tensors.end()) {
+    if (options_.loss == "output") {
+      // This loss takes none.
+      batch.target = at::Tensor();
+    } else if (target != tensors.end()) {
       batch.target = target->second;
-      tensors.erase(target);
-    } else if (loss_ != "output") {
-      throw DataError(file + ": has no 'target', which --loss " + loss_ + " compares the output with.");
+    } else {
+      throw DataError(file + ": has no 'target', which --loss " + options_.loss + " compares the output with.");
     }
+    if (target != tensors.end()) tensors.erase(target);
     try {
       Arguments arguments = arguments_from(program_, tensors);
       batch.args = std::move(arguments.args);
@@ -113,17 +131,15 @@ class BatchFiles final : public Data {
 
   std::string folder_;
   const Program& program_;
-  std::string loss_;
-  std::uint64_t seed_;
+  BatchFilesOptions options_;
   std::vector<std::string> files_;
   std::vector<std::string> held_out_;
 };
 
 }  // namespace
 
-std::unique_ptr<Data> batch_files(const std::string& folder, const Program& program, const std::string& loss,
-                                  std::uint64_t seed) {
-  return std::make_unique<BatchFiles>(folder, program, loss, seed);
+std::unique_ptr<Data> batch_files(const std::string& folder, const Program& program, const BatchFilesOptions& options) {
+  return std::make_unique<BatchFiles>(folder, program, options);
 }
 
 }  // namespace penstock

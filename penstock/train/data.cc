@@ -8,6 +8,7 @@
 #include <iterator>
 #include <utility>
 
+#include "penstock/runtime/step.h"
 #include "penstock/tensor/random_scope.h"
 #include "penstock/train/gpt.h"
 
@@ -52,6 +53,10 @@ std::string read_all(const fs::path& path) {
 at::Tensor ByteData::loss(const c10::IValue& output, const c10::IValue& target) const {
   return at::cross_entropy_loss(output.toTensor().reshape({-1, kVocabulary}), target.toTensor().reshape(-1),
                                 /*weight=*/{}, at::Reduction::Mean, kIgnored);
+}
+
+double ByteData::loss_weight(const Batch& microbatch) const {
+  return count_targets(kIgnored)(microbatch.target, {});
 }
 
 AdditionData::AdditionData(int digits, int rows, std::uint64_t seed) : digits_(digits), rows_(rows), seed_(seed) {

@@ -30,8 +30,10 @@ class Data {
   virtual Batch batch(std::int64_t number) const = 0;
   // What is never trained on, of the same sizes; none if there is nothing held out.
   virtual std::vector<Batch> held_out() const { return {}; }
-  // Of a microbatch's output.
+  // The loss of a microbatch: the mean over what loss_weight counts.
   virtual at::Tensor loss(const c10::IValue& output, const c10::IValue& target) const = 0;
+  // How much that counts in the loss of the whole batch: by default the number of rows of the microbatch.
+  virtual double loss_weight(const Batch& microbatch) const { return static_cast<double>(rows_of(microbatch)); }
   // How much a batch is, and of what: bytes of text, or rows.
   virtual std::int64_t size_of(const Batch& batch) const = 0;
   virtual std::string unit() const = 0;
@@ -42,8 +44,9 @@ class Data {
 // Texts, whose bytes a model tells one after the other.
 class ByteData : public Data {
  public:
-  // Of the bytes that count.
+  // The mean over the bytes of the target that are not ignored.
   at::Tensor loss(const c10::IValue& output, const c10::IValue& target) const final;
+  double loss_weight(const Batch& microbatch) const final;
   std::int64_t size_of(const Batch& batch) const final { return batch.args[0].toTensor().numel(); }
   std::string unit() const final { return "bytes"; }
 };
@@ -97,10 +100,16 @@ class TextData final : public ByteData {
   std::int64_t trained_bytes_ = 0;
 };
 
+struct BatchFilesOptions {
+  // "output", the model's first output itself, or "mse" or "cross_entropy" of that and the target.
+  std::string loss = "output";
+  // The class that cross_entropy leaves out, in the loss and in what it counts.
+  std::int64_t ignore_index = -100;
+  std::uint64_t seed = 0;
+};
+
 // Batches in safetensors files of a folder, one a file: arguments "args.0", "kwargs.mask", "args.1.ids", and "target". They
-// come in an order that is drawn anew each time around. Files whose names begin with "eval" are held out. The loss is
-// "output", the model's first output itself, or "mse" or "cross_entropy" of that and the target. Throws DataError.
-std::unique_ptr<Data> batch_files(const std::string& folder, const Program& program, const std::string& loss,
-                                  std::uint64_t seed);
+// come in an order that is drawn anew each time around. Files whose names begin with "eval" are held out. Throws DataError.
+std::unique_ptr<Data> batch_files(const std::string& folder, const Program& program, const BatchFilesOptions& options);
 
 }  // namespace penstock

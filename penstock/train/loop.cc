@@ -13,10 +13,12 @@ bool train(Trainer& trainer, std::int64_t steps, const std::vector<Batch>& held_
   };
   const auto evaluate = [&] {
     if (held_out.empty()) return;
-    const Trainer::Evaluation evaluation = trainer.evaluate(held_out);
+    const Trainer::Evaluation evaluation = trainer.evaluate(held_out, options.eval_outputs);
     if (events.evaluated) events.evaluated(trainer.steps_done(), evaluation);
   };
   const auto is_due = [&](std::int64_t every) { return every > 0 && trainer.steps_done() % every == 0; };
+  // What cannot be evaluated is found before the first step, not after the last.
+  if (trainer.steps_done() < steps && !held_out.empty()) trainer.evaluate({held_out.front()}, options.eval_outputs);
   while (trainer.steps_done() < steps) {
     const bool wants_to_stop = events.wants_to_stop && events.wants_to_stop();
     const StepReport report = trainer.step(wants_to_stop);

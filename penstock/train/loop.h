@@ -13,6 +13,8 @@ namespace penstock {
 struct LoopOptions {
   // 0: only at the end.
   std::int64_t eval_every = 0;
+  // Whether evaluations have the outputs.
+  bool eval_outputs = false;
   // Empty: none. Every so many steps, at the end, and when the run is stopped; 0 leaves out the first.
   std::string checkpoint;
   std::int64_t checkpoint_every = 0;
@@ -31,7 +33,8 @@ struct LoopEvents {
   std::function<bool()> wants_to_stop;
 };
 
-// Whether all `steps` have been done; otherwise it was stopped.
+// Returns whether all `steps` have been done; otherwise the run was stopped. Before the first step, one held-out batch is
+// evaluated, so that what cannot be evaluated is an error then.
 bool train(Trainer& trainer, std::int64_t steps, const std::vector<Batch>& held_out, const LoopOptions& options,
            const LoopEvents& events);
 

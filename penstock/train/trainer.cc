@@ -1,6 +1,7 @@
 #include "penstock/train/trainer.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <cmath>
@@ -15,8 +16,8 @@
 
 #include "penstock/runtime/error.h"
 #include "penstock/schedule/simulate.h"
-#include "penstock/stage/parameters.h"
 #include "penstock/tensor/intra_op_threads.h"
+#include "penstock/tensor/reason.h"
 
 namespace penstock {
 namespace {
@@ -37,10 +38,6 @@ std::vector<PipelineStage> build(const Model& model, const Schedule& schedule, c
 Kwargs kwargs_of(const Batch& batch) {
   const auto found = batch.kwargs.find(0);
   return found == batch.kwargs.end() ? Kwargs() : found->second;
-}
-
-double mean(const std::vector<double>& numbers) {
-  return std::accumulate(numbers.begin(), numbers.end(), 0.0) / static_cast<double>(numbers.size());
 }
 
 }  // namespace
@@ -89,7 +86,7 @@ Trainer::Trainer(std::vector<std::unique_ptr<Model>> replicas, const Data& data,
       own_.push_back({.replica = static_cast<int>(replica_of(local)),
                       .stage = &stage,
                       .optimizer = Optimizer(options_.optimizer, stage.parameters()),
-                      .positions = positions_in(stage)});
+                      .positions = positions_in(stage, replica_of(local))});
     }
   }
 }
@@ -147,55 +144,131 @@ StepReport Trainer::step(bool wants_to_stop) {
   // Ranks let go of what is made here.
   const MemoryWatch::Scope nobody(memory_, -1);
   StepReport report{.step = steps_done_ + 1};
+  save_buffers();
   try {
-    Figures figures = run_batches(report);
-    for (const Own& own : own_) {
-      for (const auto& [name, parameter] : own.stage->parameters()) {
-        at::Tensor& gradient = parameter.mutable_grad();
-        if (gradient.defined()) gradient = dense(gradient);
-      }
-    }
+    const StepBatches batches = batches_of_step();
+    for (const Batch& batch : batches.batches) report.size += data_.size_of(batch);
+    Figures figures = run_batches(batches);
+    figures.squares = squares_of_gradients();
     figures.wants_to_stop = wants_to_stop ? 1 : 0;
     sum_up(figures);
-    report.loss = mean(figures.losses);
+    double sum = 0;
+    std::size_t next = 0;
+    for (const std::vector<Share>& shares : batches.shares) {
+      for (const Share& share : shares) sum += share.weight * figures.losses[next++];
+    }
+    report.loss = sum / batches.weight;
+    report.gradient_norm = std::sqrt(std::accumulate(figures.squares.begin(), figures.squares.end(), 0.0));
     report.bubble = figures.whole > 0 ? 1 - figures.computed / figures.whole : 0;
     report.somebody_wants_to_stop = figures.wants_to_stop > 0;
     for (const double bytes : figures.memory) report.memory.push_back(static_cast<std::int64_t>(bytes));
-    if (options_.clip > 0) report.gradient_norm = clip_gradients();
-  } catch (...) {
-    // What earlier batches of the step have left.
-    for (const Own& own : own_) {
-      for (const auto& [name, parameter] : own.stage->parameters()) parameter.mutable_grad().reset();
-      // Of shards, what was not reduced lies in the whole.
-      for (const auto& [name, parameter] : own.stage->module().parameters) parameter.mutable_grad().reset();
+    if (!std::isfinite(report.loss) || !std::isfinite(report.gradient_norm)) {
+      report.skipped = nonfinite_in(batches, figures);
+      if (options_.on_nonfinite == OnNonFinite::Stop) {
+        throw NonFiniteError(report.skipped +
+                             "\n  Hint: look at the data, lower --learning-rate or --clip, or let --on-nonfinite skip "
+                             "leave out such steps.");
+      }
+      if (skipped_in_a_row_ >= options_.max_skipped) {
+        throw NonFiniteError(report.skipped + "\n  The " + std::to_string(skipped_in_a_row_) +
+                             " steps before it were skipped for the like.\n  Hint: --max-skipped lets more be "
+                             "skipped in a row.");
+      }
     }
+  } catch (...) {
+    drop_gradients();
+    restore_buffers();
     throw;
   }
   report.learning_rate = options_.learning_rate.at(steps_done_, options_.steps);
-  for_each_own([&](Own& own) { own.optimizer.step(report.learning_rate); });
+  if (report.skipped.empty()) {
+    skipped_in_a_row_ = 0;
+    if (options_.clip > 0 && report.gradient_norm > options_.clip) {
+      scale_gradients(options_.clip / report.gradient_norm);
+    }
+    for_each_own([&](Own& own) { own.optimizer.step(report.learning_rate); });
+  } else {
+    ++skipped_in_a_row_;
+    drop_gradients();
+    restore_buffers();
+  }
   ++steps_done_;
   report.seconds = std::chrono::duration<double>(Clock::now() - began).count();
   return report;
 }
 
-Trainer::Figures Trainer::run_batches(StepReport& report) {
+std::vector<Trainer::Share> Trainer::shares_of(const Batch& batch, int replicas) const {
+  std::vector<Share> shares;
+  try {
+    std::vector<Batch> parts{batch};
+    if (replicas > 1) parts = split_batch(batch, {}, replicas, "replicas");
+    std::int64_t row = 0;
+    for (const Batch& part : parts) {
+      for (const Batch& microbatch : split_batch(part, {}, pipeline_->schedule().microbatches(), "microbatches")) {
+        const std::int64_t rows = rows_of(microbatch);
+        shares.push_back({.weight = data_.loss_weight(microbatch), .first_row = row, .rows = rows});
+        row += rows;
+      }
+    }
+  } catch (const std::exception& error) {
+    throw DataError((batch.name.empty() ? "" : batch.name + ": ") + reason_of(error));
+  }
+  return shares;
+}
+
+StepResult Trainer::on_batch(const Batch& batch, const std::vector<Share>& shares,
+                             const std::function<StepResult()>& act) const {
+  try {
+    return act();
+  } catch (const PipelineError& error) {
+    if (batch.name.empty() || !error.place()) throw;
+    const auto microbatches = static_cast<std::size_t>(pipeline_->schedule().microbatches());
+    // An evaluation is of the whole batch in each replica that is a process.
+    const std::size_t index = static_cast<std::size_t>(error.place()->replica) * microbatches +
+                              static_cast<std::size_t>(error.place()->microbatch);
+    const Share& share = shares[index % shares.size()];
+    const std::string last = std::to_string(share.first_row + share.rows - 1);
+    throw PipelineError(batch.name + ", rows " + std::to_string(share.first_row) + " to " + last + ": " + error.what(),
+                        error.place());
+  }
+}
+
+Trainer::StepBatches Trainer::batches_of_step() const {
+  StepBatches step;
+  std::string names;
+  for (int part = 0; part < options_.accumulate; ++part) {
+    const Batch& batch = step.batches.emplace_back(data_.batch(steps_done_ * options_.accumulate + part));
+    if (!batch.name.empty()) names += ", " + batch.name;
+    for (const Share& share : step.shares.emplace_back(shares_of(batch, num_replicas_))) step.weight += share.weight;
+  }
+  if (step.weight > 0) return step;
+  throw DataError("step " + std::to_string(steps_done_ + 1) + names +
+                  ": there is no target that counts: all of them are ignored.\n  Hint: see --ignore-index.");
+}
+
+Trainer::Figures Trainer::run_batches(const StepBatches& batches) {
   const Schedule& schedule = pipeline_->schedule();
   const auto microbatches = static_cast<std::size_t>(schedule.microbatches());
   const auto replicas = static_cast<std::size_t>(num_replicas_);
-  const auto batches = static_cast<std::size_t>(options_.accumulate);
-  Figures figures{.losses = std::vector<double>(batches * replicas * microbatches, 0),
+  const std::size_t count = batches.batches.size();
+  Figures figures{.losses = std::vector<double>(count * replicas * microbatches, 0),
                   .memory = std::vector<double>(static_cast<std::size_t>(schedule.ranks()), 0)};
-  for (std::size_t part = 0; part < batches; ++part) {
+  for (std::size_t part = 0; part < count; ++part) {
+    const std::vector<Share>& shares = batches.shares[part];
+    const std::size_t first_here = static_cast<std::size_t>(replica_of(0)) * microbatches;
     StepOptions step;
     step.number = steps_done_ * options_.accumulate + static_cast<std::int64_t>(part);
-    const Batch whole = data_.batch(*step.number);
-    report.size += data_.size_of(whole);
-    const Batch batch = own_part(whole);
-    step.weights.assign(microbatches * replicas_.size(), 1.0 / static_cast<double>(microbatches * batches));
-    step.reduce = part == batches - 1;
+    // Gradients are those of the mean over all batches of the step, and averaged over replicas.
+    for (std::size_t i = 0; i < microbatches * replicas_.size(); ++i) {
+      step.weights.push_back(shares[first_here + i].weight * static_cast<double>(replicas) / batches.weight);
+    }
+    step.reduce = part == count - 1;
     step.return_outputs = false;
-    const StepResult result = pipeline_->step(batch.args, kwargs_of(batch), batch.target, step);
-    const std::size_t first = (part * replicas + static_cast<std::size_t>(replica_of(0))) * microbatches;
+    const Batch batch = own_part(batches.batches[part]);
+    const StepResult result = on_batch(batches.batches[part], shares, [&] {
+      return pipeline_->step(batch.args, kwargs_of(batch), batch.target, step);
+    });
+    const std::size_t first = part * replicas * microbatches + first_here;
     for (std::size_t i = 0; i < result.losses.size(); ++i) figures.losses[first + i] = result.losses[i].item<double>();
     for (std::size_t local = 0; local < replicas_.size(); ++local) {
       const Record& record = pipeline_->record(static_cast<int>(local));
@@ -221,6 +294,7 @@ Trainer::Figures Trainer::run_batches(StepReport& report) {
 void Trainer::sum_up(Figures& figures) {
   std::vector<double*> places;
   for (double& loss : figures.losses) places.push_back(&loss);
+  for (double& square : figures.squares) places.push_back(&square);
   for (double& bytes : figures.memory) places.push_back(&bytes);
   for (double* one : {&figures.computed, &figures.whole, &figures.wants_to_stop}) places.push_back(one);
   std::vector<double> numbers;
@@ -233,88 +307,35 @@ double Trainer::memory_here(int rank) const {
   return static_cast<double>(memory_.most(rank));
 }
 
-// For each of a stage's parameters, its place among all names; none for one that counts in another stage.
-std::vector<std::optional<std::size_t>> Trainer::positions_in(const PipelineStage& stage) const {
-  const SharedParameters shared = model().shared_parameters();
-  std::vector<std::optional<std::size_t>> positions;
-  for (const auto& [name, parameter] : stage.parameters()) {
-    const SharedParameter here{.stage = stage.stage_index(), .name = name};
-    const bool counts_elsewhere = std::ranges::any_of(shared, [&](const std::vector<SharedParameter>& places) {
-      return places.front() != here && std::ranges::find(places, here) != places.end();
-    });
-    const auto found = std::ranges::find(names_, name);
-    positions.emplace_back();
-    if (!counts_elsewhere && found != names_.end()) positions.back() = static_cast<std::size_t>(found - names_.begin());
-  }
-  return positions;
-}
-
-void Trainer::for_each_own(const std::function<void(Own& own)>& act) {
-  const Placement& placement = pipeline_->schedule().placement();
-  std::map<std::pair<int, int>, std::vector<Own*>> by_rank;
-  for (Own& own : own_) by_rank[{own.replica, placement.rank_of(own.stage->stage_index())}].push_back(&own);
-  const auto run = [&](const std::pair<int, int>& place, const std::vector<Own*>& all) {
-    const IntraOpThreads threads(options_.intra_op_threads);
-    const bool is_only_one = options_.transport != nullptr;
-    const MemoryWatch::Scope scope(memory_, place.second, is_only_one ? 0 : place.first);
-    for (Own* own : all) act(*own);
-  };
-  std::vector<std::future<void>> others;
-  for (auto it = std::next(by_rank.begin()); it != by_rank.end(); ++it) {
-    others.push_back(std::async(std::launch::async, [&run, it] { run(it->first, it->second); }));
-  }
-  run(by_rank.begin()->first, by_rank.begin()->second);
-  for (std::future<void>& other : others) other.get();
-}
-
-double Trainer::clip_gradients() {
-  for_each_own([&](Own& own) {
-    const c10::NoGradGuard no_grad;
-    const StageModule::NamedTensors& parameters = own.stage->parameters();
-    own.squares.assign(parameters.size(), 0);
-    // Replicas that are whole have the same.
-    if (own.replica != 0 && !options_.sharded) return;
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      const at::Tensor& gradient = parameters[i].second.grad();
-      if (gradient.defined()) own.squares[i] = as_real(gradient).to(at::kDouble).square().sum().item<double>();
-    }
-  });
-  std::vector<double> squares(names_.size(), 0);
-  for (const Own& own : own_) {
-    for (std::size_t i = 0; i < own.squares.size(); ++i) {
-      if (own.positions[i]) squares[*own.positions[i]] += own.squares[i];
-    }
-  }
-  squares = summed(std::move(squares));
-  const double norm = std::sqrt(std::accumulate(squares.begin(), squares.end(), 0.0));
-  if (norm <= options_.clip) return norm;
-  for_each_own([&](Own& own) {
-    const c10::NoGradGuard no_grad;
-    for (const auto& [name, parameter] : own.stage->parameters()) {
-      if (parameter.grad().defined()) parameter.mutable_grad().mul_(options_.clip / norm);
-    }
-  });
-  return norm;
-}
-
 void Trainer::set_training(bool training) {
   for (const auto& replica : replicas_) replica->set_training(training);
 }
 
-Trainer::Evaluation Trainer::evaluate(const std::vector<Batch>& batches) {
+Trainer::Evaluation Trainer::evaluate(const std::vector<Batch>& batches, bool return_outputs) {
   const IntraOpThreads threads(options_.intra_op_threads);
   set_training(false);
+  // Also after an error.
+  const auto training_again = c10::make_scope_exit([this] { set_training(true); });
   const MemoryWatch::Scope nobody(memory_, -1);
   Evaluation evaluation;
-  std::vector<double> losses;
+  double sum = 0;
   for (const Batch& batch : batches) {
     // Replicas that are processes all see all of it.
-    const StepResult result = pipeline_->eval(batch.args, kwargs_of(batch), batch.target, {.results_everywhere = true});
-    for (const at::Tensor& loss : result.losses) losses.push_back(loss.item<double>());
-    evaluation.outputs.push_back(result.output);
+    const std::vector<Share> shares = shares_of(batch, pipeline_->replicas());
+    StepOptions step;
+    step.return_outputs = return_outputs;
+    step.results_everywhere = true;
+    // A loss that counts nothing is not computed.
+    for (const Share& share : shares) step.weights.push_back(share.weight);
+    const StepResult result =
+        on_batch(batch, shares, [&] { return pipeline_->eval(batch.args, kwargs_of(batch), batch.target, step); });
+    for (std::size_t i = 0; i < result.losses.size(); ++i) {
+      sum += shares[i].weight * result.losses[i].item<double>();
+      evaluation.weight += shares[i].weight;
+    }
+    if (return_outputs) evaluation.outputs.push_back(result.output);
   }
-  set_training(true);
-  evaluation.loss = losses.empty() ? 0 : mean(losses);
+  evaluation.loss = sum / evaluation.weight;
   return evaluation;
 }
 

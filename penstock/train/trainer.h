@@ -10,7 +10,10 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
+#include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "penstock/runtime/pipeline.h"
@@ -21,6 +24,21 @@
 #include "penstock/train/optimizer.h"
 
 namespace penstock {
+
+// What is done at a loss, or a norm of all gradients, that is NaN or infinite. In both cases parameters, optimizers and
+// buffers are as they were before the step.
+enum class OnNonFinite {
+  // step throws NonFiniteError.
+  Stop,
+  // The step is counted, and changes nothing.
+  Skip,
+};
+
+// The message names the step, its batches, the microbatch or the parameter, and the stage.
+class NonFiniteError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
 
 struct TrainerOptions {
   // This process's end, when its rank is one of several processes; left out: all ranks are threads.
@@ -34,6 +52,9 @@ struct TrainerOptions {
   // The most that the norm of all gradients may be; 0 for any. It is that of float64 sums over the parameters in the
   // model's order, so it does not depend on the cut.
   double clip = 1;
+  OnNonFinite on_nonfinite = OnNonFinite::Stop;
+  // Number of steps that may be skipped in a row; at the next, step throws NonFiniteError.
+  int max_skipped = 10;
   // Replicas keep a part of each parameter, instead of all.
   bool sharded = false;
   std::uint64_t seed = 0;
@@ -44,11 +65,13 @@ struct TrainerOptions {
 struct StepReport {
   // How many have been done with this one.
   std::int64_t step = 0;
-  // The mean over microbatches, of what the model was before the step.
+  // The mean over all that the batches of the step count (Data::loss_weight), of what the model was before the step.
   double loss = 0;
   double learning_rate = 0;
-  // Before it was clipped; 0 when it is not.
+  // The norm of all gradients before they were clipped.
   double gradient_norm = 0;
+  // Why the step was skipped, in a sentence; empty if it was not.
+  std::string skipped = {};
   // Data::size_of.
   std::int64_t size = 0;
   double seconds = 0;
@@ -70,19 +93,24 @@ class Trainer {
   Trainer& operator=(const Trainer&) = delete;
 
   std::int64_t steps_done() const { return steps_done_; }
-  // Throws PipelineError, after which the trainer is as it was before the step. What one process wants is told to all.
+  // Throws PipelineError, DataError and NonFiniteError, after which the trainer is as it was before the step. What one
+  // process wants is told to all.
   StepReport step(bool wants_to_stop = false);
 
   struct Evaluation {
+    // The mean over all that the batches count; NaN if nothing counts.
     double loss = 0;
-    // Of each batch.
+    // How much that is: the sum of Data::loss_weight.
+    double weight = 0;
+    // The output of each batch, if asked for.
     std::vector<c10::IValue> outputs;
   };
-  // Forwards alone, in evaluation mode.
-  Evaluation evaluate(const std::vector<Batch>& batches);
+  // Runs forwards alone, in evaluation mode. The outputs of microbatches are merged only if they are asked for: a model that
+  // gives its loss has nothing to merge. Throws PipelineError and DataError.
+  Evaluation evaluate(const std::vector<Batch>& batches, bool return_outputs = false);
 
   // Writes a checkpoint into `folder`, of which the last `keep` stay, and says where it is. Throws CheckpointError on all
-  // processes when one of them cannot write its part.
+  // processes when one of them cannot write its part, or has a parameter that is not finite.
   std::string save(const std::string& folder, int keep, const std::string& configuration);
   // Goes on from there. Throws CheckpointError, and is as it was before.
   void load(const Checkpoint& checkpoint);
@@ -107,15 +135,32 @@ class Trainer {
     int replica = 0;
     const PipelineStage* stage = nullptr;
     Optimizer optimizer;
-    // By parameter of the stage: where it stands among those of the model, and the sum of its gradient's squares.
+    // By parameter of the stage: where it stands among those of the model, none if it counts elsewhere, and the sum of its
+    // gradient's squares.
     std::vector<std::optional<std::size_t>> positions = {};
     std::vector<double> squares = {};
+  };
+
+  // A microbatch's part of a batch: its rows, and how much its loss counts.
+  struct Share {
+    double weight = 0;
+    std::int64_t first_row = 0;
+    std::int64_t rows = 0;
+  };
+
+  // The batches of a step, with the microbatches of each, of one replica after the other.
+  struct StepBatches {
+    std::vector<Batch> batches;
+    std::vector<std::vector<Share>> shares;
+    double weight = 0;
   };
 
   // What the processes tell one another of a step.
   struct Figures {
     // By batch, replica and microbatch.
     std::vector<double> losses;
+    // By parameter of the model: the sum of its gradient's squares.
+    std::vector<double> squares = {};
     // How long ranks computed, and how long they could have.
     double computed = 0;
     double whole = 0;
@@ -127,8 +172,9 @@ class Trainer {
   // Whether dropout drops in what is run next.
   void set_training(bool training);
   std::int64_t replica_of(std::size_t local) const;
+  StepBatches batches_of_step() const;
   // The batches of a step through the pipeline.
-  Figures run_batches(StepReport& report);
+  Figures run_batches(const StepBatches& batches);
   void sum_up(Figures& figures);
   double memory_here(int rank) const;
   // Something that all processes do between the pipeline's steps. Throws PipelineError, with who is missing.
@@ -136,10 +182,29 @@ class Trainer {
   // What all processes know: numbers that each of them has added to what others have left at 0.
   std::vector<double> summed(std::vector<double> numbers);
   Batch own_part(const Batch& batch) const;
+  // The microbatches of a batch that is split into `replicas` and then into microbatches, as the pipeline does it. Throws
+  // DataError, which names the batch, for one that cannot be split.
+  std::vector<Share> shares_of(const Batch& batch, int replicas) const;
+  // Runs `act`, a step or an evaluation of a batch, and adds the batch and the rows of the microbatch to what it throws.
+  StepResult on_batch(const Batch& batch, const std::vector<Share>& shares,
+                      const std::function<StepResult()>& act) const;
   // Calls act(own) for all that this process has, each rank's on a thread of its own.
   void for_each_own(const std::function<void(Own& own)>& act);
-  double clip_gradients();
-  std::vector<std::optional<std::size_t>> positions_in(const PipelineStage& stage) const;
+  // The sum of squares of each gradient of this process, by parameter of the model.
+  std::vector<double> squares_of_gradients();
+  void scale_gradients(double factor);
+  void drop_gradients();
+  // What is not finite in a step, in a sentence; empty if all is.
+  std::string nonfinite_in(const StepBatches& batches, const Figures& figures);
+  // The stage of each parameter of the model. All processes ask.
+  std::vector<int> stages_of_parameters();
+  // Copies buffers before a step, and restores them. Batch normalisation changes its own without counting their version
+  // up, so all are copied.
+  void save_buffers();
+  void restore_buffers();
+  // Throws CheckpointError, which names the first parameter of this process that is not finite.
+  void require_finite_parameters(const std::string& path) const;
+  std::vector<std::optional<std::size_t>> positions_in(const PipelineStage& stage, std::int64_t replica) const;
   NamedTensors whole(const Own& own, const StageModule::NamedTensors& tensors);
   at::Tensor part_for(const Own& own, const std::string& name, const at::Tensor& whole_tensor) const;
 
@@ -157,6 +222,9 @@ class Trainer {
   std::shared_ptr<Group> peers_;
   std::int64_t steps_done_ = 0;
   std::deque<Record> records_;
+  int skipped_in_a_row_ = 0;
+  // Buffers of this process, and their copies of before the step.
+  std::vector<std::pair<at::Tensor, at::Tensor>> saved_buffers_;
 };
 
 }  // namespace penstock

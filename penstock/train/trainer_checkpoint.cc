@@ -81,6 +81,7 @@ std::string Trainer::save(const std::string& folder, int keep, const std::string
     if (failure) std::rethrow_exception(failure);
     if (failed) throw CheckpointError(writer.path() + ": another rank could not write its part.");
   };
+  together([&] { require_finite_parameters(writer.path()); });
   const Schedule& schedule = pipeline_->schedule();
   // Shards are put together by all; the first replica writes.
   std::map<int, std::pair<NamedTensors, NamedTensors>> parts;

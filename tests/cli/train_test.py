@@ -145,6 +145,117 @@ save_tensors({"args.0": x, "target": x @ torch.ones(4, 2)}, f"{sys.argv[2]}/eval
                 self.assertAlmostEqual(loss, losses[step], delta=1e-2 * losses[step])
         self.assert_refused("generate", "kept", "x", message="is of an exported model, which writes no text by itself.")
 
+    def batches(self, **files):
+        """Batches of the given names, each a Python expression for its tensors."""
+        script = "import sys, torch\nsys.path.append(sys.argv[1])\nfrom exporting import save_tensors\ntorch.manual_seed(0)\n"
+        for name, tensors in files.items():
+            script += f"save_tensors({tensors}, sys.argv[2] + '/{name}.safetensors')\n"
+        data = self.folder / "data"
+        data.mkdir(exist_ok=True)
+        tests = pathlib.Path(__file__).parent.parent / "program"
+        subprocess.run([PEER_PYTHON, "-W", "ignore", "-c", script, tests, data], check=True, timeout=120)
+
+    def test_evaluates_a_model_that_gives_its_loss(self):
+        script = """
+import sys, torch
+class Loss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+    def forward(self, x, y):
+        return torch.nn.functional.mse_loss(self.second(torch.relu(self.first(x))), y)
+torch.export.save(torch.export.export(Loss().train(), (torch.ones(3, 4), torch.ones(3, 2))), sys.argv[1])
+"""
+        subprocess.run([PEER_PYTHON, "-W", "ignore", "-c", script, self.folder / "loss.pt2"], check=True, timeout=120)
+        batch = '{"args.0": torch.randn(12, 4), "args.1": torch.randn(12, 2)}'
+        self.batches(batch0=batch, eval0=batch)
+        text = self.train("loss.pt2", "--data", "data", "--loss", "output", "--steps", 2, "--microbatches", 4)
+        self.assertRegex(text, r"step 2: held out, loss [\d.]+\n")
+
+    def test_tries_an_evaluation_before_the_first_step(self):
+        batch = '{"args.0": torch.randn(12, 4), "target": torch.randn(12, 2)}'
+        self.batches(batch0=batch, eval0='{"args.0": torch.randn(3, 4), "target": torch.randn(3, 2)}')
+        result = self.penstock("train", f"{PROGRAMS}/pair.pt2", "--data", "data", "--loss", "mse", "--steps", 2,
+                               "--microbatches", 4, "--output", "run", code=2)
+        self.assertIn("data/eval0.safetensors: the arguments can be split into 3 only, and there are 4 microbatches.",
+                      result.stderr)
+        self.assertEqual(self.losses(), {})
+
+    def test_names_the_file_and_the_rows_of_bad_data(self):
+        def refused(message, loss, **files):
+            for name in ("data", "penstock-train"):
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+            self.batches(**files)
+            result = self.penstock("train", f"{PROGRAMS}/pair.pt2", "--data", "data", "--loss", loss, "--steps", 1,
+                                   "--microbatches", 4, code=2)
+            self.assertIn(message, result.stderr)
+
+        x = '"args.0": torch.randn(12, 4)'
+        refused("penstock: data/a.safetensors, rows 0 to 2: rank 1, stage 1, 1F0 (microbatch 0): --loss mse compares each number "
+                "of the output with one of the target, and their shapes differ: the output is a float32 tensor of shape [3, 2] "
+                "and the target a float32 tensor of shape [3, 1].", "mse", a="{" + x + ', "target": torch.randn(12, 1)}')
+        refused("shape [3, 2] and the target a float32 tensor of shape [3].", "mse", a="{" + x + ', "target": torch.randn(12)}')
+        refused("penstock: data/a.safetensors, rows 6 to 8: rank 1, stage 1, 1F2 (microbatch 2): Target 5 is out of bounds.",
+                "cross_entropy", a="{" + x + ', "target": torch.tensor([0] * 7 + [5] + [0] * 4)}')
+        refused("penstock: data/a.safetensors, rows 0 to 2: rank 1, stage 1, 1F0 (microbatch 0): --loss cross_entropy takes class "
+                "indices of int64, or probabilities in the shape of the output: the target is a float32 tensor of shape [3] and "
+                "the output a float32 tensor of shape [3, 2].", "cross_entropy", a="{" + x + ', "target": torch.zeros(12)}')
+        refused("penstock: data/a.safetensors: the arguments can be split into 3 only, and there are 4 microbatches.",
+                "mse", a='{"args.0": torch.randn(3, 4), "target": torch.randn(3, 2)}')
+        refused("penstock: data/a.safetensors: the target (float32 tensor of shape [10, 2]) has 10 rows, and args[0] ",
+                "mse", a="{" + x + ', "target": torch.randn(10, 2)}')
+        refused("penstock: data/a.safetensors, rows 0 to 1: rank 0, stage 0, 0F0 (microbatch 0): ",
+                "mse", a='{"args.0": torch.randn(8, 4), "target": torch.randn(8, 2)}')
+        refused("penstock: step 1, data/a.safetensors: there is no target that counts: all of them are ignored.",
+                "cross_entropy", a="{" + x + ', "target": torch.full((12,), -100)}')
+
+    def test_stops_or_skips_where_the_loss_is_not_finite(self):
+        good = '{"args.0": torch.randn(12, 4), "target": torch.randn(12, 2)}'
+        self.batches(a=good, b='{"args.0": torch.tensor([1.0] * 16 + [float("nan")] + [1.0] * 31).view(12, 4), "target": torch.ones(12, 2)}')
+        words = [f"{PROGRAMS}/pair.pt2", "--data", "data", "--loss", "mse", "--steps", 6, "--microbatches", 4]
+        for transport in ("threads", "gloo"):
+            with self.subTest(transport=transport):
+                shutil.rmtree(self.folder / "run", ignore_errors=True)
+                shutil.rmtree(self.folder / "kept", ignore_errors=True)
+                result = self.penstock("train", *words, "--transport", transport, "--output", "run", code=2)
+                self.assertRegex(result.stderr, r"step \d, data/b\.safetensors, microbatch 1 \(rows 3 to 5\), stage 1: the loss is "
+                                                r"NaN\.\n  The first parameter whose gradient is not finite is first\.weight of stage 0\.")
+                shutil.rmtree(self.folder / "run")
+                text = self.train(*words, "--transport", transport, "--on-nonfinite", "skip", "--checkpoint", "kept")
+                self.assertRegex(text, r"skipped step \d, data/b\.safetensors, microbatch 1 ")
+                self.assertIn("skipped      3 of 6 steps, whose loss or gradients were not finite\n", text)
+                lines = [json.loads(line) for line in (self.folder / "run/metrics.jsonl").read_text().splitlines()]
+                self.assertEqual([line["loss"] is None for line in lines].count(True), 3)
+                for line in lines:
+                    self.assertEqual("skipped" in line, line["loss"] is None)
+                    self.assertEqual(line["gradient_norm"] is None, line["loss"] is None)
+                shutil.rmtree(self.folder / "run")
+                shutil.rmtree(self.folder / "kept")
+                self.batches(a='{"args.0": torch.full((12, 4), float("inf")), "target": torch.ones(12, 2)}')
+                result = self.penstock("train", *words, "--transport", transport, "--on-nonfinite", "skip", "--max-skipped", 2,
+                                       "--output", "run", code=2)
+                self.assertIn("The 2 steps before it were skipped for the like.", result.stderr)
+                self.batches(a=good)
+
+    def test_ignored_targets_do_not_count(self):
+        ids = '"args.0": torch.randn(12, 4)'
+        target = "torch.tensor([0, 1, 0, 7, 7, 7, 7, 0, 1, 1, 7, 0])"
+        self.batches(a="{" + ids + f', "target": {target}' + "}")
+        self.train(f"{PROGRAMS}/pair.pt2", "--data", "data", "--loss", "cross_entropy", "--ignore-index", 7, "--steps", 2,
+                   "--microbatches", 4)
+        script = """
+import sys, torch
+model = torch.export.load(sys.argv[1]).module()
+from safetensors import safe_open
+with safe_open(sys.argv[2], "pt") as file:
+    x, y = file.get_tensor("args.0"), file.get_tensor("target")
+output = torch.cat([model(part) for part in x.split(3)])
+print(torch.nn.functional.cross_entropy(output, y, ignore_index=7).item())
+"""
+        found = subprocess.run([PEER_PYTHON, "-W", "ignore", "-c", script, f"{PROGRAMS}/pair.pt2", self.folder / "data/a.safetensors"],
+                               capture_output=True, text=True, timeout=120)
+        self.assertAlmostEqual(self.losses()[1], float(found.stdout), delta=1e-6, msg=found.stderr)
+
     def test_is_told_in_a_file_too(self):
         (self.folder / "run.toml").write_text("digits = 1\nrows = 8\nlayers = 2\nwidth = 16\nheads = 2\nsteps = 3\n")
         (self.folder / "run.json").write_text(json.dumps({"digits": 1, "rows": 8, "layers": 2, "width": 16, "heads": 2,

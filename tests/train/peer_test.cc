@@ -2,7 +2,9 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <iostream>
 #include <map>
 #include <memory>
 #include <stdexcept>
@@ -32,6 +34,7 @@ class GivenData final : public Data {
   at::Tensor loss(const c10::IValue& output, const c10::IValue& target) const override {
     return at::cross_entropy_loss(output.toTensor().flatten(0, 1), target.toTensor().flatten());
   }
+  double loss_weight(const Batch& microbatch) const override { return count_targets()(microbatch.target, {}); }
   std::int64_t size_of(const Batch& batch) const override { return batch.args[0].toTensor().numel(); }
   std::string unit() const override { return "bytes"; }
   std::string description() const override { return "given"; }
@@ -53,6 +56,20 @@ std::map<std::string, at::Tensor> tensors_of(const std::string& name) {
   return {read.begin(), read.end()};
 }
 
+// The weights that Python began with, by way of a checkpoint, which has the same names.
+void take_weights(Trainer& trainer, const std::map<std::string, at::Tensor>& given) {
+  const Folder kept;
+  const CheckpointWriter writer(kept.path(), 0);
+  writer.begin();
+  NamedTensors weights;
+  for (const auto& [key, tensor] : given) {
+    if (key.starts_with("weight.")) weights.emplace_back(key.substr(7), tensor);
+  }
+  writer.write_part(0, weights, {});
+  writer.finish({.step = 0, .model = trainer.model().description()}, 1, 1);
+  trainer.load(Checkpoint(kept.path()));
+}
+
 TEST(TrainerPeer, HasTheLossesOfPlainPyTorch) {
   const std::map<std::string, at::Tensor> given = tensors_of("training.safetensors");
   const at::Tensor expected = given.at("losses");
@@ -68,20 +85,65 @@ TEST(TrainerPeer, HasTheLossesOfPlainPyTorch) {
     options.learning_rate.warmup = 10;
     options.clip = 0.5;
     Trainer trainer(std::move(models), data, schedule, std::move(options));
-    // By way of a checkpoint, which has the same names.
-    const Folder kept;
-    const CheckpointWriter writer(kept.path(), 0);
-    writer.begin();
-    NamedTensors weights;
-    for (const auto& [key, tensor] : given) {
-      if (key.starts_with("weight.")) weights.emplace_back(key.substr(7), tensor);
-    }
-    writer.write_part(0, weights, {});
-    writer.finish({.step = 0, .model = trainer.model().description()}, 1, 1);
-    trainer.load(Checkpoint(kept.path()));
+    take_weights(trainer, given);
     for (std::int64_t step = 0; step < expected.size(0); ++step) {
       EXPECT_NEAR(trainer.step().loss, expected[step].item<double>(), 1e-4) << step;
     }
+  }
+}
+
+// 13 rows in 8 microbatches, in two replicas, and three such batches a step: loss, norm and gradients are those of PyTorch
+// on all rows at once. A step of sgd with a learning rate of 1 shows the gradients.
+TEST(TrainerPeer, HasTheLossAndGradientsOfPlainPyTorchOnTheWholeBatch) {
+  const std::map<std::string, at::Tensor> given = tensors_of("weighted.safetensors");
+  const GivenData data(given);
+  struct Case {
+    int accumulate;
+    int replicas;
+    bool sharded;
+  };
+  for (const Case& one :
+       {Case{1, 1, false}, Case{3, 1, false}, Case{1, 2, false}, Case{3, 2, false}, Case{3, 2, true}}) {
+    SCOPED_TRACE(std::to_string(one.accumulate) + " batches, " + std::to_string(one.replicas) + " replicas" +
+                 (one.sharded ? ", sharded" : ""));
+    const std::string number = std::to_string(one.accumulate);
+    const auto expected = given.at("loss." + number).item<double>();
+    const Schedule schedule = generate("1F1B", {.ranks = 2, .microbatches = one.replicas == 1 ? 8 : 6});
+    std::vector<std::unique_ptr<Model>> models;
+    for (int i = 0; i < one.replicas; ++i) {
+      models.push_back(gpt_model({.layers = 2, .width = 16, .heads = 4, .length = 12}, /*seed=*/0, schedule.stages()));
+    }
+    TrainerOptions options;
+    options.learning_rate = {.rate = 1, .schedule = "constant", .warmup = 0};
+    options.optimizer = {.name = "sgd", .momentum = 0, .weight_decay = 0};
+    options.clip = 0;
+    options.accumulate = one.accumulate;
+    options.sharded = one.sharded;
+    Trainer trainer(std::move(models), data, schedule, std::move(options));
+    take_weights(trainer, given);
+    std::vector<Batch> batches;
+    for (int i = 0; i < one.accumulate; ++i) batches.push_back(data.batch(i));
+    const double evaluated = trainer.evaluate(batches).loss;
+    EXPECT_NEAR(evaluated, expected, 1e-5);
+    const StepReport report = trainer.step();
+    EXPECT_NEAR(report.loss, expected, 1e-5);
+    const auto norm = given.at("norm." + number).item<double>();
+    EXPECT_NEAR(report.gradient_norm, norm, 1e-5 * norm);
+    const Folder kept;
+    trainer.save(kept.path(), /*keep=*/1, "{}");
+    const Checkpoint after(kept.path());
+    double largest = 0;
+    for (const auto& [key, gradient] : given) {
+      if (!key.starts_with("grad." + number)) continue;
+      const std::string name = key.substr(7);
+      const at::Tensor found = given.at("weight." + name) - after.weight(name);
+      const auto difference = (found - gradient).abs().max().item<double>();
+      EXPECT_LE(difference, 1e-6) << name;
+      largest = std::max(largest, difference);
+    }
+    std::cout << number << " batches, " << one.replicas << (one.sharded ? " sharded" : "") << " replicas: loss "
+              << report.loss << " against " << expected << ", evaluated " << evaluated << ", norm "
+              << report.gradient_norm << " against " << norm << ", gradients within " << largest << "\n";
   }
 }
 

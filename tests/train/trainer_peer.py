@@ -6,6 +6,10 @@ Writes DIR/training.safetensors for the GPT of examples/: its first weights "wei
 "target.I" of each step, and the "losses" before each step. AdamW with decoupled decay, the gradients clipped at 0.5, the
 learning rate warmed up in 10 of 50 steps and then along a cosine down to a twentieth.
 
+DIR/weighted.safetensors has what the same GPT gives for whole batches of 13 rows: "ids.I" and "target.I", of which some
+are -100, and for each number N of batches a step the loss "loss.N" of them all at once, the "norm.N" of its gradients, and
+"grad.N.NAME".
+
 And DIR/strange.pt2, a model of complex numbers and sparse gradients, with strange.safetensors: its batches, and the losses
 "losses.NAME" with each optimizer, at a constant rate.
 """
@@ -65,6 +69,29 @@ def write_strange(folder):
     exporting.save_tensors(values, folder / "strange.safetensors")
 
 
+def write_weighted(folder):
+    """Rows that do not divide, and targets that are ignored: of some bytes, of rows, and of whole microbatches."""
+    model = GPT(layers=2, width=16, length=12).train()
+    values = {f"weight.{name}": tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    ids, target = torch.randint(97, 123, (2, 4, 13, 12)).unbind()
+    target[0, :, :5] = -100
+    target[0, 2:5] = -100
+    target[1, 4:] = -100
+    target[2][torch.rand(13, 12) < 0.6] = -100
+    for i in range(4):
+        values |= {f"ids.{i}": ids[i].clone(), f"target.{i}": target[i].clone()}
+    for count in (1, 3):
+        model.zero_grad()
+        output = model(ids[:count].flatten(0, 1))
+        loss = F.cross_entropy(output.flatten(0, 1), target[:count].flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+        values |= {f"loss.{count}": loss.detach().double(), f"norm.{count}": norm.double()}
+        values |= {f"grad.{count}.{name}": parameter.grad.clone() for name, parameter in model.named_parameters()}
+        print(f"{count} batches of 13 rows as one: loss {loss.item():.6f}, norm {norm.item():.6f}")
+    exporting.save_tensors(values, folder / "weighted.safetensors")
+
+
 def stepped(model, optimizer, ids, target):
     """The loss before a step."""
     optimizer.zero_grad()
@@ -96,6 +123,7 @@ def main(folder):
     values["losses"] = torch.tensor(losses, dtype=torch.float64)
     exporting.save_tensors(values, folder / "training.safetensors")
     write_strange(folder)
+    write_weighted(folder)
     print(f"{STEPS} steps, from a loss of {losses[0]:.3f} to {losses[-1]:.3f}")
 
 

@@ -190,6 +190,7 @@ class FailingSums final : public Data {
     if (--asked == 0) throw std::runtime_error("the loss is lost");
     return sums().loss(output, target);
   }
+  double loss_weight(const Batch& microbatch) const override { return sums().loss_weight(microbatch); }
   std::int64_t size_of(const Batch& batch) const override { return sums().size_of(batch); }
   std::string unit() const override { return sums().unit(); }
   std::string description() const override { return sums().description(); }
@@ -218,11 +219,35 @@ TEST(Trainer, IsAsItWasBeforeAStepThatFailed) {
 TEST(Trainer, EvaluatesWithoutDropout) {
   const auto trainer = trainer_of({.ranks = 2});
   const std::vector<Batch> held_out = sums().held_out();
-  const Trainer::Evaluation first = trainer->evaluate(held_out);
+  const Trainer::Evaluation first = trainer->evaluate(held_out, /*return_outputs=*/true);
   const Trainer::Evaluation second = trainer->evaluate(held_out);
   EXPECT_EQ(first.loss, second.loss);
   EXPECT_EQ(first.outputs.size(), held_out.size());
+  EXPECT_TRUE(second.outputs.empty());
   EXPECT_EQ(losses_of(*trainer, 2), losses_of({.ranks = 2}, 2));
+}
+
+TEST(Trainer, TrainsOnAfterAnEvaluationThatFailed) {
+  const FailingSums data;
+  const auto trainer = trainer_of({.ranks = 2}, data);
+  data.asked = 3;
+  EXPECT_THROW(trainer->evaluate(sums().held_out()), PipelineError);
+  // With dropout, as before.
+  EXPECT_EQ(losses_of(*trainer, 2), losses_of({.ranks = 2}, 2));
+}
+
+TEST(Trainer, KnowsTheNormOfGradientsThatAreNotClipped) {
+  const auto norm_with = [](double clip) {
+    std::vector<std::unique_ptr<Model>> models;
+    models.push_back(gpt_model({.layers = 2, .width = 16, .heads = 2, .length = sums().length()}, /*seed=*/5, 2));
+    TrainerOptions options;
+    options.clip = clip;
+    return Trainer(std::move(models), sums(), generate("1F1B", {.ranks = 2, .microbatches = 8}), options)
+        .step()
+        .gradient_norm;
+  };
+  EXPECT_GT(norm_with(0), 0);
+  EXPECT_EQ(norm_with(0), norm_with(0.5));
 }
 
 TEST(Trainer, KnowsWhatRanksKeep) {

@@ -75,6 +75,10 @@ void TrainOptions::add_to(CLI::App& command) {
   command.add_option("--loss", loss, "Of MODEL.pt2: its output itself, or compared with the batch's target")
       ->option_text("output|mse|cross_entropy [output]")
       ->check(one_of({"output", "mse", "cross_entropy"}));
+  command
+      .add_option("--ignore-index", ignore_index,
+                  "Class of the targets that cross_entropy leaves out, in the loss and in the mean")
+      ->option_text("N [-100]");
   command.add_option("--digits", digits, "Of the numbers that are added")->option_text("N [3]")->check(whole_number());
   command.add_option("--rows", rows, "Rows of a batch")->option_text("N [128]")->check(whole_number());
   command.add_option("--length", length, "Bytes of a row of text")->option_text("N [128]")->check(whole_number());
@@ -111,6 +115,14 @@ void TrainOptions::add_to(CLI::App& command) {
   command.add_option("--clip", clip, "The most that the norm of all gradients may be; 0 for any")
       ->option_text("N [1]")
       ->check(cost());
+  command
+      .add_option("--on-nonfinite", on_nonfinite,
+                  "At a loss or a norm of gradients that is NaN or infinite: stop, or skip the step")
+      ->option_text("stop|skip [stop]")
+      ->check(one_of({"stop", "skip"}));
+  command.add_option("--max-skipped", max_skipped, "Steps that may be skipped in a row; the next one stops the run")
+      ->option_text("N [10]")
+      ->check(whole_number());
   command.add_option("--accumulate", accumulate, "Batches a step")->option_text("N [1]")->check(whole_number());
   command.add_option("--data-parallel", data_parallel, "Replicas of the pipeline, which share the rows of a batch")
       ->option_text("D [1]")
@@ -224,7 +236,8 @@ TrainSetup set_up(const TrainOptions& options, int replicas) {
       stages = pipe.num_stages();
       setup.replicas.push_back(program_model(std::move(pipe)));
     }
-    setup.data = batch_files(options.data, *setup.program, options.loss, seed);
+    setup.data = batch_files(options.data, *setup.program,
+                             {.loss = options.loss, .ignore_index = options.ignore_index, .seed = seed});
   }
   constexpr int kMicrobatchesARank = 4;
   const Schedule probe = run.make(stages, /*rows=*/0);

@@ -23,6 +23,7 @@ struct TrainOptions {
 
   std::string data;
   std::string loss = "output";
+  std::int64_t ignore_index = -100;
   int digits = 3;
   int rows = 128;
   int length = 128;
@@ -35,6 +36,8 @@ struct TrainOptions {
   LearningRate learning_rate;
   int accumulate = 1;
   double clip = 1;
+  std::string on_nonfinite = "stop";
+  int max_skipped = 10;
   int data_parallel = 1;
   bool shard = false;
 

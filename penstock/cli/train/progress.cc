@@ -54,7 +54,7 @@ Progress::Progress(const std::string& metrics, std::int64_t first, std::int64_t 
       const json parsed = json::parse(line, nullptr, /*allow_exceptions=*/false);
       if (!parsed.is_object() || parsed.value("step", first + 1) > first) continue;
       kept += line + "\n";
-      if (parsed.contains("loss")) losses_.push_back(parsed["loss"].get<double>());
+      if (parsed.contains("loss") && parsed["loss"].is_number()) losses_.push_back(parsed["loss"].get<double>());
     }
   }
   metrics_.open(metrics, std::ios::trunc);
@@ -78,20 +78,26 @@ void Progress::write_metrics(const std::string& line) {
 }
 
 void Progress::stepped(const StepReport& report) {
-  losses_.push_back(report.loss);
+  if (report.skipped.empty()) losses_.push_back(report.loss);
   rates_.push_back(static_cast<double>(report.size) / report.seconds);
   json memory = json::array();
   for (const std::int64_t bytes : report.memory) memory.push_back(bytes);
-  write_metrics(json{
-      {"step", report.step},
-      {"loss", report.loss},
-      {"learning_rate", report.learning_rate},
-      {"gradient_norm", report.gradient_norm},
-      {unit_, report.size},
-      {"seconds", report.seconds},
-      {"bubble", report.bubble},
-      {"memory",
-       memory}}.dump());
+  json line_of_step{{"step", report.step},
+                    {"loss", report.loss},
+                    {"learning_rate", report.learning_rate},
+                    {"gradient_norm", report.gradient_norm},
+                    {unit_, report.size},
+                    {"seconds", report.seconds},
+                    {"bubble", report.bubble},
+                    {"memory", memory}};
+  // A loss that is not finite is null in JSON.
+  if (!report.skipped.empty()) line_of_step["skipped"] = report.skipped;
+  write_metrics(line_of_step.dump());
+  if (!report.skipped.empty()) {
+    ++skipped_;
+    say("skipped " + report.skipped);
+    return;
+  }
   constexpr std::int64_t kLines = 20;
   const bool is_told = terminal_ || report.step == first_ + 1 || report.step == steps_ ||
                        report.step % std::max<std::int64_t>(1, steps_ / kLines) == 0;

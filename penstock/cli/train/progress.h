@@ -33,6 +33,8 @@ class Progress {
   const std::vector<double>& losses() const { return losses_; }
   // Returns the median over the steps of this run.
   double units_per_second() const;
+  // Number of steps of this run that were skipped.
+  std::int64_t skipped() const { return skipped_; }
 
  private:
   void write_metrics(const std::string& line);
@@ -46,6 +48,7 @@ class Progress {
   bool has_line_ = false;
   std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
   std::int64_t first_;
+  std::int64_t skipped_ = 0;
   std::vector<double> losses_;
   std::vector<double> rates_;
 };

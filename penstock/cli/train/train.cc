@@ -54,6 +54,8 @@ class Run {
     trainer_options.learning_rate = options_.learning_rate;
     trainer_options.accumulate = options_.accumulate;
     trainer_options.clip = options_.clip;
+    trainer_options.on_nonfinite = options_.on_nonfinite == "skip" ? OnNonFinite::Skip : OnNonFinite::Stop;
+    trainer_options.max_skipped = options_.max_skipped;
     trainer_options.sharded = options_.shard;
     trainer_options.seed = options_.run.seed;
     trainer_options.intra_op_threads = options_.run.threads;
@@ -77,6 +79,7 @@ class Run {
     catch_interruptions();
     const bool is_done = penstock::train(trainer, options_.steps, held_out_,
                                          {.eval_every = options_.eval_every,
+                                          .eval_outputs = sums() != nullptr,
                                           .checkpoint = options_.checkpoint,
                                           .checkpoint_every = options_.checkpoint_every,
                                           .keep = options_.keep,
@@ -208,6 +211,10 @@ class Run {
       text += (rank == 0 ? "memory       rank " : "             rank ") + std::to_string(rank) + ": " +
               short_number(static_cast<double>(memory[rank].measured)) + "B measured, " +
               short_number(static_cast<double>(memory[rank].predicted)) + "B predicted\n";
+    }
+    if (progress.skipped() > 0) {
+      text += "skipped      " + std::to_string(progress.skipped()) + " of " + std::to_string(options_.steps) +
+              " steps, whose loss or gradients were not finite\n";
     }
     progress.say(text + "timeline     " + page + "\n");
   }
