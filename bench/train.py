@@ -31,7 +31,7 @@ def train(penstock, folder, ranks, width, length, rows, microbatches, steps):
     """Seconds for a step."""
     words = {"data": folder / "text", "layers": LAYERS, "width": width, "length": length, "rows": rows, "ranks": ranks,
              "microbatches": microbatches, "steps": steps + 2, "output": folder / "run"}
-    command = [penstock, "train"] + [str(word) for name, value in words.items() for word in (f"--{name}", value)]
+    command = [penstock, "train", "--overwrite"] + [str(word) for name, value in words.items() for word in (f"--{name}", value)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     lines = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
     return statistics.median([line["seconds"] for line in lines if "loss" in line][2:])

@@ -16,6 +16,7 @@ constexpr std::size_t kMostRanks = 4096;
 
 // A handler may touch nothing but these.
 std::atomic<int> count = 0;
+std::atomic<int> first_signal = SIGINT;
 std::atomic<Clock::rep> last = 0;
 std::atomic<std::size_t> num_ranks = 0;
 std::array<std::atomic<pid_t>, kMostRanks> ranks_to_tell;
@@ -26,7 +27,8 @@ void note_interruption(int signal) {
   if (count > 0 && now - last < Clock::duration(kMoment).count()) return;
   last = now;
   const bool again = ++count > 1;
-  if (again && num_ranks == 0) ::_exit(kInterrupted);
+  if (!again) first_signal = signal;
+  if (again && num_ranks == 0) ::_exit(interruption_code());
   for (std::size_t i = 0; i < num_ranks; ++i) ::kill(ranks_to_tell[i], again ? SIGKILL : signal);
 }
 
@@ -45,6 +47,11 @@ void catch_interruptions() {
 
 int interruptions() {
   return count;
+}
+
+int interruption_code() {
+  constexpr int kSignalled = 128;
+  return kSignalled + first_signal;
 }
 
 PassedOnInterruptions::PassedOnInterruptions(const ProcessRanks& ranks) {

@@ -6,8 +6,9 @@
 
 namespace penstock::cli {
 
-// What the exit code of a process says that has ended so.
-inline constexpr int kInterrupted = 130;
+// Exit code of a process that was interrupted: 130 after SIGINT and 143 after SIGTERM, as shells have it; 130 also for a
+// rank that stops because another one was interrupted.
+int interruption_code();
 
 // The first one is counted, and a second one ends the process at once. Those that come within a moment of each other are
 // one: a signal may reach a rank both by itself and from the process that has started it.

@@ -20,9 +20,9 @@ std::unique_ptr<MappedFile> mapped(const std::string& path) {
   try {
     return std::make_unique<MappedFile>(path);
   } catch (const MappingFailure& failure) {
-    const bool is_file = failure.why == MappingFailure::Why::Open || failure.why == MappingFailure::Why::Map;
+    const bool is_file = failure.why() == MappingFailure::Why::Open || failure.why() == MappingFailure::Why::Map;
     throw ProgramError(path + ": " +
-                       (is_file ? std::generic_category().message(failure.code) : "is not a regular file") + ".");
+                       (is_file ? std::generic_category().message(failure.code()) : "is not a regular file") + ".");
   }
 }
 

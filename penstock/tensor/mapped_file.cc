@@ -6,17 +6,36 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <system_error>
 
 namespace penstock {
+namespace {
+
+std::string message_of(const std::string& path, MappingFailure::Why why, int code) {
+  switch (why) {
+    case MappingFailure::Why::Folder: return path + ": is a folder; give the name of a file.";
+    case MappingFailure::Why::NotRegular: return path + ": is no regular file, and so cannot be mapped.";
+    case MappingFailure::Why::Open:
+      return path + ": could not be opened: " + std::generic_category().message(code) + ".";
+    case MappingFailure::Why::Map: break;
+  }
+  return path + ": could not be mapped: " + std::generic_category().message(code) + ".";
+}
+
+}  // namespace
+
+MappingFailure::MappingFailure(const std::string& path, Why why, int code)
+    : std::runtime_error(message_of(path, why, code)), why_(why), code_(code) {}
 
 MappedFile::MappedFile(const std::string& path) {
   // Without O_NONBLOCK, a pipe would be waited for.
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   struct stat status = {};
   const auto give_up = [&](MappingFailure::Why why) {
-    const int code = errno;
+    const bool has_reason = why == MappingFailure::Why::Open || why == MappingFailure::Why::Map;
+    const int code = has_reason ? errno : 0;
     if (file >= 0) ::close(file);
-    throw MappingFailure{why, code};
+    throw MappingFailure(path, why, code);
   };
   if (file < 0 || ::fstat(file, &status) != 0) give_up(MappingFailure::Why::Open);
   if (S_ISDIR(status.st_mode)) give_up(MappingFailure::Why::Folder);

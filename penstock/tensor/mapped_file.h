@@ -2,17 +2,26 @@
 #pragma once
 
 #include <cstddef>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 
 namespace penstock {
 
-// Why a file cannot be mapped. Who maps it says so in words of its own.
-struct MappingFailure {
+// Explains why a file cannot be mapped: the message names the file and has what the system said.
+class MappingFailure : public std::runtime_error {
+ public:
   enum class Why { Open, Folder, NotRegular, Map };
-  Why why = Why::Open;
-  // What the system said: errno.
-  int code = 0;
+
+  MappingFailure(const std::string& path, Why why, int code);
+
+  Why why() const { return why_; }
+  // Value of errno; 0 for Folder and NotRegular.
+  int code() const { return code_; }
+
+ private:
+  Why why_;
+  int code_;
 };
 
 // All bytes of a file, for as long as this lives. They may be written; the file does not change by it.

@@ -6,10 +6,8 @@
 #include <sys/stat.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <filesystem>
-#include <system_error>
 #include <unordered_map>
 
 #include "penstock/tensor/aside_file.h"
@@ -22,23 +20,11 @@ namespace {
   throw SafetensorsError(path + ": " + what);
 }
 
-// With what the system said last.
-[[noreturn]] void fail_system(const std::string& path, const std::string& what) {
-  fail(path, what + ": " + std::generic_category().message(errno) + ".");
-}
-
 std::unique_ptr<MappedFile> mapped(const std::string& path) {
   try {
     return std::make_unique<MappedFile>(path);
   } catch (const MappingFailure& failure) {
-    errno = failure.code;
-    switch (failure.why) {
-      case MappingFailure::Why::Open: fail_system(path, "could not be opened");
-      case MappingFailure::Why::Folder: fail(path, "is a folder; give the name of a file.");
-      case MappingFailure::Why::NotRegular: fail(path, "is no regular file, and so cannot be mapped.");
-      case MappingFailure::Why::Map: break;
-    }
-    fail_system(path, "could not be mapped");
+    throw SafetensorsError(failure.what());
   }
 }
 

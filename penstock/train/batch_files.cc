@@ -1,4 +1,5 @@
 #include <ATen/ATen.h>
+#include <zlib.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -9,6 +10,7 @@
 #include "penstock/runtime/step.h"
 #include "penstock/tensor/nested.h"
 #include "penstock/tensor/random_scope.h"
+#include "penstock/tensor/reason.h"
 #include "penstock/tensor/safetensors.h"
 #include "penstock/train/data.h"
 
@@ -71,6 +73,7 @@ class BatchFiles final : public Data {
 
   Batch batch(std::int64_t number) const override {
     const auto count = static_cast<std::int64_t>(files_.size());
+    if (!options_.shuffle) return read(files_[static_cast<std::size_t>(number % count)]);
     const RandomScope scope(options_.seed, /*step=*/number / count, /*microbatch=*/0, /*place=*/0);
     const at::Tensor order = at::randperm(count, at::kLong);
     return read(files_[static_cast<std::size_t>(order[number % count].item<std::int64_t>())]);
@@ -79,6 +82,11 @@ class BatchFiles final : public Data {
     std::vector<Batch> batches;
     for (const std::string& file : held_out_) batches.push_back(read(file));
     return batches;
+  }
+  // Files are mapped, so this reads their headers alone.
+  void check(const BatchSplit& split) const override {
+    for (const std::string& file : files_) check(file, split.replicas, split.microbatches);
+    for (const std::string& file : held_out_) check(file, split.eval_replicas, split.microbatches);
   }
   at::Tensor loss(const c10::IValue& output, const c10::IValue& target) const override {
     const at::Tensor first = first_output(output);
@@ -102,8 +110,32 @@ class BatchFiles final : public Data {
   std::string description() const override {
     return folder_ + ", " + std::to_string(files_.size()) + (files_.size() == 1 ? " batch" : " batches");
   }
+  std::string fingerprint() const override {
+    std::string names;
+    for (const auto& list : {files_, held_out_}) {
+      for (const std::string& file : list) {
+        std::error_code ignored;
+        names += fs::path(file).filename().string() + " " + std::to_string(fs::file_size(file, ignored)) + "\n";
+      }
+    }
+    return std::to_string(files_.size() + held_out_.size()) + " files, CRC-32 of names and sizes " +
+           std::to_string(crc32_z(0, reinterpret_cast<const Bytef*>(names.data()), names.size()));
+  }
 
  private:
+  void check(const std::string& file, int replicas, int microbatches) const {
+    const Batch whole = read(file);
+    try {
+      for (const Batch& replica : split_batch(whole, {}, replicas, "replicas")) {
+        for (const Batch& microbatch : split_batch(replica, {}, microbatches, "microbatches")) {
+          const auto kwargs = microbatch.kwargs.find(0);
+          program_.flatten_inputs(microbatch.args, kwargs == microbatch.kwargs.end() ? Kwargs() : kwargs->second);
+        }
+      }
+    } catch (const std::exception& error) {
+      throw DataError(file + ": " + reason_of(error));
+    }
+  }
   Batch read(const std::string& file) const {
     const NamedTensors read = read_safetensors(file);
     TensorsByName tensors(read.begin(), read.end());

@@ -12,6 +12,7 @@
 #include <fstream>
 #include <iterator>
 #include <nlohmann/json.hpp>
+#include <sstream>
 #include <system_error>
 #include <utility>
 
@@ -29,6 +30,8 @@ constexpr int kVersion = 1;
 constexpr const char* kManifest = "manifest.json";
 constexpr std::string_view kPrefix = "step-";
 constexpr std::string_view kUnfinished = ".unfinished-";
+// Prefix of a checkpoint that is being removed.
+constexpr std::string_view kRemoved = ".removed-";
 
 [[noreturn]] void fail(const std::string& path, const std::string& what) {
   throw CheckpointError(path + ": " + what);
@@ -45,7 +48,15 @@ auto in_words(const std::string& path, Function function) {
     throw CheckpointError(error.what());
   } catch (const SafetensorsError& error) {
     throw CheckpointError(error.what());
+  } catch (const MappingFailure& error) {
+    throw CheckpointError(error.what());
   }
+}
+
+std::string sizes_text(at::IntArrayRef sizes) {
+  std::ostringstream text;
+  text << sizes;
+  return text.str();
 }
 
 std::string folder_name(std::int64_t step) {
@@ -69,9 +80,9 @@ std::optional<std::int64_t> step_of(const std::string& name) {
 std::vector<std::pair<std::int64_t, fs::path>> finished_in(const fs::path& folder) {
   std::vector<std::pair<std::int64_t, fs::path>> found;
   std::error_code ignored;
-  for (const fs::directory_entry& entry : fs::directory_iterator(folder, ignored)) {
-    const std::optional<std::int64_t> step = step_of(entry.path().filename().string());
-    if (step && fs::exists(entry.path() / kManifest, ignored)) found.emplace_back(*step, entry.path());
+  for (fs::directory_iterator next(folder, ignored), end; next != end; next.increment(ignored)) {
+    const std::optional<std::int64_t> step = step_of(next->path().filename().string());
+    if (step && is_checkpoint(next->path().string())) found.emplace_back(*step, next->path());
   }
   std::ranges::sort(found);
   return found;
@@ -84,6 +95,24 @@ void sync_folder(const fs::path& folder) {
   const int reason = errno;
   if (opened >= 0) ::close(opened);
   if (!synced) fail(folder.string(), "could not be written: " + std::generic_category().message(reason) + ".");
+}
+
+// Removes what runs that were killed have left in `folder`.
+void remove_leftovers(const fs::path& folder) {
+  std::vector<fs::path> leftovers;
+  for (const fs::directory_entry& entry : fs::directory_iterator(folder)) {
+    const std::string name = entry.path().filename().string();
+    if (name.starts_with(kUnfinished) || name.starts_with(kRemoved)) leftovers.push_back(entry.path());
+  }
+  for (const fs::path& leftover : leftovers) fs::remove_all(leftover);
+}
+
+// Renames a checkpoint aside and then removes it, so that its name stands for a whole checkpoint or for none.
+void remove_checkpoint(const fs::path& checkpoint) {
+  const fs::path removed = checkpoint.parent_path() / (std::string(kRemoved) + checkpoint.filename().string());
+  fs::remove_all(removed);
+  fs::rename(checkpoint, removed);
+  fs::remove_all(removed);
 }
 
 void write_file(const fs::path& path, const std::string& text) {
@@ -129,9 +158,7 @@ std::string CheckpointWriter::path() const {
 void CheckpointWriter::begin() const {
   in_words(folder_, [&] {
     fs::create_directories(folder_);
-    for (const fs::directory_entry& entry : fs::directory_iterator(folder_)) {
-      if (entry.path().filename().string().starts_with(kUnfinished)) fs::remove_all(entry.path());
-    }
+    remove_leftovers(folder_);
     fs::create_directory(fs::path(folder_) / (std::string(kUnfinished) + name_));
   });
 }
@@ -177,16 +204,28 @@ void CheckpointWriter::finish(const CheckpointInfo& info, int parts, int keep) c
     }
     fs::remove_all(unfinished);
     sync_folder(folder_);
-    std::vector<std::pair<std::int64_t, fs::path>> finished = finished_in(folder_);
-    for (std::size_t i = 0; i + static_cast<std::size_t>(std::max(keep, 1)) < finished.size(); ++i) {
-      fs::remove_all(finished[i].second);
-    }
+    prune(keep);
   });
 }
 
+void CheckpointWriter::prune(int keep) const {
+  std::vector<std::pair<std::int64_t, fs::path>> finished = finished_in(folder_);
+  // Those of later steps are not this run's, and the one of this step has just been written.
+  const auto written = std::ranges::find_if(finished, [&](const auto& one) { return one.second.filename() == name_; });
+  const auto older = static_cast<std::size_t>(std::distance(finished.begin(), written));
+  const auto kept = static_cast<std::size_t>(std::max(keep, 1)) - 1;
+  for (std::size_t i = 0; i + kept < older; ++i) remove_checkpoint(finished[i].second);
+}
+
+void CheckpointWriter::discard() const noexcept {
+  std::error_code ignored;
+  fs::remove_all(fs::path(folder_) / (std::string(kUnfinished) + name_), ignored);
+}
+
 Checkpoint::Checkpoint(const std::string& path) : path_(path) {
-  if (!fs::exists(path)) fail(path, "there is no such checkpoint.");
-  if (!fs::exists(fs::path(path) / kManifest)) {
+  std::error_code ignored;
+  if (!fs::exists(path, ignored)) fail(path, "there is no such checkpoint.");
+  if (!is_checkpoint(path)) {
     const auto finished = finished_in(path);
     if (finished.empty()) fail(path, "has no checkpoint in it: neither manifest.json nor a folder step-N with one.");
     path_ = finished.back().second.string();
@@ -212,7 +251,8 @@ void Checkpoint::read_manifest() {
     const std::string name = file.at("name");
     if (name.find('/') != std::string::npos) fail(path, "names a file elsewhere, '" + name + "'.");
     const std::string whole = (fs::path(path_) / name).string();
-    const std::string hint = "\n  Hint: an older checkpoint may be good: name its folder.";
+    const std::string hint =
+        "\n  Hint: an older checkpoint may be good: name it, or move this one away to resume from it.";
     try {
       const json found = description_of(whole);
       if (found.at("bytes") != file.at("bytes")) {
@@ -222,7 +262,7 @@ void Checkpoint::read_manifest() {
       if (found.at("crc32") != file.at("crc32"))
         fail(whole, "is damaged: its bytes do not have their checksum." + hint);
     } catch (const MappingFailure& failure) {
-      fail(whole, "cannot be read: " + std::generic_category().message(failure.code) + "." + hint);
+      throw CheckpointError(failure.what() + hint);
     }
     read_file(name, file.at("kind") == "weights" ? weights_ : optimizer_);
   }
@@ -238,9 +278,38 @@ void Checkpoint::read_file(const std::string& name, std::map<std::string, at::Te
   }
 }
 
-void Checkpoint::require_model(const std::string& description) const {
-  if (info_.model == description) return;
-  fail(path_, "is of another model.\n  It is of:  " + info_.model + "\n  Wanted is: " + description);
+void Checkpoint::require_model(const ModelTensors& model) const {
+  std::vector<std::string> differences;
+  for (const auto& [name, sizes] : model.needed) {
+    const auto found = weights_.find(name);
+    if (found == weights_.end() || found->second.sizes() == at::IntArrayRef(sizes)) continue;
+    differences.push_back(name + ": " + sizes_text(found->second.sizes()) + " in the checkpoint, " + sizes_text(sizes) +
+                          " in this model");
+  }
+  // A name that nothing needs may be missing: a parameter that the model does not use is in no checkpoint.
+  std::set<std::string> wanted;
+  for (const auto& [name, sizes] : model.needed) wanted.insert(name);
+  if (info_.model != model.description) wanted.insert(model.names.begin(), model.names.end());
+  for (const std::string& name : wanted) {
+    if (!weights_.contains(name)) differences.push_back(name + ": only in this model");
+  }
+  for (const auto& [name, tensor] : weights_) {
+    if (!model.names.empty() && !model.names.contains(name)) differences.push_back(name + ": only in the checkpoint");
+  }
+  if (info_.model == model.description && differences.empty()) return;
+  constexpr std::size_t kMostLines = 10;
+  std::vector<std::string> lines{path_ + ": is of another model."};
+  if (info_.model != model.description) {
+    lines.push_back("It is of:  " + info_.model);
+    lines.push_back("Wanted is: " + model.description);
+  }
+  const std::size_t room = kMostLines - lines.size();
+  const std::size_t shown = differences.size() <= room ? differences.size() : room - 1;
+  lines.insert(lines.end(), differences.begin(), differences.begin() + static_cast<std::ptrdiff_t>(shown));
+  if (shown < differences.size()) lines.push_back("… and " + std::to_string(differences.size() - shown) + " more");
+  std::string message;
+  for (const std::string& line : lines) message += (message.empty() ? "" : "\n  ") + line;
+  throw CheckpointError(message);
 }
 
 at::Tensor Checkpoint::weight(const std::string& name) const {
@@ -254,8 +323,25 @@ std::optional<at::Tensor> Checkpoint::optimizer_state(const std::string& name) c
   return found == optimizer_.end() ? std::nullopt : std::optional(found->second);
 }
 
-bool has_checkpoint(const std::string& folder) {
-  return fs::exists(fs::path(folder) / kManifest) || !finished_in(folder).empty();
+bool is_checkpoint(const std::string& path) {
+  std::error_code ignored;
+  return fs::exists(fs::path(path) / kManifest, ignored);
+}
+
+std::optional<std::string> last_checkpoint(const std::string& folder) {
+  const auto finished = finished_in(folder);
+  return finished.empty() ? std::nullopt : std::optional(finished.back().second.string());
+}
+
+std::int64_t count_checkpoints(const std::string& folder) {
+  return static_cast<std::int64_t>(finished_in(folder).size());
+}
+
+void remove_checkpoints(const std::string& folder) {
+  in_words(folder, [&] {
+    for (const auto& [step, checkpoint] : finished_in(folder)) remove_checkpoint(checkpoint);
+    remove_leftovers(folder);
+  });
 }
 
 }  // namespace penstock

@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -47,15 +48,30 @@ class CheckpointWriter {
   // Makes the folders, and removes what a run that was killed has left.
   void begin() const;
   void write_part(int part, const NamedTensors& weights, const NamedTensors& optimizer) const;
-  // With parts 0 to `parts` - 1. Of the finished checkpoints the last `keep` stay.
+  // With parts 0 to `parts` - 1. Of this checkpoint and those of earlier steps the last `keep` stay; those of later steps,
+  // which belong to another run, are left alone.
   void finish(const CheckpointInfo& info, int parts, int keep) const;
+  // Removes a checkpoint that cannot be finished, as far as the file system lets it.
+  void discard() const noexcept;
 
   // Of the finished checkpoint.
   std::string path() const;
 
  private:
+  void prune(int keep) const;
+
   std::string folder_;
   std::string name_;
+};
+
+// What a checkpoint of a model has.
+struct ModelTensors {
+  // Model::description.
+  std::string description;
+  // Names of all parameters and buffers; a checkpoint has no others. Empty: any.
+  std::set<std::string> names = {};
+  // Sizes of those that this process reads.
+  std::map<std::string, std::vector<std::int64_t>> needed = {};
 };
 
 class Checkpoint {
@@ -66,8 +82,8 @@ class Checkpoint {
 
   const std::string& path() const { return path_; }
   const CheckpointInfo& info() const { return info_; }
-  // Throws CheckpointError unless its model is this one.
-  void require_model(const std::string& description) const;
+  // Throws CheckpointError unless it is of this model, with what differs in at most ten lines.
+  void require_model(const ModelTensors& model) const;
 
   // By name; they share the file's mapping. Throws CheckpointError for one that is not there.
   at::Tensor weight(const std::string& name) const;
@@ -85,7 +101,13 @@ class Checkpoint {
   std::map<std::string, at::Tensor> optimizer_;
 };
 
-// Whether a folder has a finished checkpoint.
-bool has_checkpoint(const std::string& folder);
+// Returns true if `path` is itself a finished checkpoint, rather than a directory of them.
+bool is_checkpoint(const std::string& path);
+// Returns the path of the last finished checkpoint in a directory, or none.
+std::optional<std::string> last_checkpoint(const std::string& folder);
+// Returns the number of finished checkpoints in a directory.
+std::int64_t count_checkpoints(const std::string& folder);
+// Removes all checkpoints of a directory, finished or not. Throws CheckpointError.
+void remove_checkpoints(const std::string& folder);
 
 }  // namespace penstock

@@ -1,6 +1,7 @@
 #include "penstock/train/data.h"
 
 #include <ATen/ATen.h>
+#include <zlib.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -194,6 +195,12 @@ std::vector<Batch> TextData::held_out() const {
     batches.push_back(pieces(trained_bytes_ + at::floor_divide(numbers * places, count * rows_)));
   }
   return batches;
+}
+
+std::string TextData::fingerprint() const {
+  const auto* const bytes = static_cast<const Bytef*>(text_.const_data_ptr());
+  return std::to_string(text_.numel()) + " bytes, CRC-32 " +
+         std::to_string(crc32_z(0, bytes, static_cast<std::size_t>(text_.numel())));
 }
 
 std::string TextData::description() const {

@@ -22,6 +22,14 @@ class DataError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// Number of parts that a batch is split into: replicas, and for each of them microbatches.
+struct BatchSplit {
+  int replicas = 1;
+  // Replicas that share an evaluation; process replicas evaluate all of it.
+  int eval_replicas = 1;
+  int microbatches = 1;
+};
+
 class Data {
  public:
   virtual ~Data() = default;
@@ -30,6 +38,9 @@ class Data {
   virtual Batch batch(std::int64_t number) const = 0;
   // What is never trained on, of the same sizes; none if there is nothing held out.
   virtual std::vector<Batch> held_out() const { return {}; }
+  // Checks that every batch can be split into microbatches that the model takes, as far as sizes and types tell. Throws
+  // DataError, which names the file.
+  virtual void check(const BatchSplit& /*split*/) const {}
   // The loss of a microbatch: the mean over what loss_weight counts.
   virtual at::Tensor loss(const c10::IValue& output, const c10::IValue& target) const = 0;
   // How much that counts in the loss of the whole batch: by default the number of rows of the microbatch.
@@ -39,6 +50,8 @@ class Data {
   virtual std::string unit() const = 0;
   // In a line.
   virtual std::string description() const = 0;
+  // Returns what tells this data from other data of the same options, such as a checksum; empty where options tell all.
+  virtual std::string fingerprint() const { return {}; }
 };
 
 // Texts, whose bytes a model tells one after the other.
@@ -87,6 +100,7 @@ class TextData final : public ByteData {
   Batch batch(std::int64_t number) const override;
   std::vector<Batch> held_out() const override;
   std::string description() const override;
+  std::string fingerprint() const override;
 
  private:
   Batch pieces(const at::Tensor& firsts) const;
@@ -106,10 +120,12 @@ struct BatchFilesOptions {
   // The class that cross_entropy leaves out, in the loss and in what it counts.
   std::int64_t ignore_index = -100;
   std::uint64_t seed = 0;
+  // The order is drawn anew each time around; otherwise it is that of the names.
+  bool shuffle = true;
 };
 
-// Batches in safetensors files of a folder, one a file: arguments "args.0", "kwargs.mask", "args.1.ids", and "target". They
-// come in an order that is drawn anew each time around. Files whose names begin with "eval" are held out. Throws DataError.
+// Batches in safetensors files of a folder, one a file: arguments "args.0", "kwargs.mask", "args.1.ids", and "target". Files
+// whose names begin with "eval" are held out. Throws DataError.
 std::unique_ptr<Data> batch_files(const std::string& folder, const Program& program, const BatchFilesOptions& options);
 
 }  // namespace penstock

@@ -54,11 +54,17 @@ class ProgramModel final : public Model {
     for (const auto& [name, tensor] : pipe_.program().parameters()) names.push_back(name);
     return names;
   }
+  std::vector<std::string> buffer_names() const override {
+    std::vector<std::string> names;
+    for (const auto& [name, tensor] : pipe_.program().buffers()) names.push_back(name);
+    return names;
+  }
   std::vector<std::string> names_of(const std::string& name) const override { return names_.at(name); }
   std::string description() const override {
+    std::int64_t elements = 0;
+    for (const auto& [name, tensor] : pipe_.program().parameters()) elements += tensor.numel();
     std::ostringstream text;
-    text << "an exported model with " << parameter_names().size() << " parameters:";
-    for (const auto& [name, tensor] : pipe_.program().parameters()) text << " " << name << tensor.sizes();
+    text << "an exported model with " << parameter_names().size() << " parameters of " << elements << " elements";
     return text.str();
   }
   void set_training(bool training) override { training ? pipe_.train() : pipe_.eval(); }

@@ -25,10 +25,12 @@ class Model {
 
   // All that the model has for its parameters, in an order that does not depend on the cut.
   virtual std::vector<std::string> parameter_names() const = 0;
+  // Names of all its buffers.
+  virtual std::vector<std::string> buffer_names() const { return {}; }
   // All names of the parameter or buffer of this name: tied ones have several.
   virtual std::vector<std::string> names_of(const std::string& name) const { return {name}; }
 
-  // What a checkpoint is of, in a line: another model has another one.
+  // Returns one short line for people and for checkpoints. Models that differ in names or sizes alone may share it.
   virtual std::string description() const = 0;
 
   // Dropout drops and batch normalisation learns, or not, in all stages that were built.

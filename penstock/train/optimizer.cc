@@ -175,11 +175,19 @@ void Optimizer::load(const std::function<std::optional<at::Tensor>(const std::st
   kind_->load(find);
 }
 
+std::int64_t state_bytes(const OptimizerOptions& options, std::int64_t parameter_bytes) {
+  if (options.name == "sgd") return options.momentum > 0 ? parameter_bytes : 0;
+  constexpr std::int64_t kStep = 8;
+  return 2 * parameter_bytes + kStep;
+}
+
 double LearningRate::at(std::int64_t step, std::int64_t steps) const {
   if (step < warmup) return rate * static_cast<double>(step + 1) / static_cast<double>(warmup);
   if (schedule == "constant") return rate;
   const double done = steps <= warmup ? 1 : static_cast<double>(step - warmup) / static_cast<double>(steps - warmup);
   const double left = schedule == "linear" ? 1 - done : (1 + std::cos(std::numbers::pi * done)) / 2;
+  constexpr double kLeast = 0.05;
+  const double least = !minimum ? kLeast : rate > 0 ? *minimum / rate : 1;
   return rate * (least + (1 - least) * std::clamp(left, 0.0, 1.0));
 }
 

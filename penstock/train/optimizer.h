@@ -25,6 +25,9 @@ struct OptimizerOptions {
   double weight_decay = 0.01;
 };
 
+// Returns how many bytes an optimizer remembers of a parameter of so many bytes, once it has stepped it.
+std::int64_t state_bytes(const OptimizerOptions& options, std::int64_t parameter_bytes);
+
 // A parameter or its gradient as optimizers take it: a complex number is two real ones.
 at::Tensor as_real(const at::Tensor& tensor);
 
@@ -59,14 +62,15 @@ class Optimizer {
   std::unique_ptr<Kind> kind_;
 };
 
-// How the learning rate goes: up from 0 in `warmup` steps, then constant, or down to `least` of it in a line or along a
-// cosine.
+// Learning rate of each step: it rises from 0 in `warmup` steps, and then stays constant, or falls to `minimum` in a
+// line or along a cosine.
 struct LearningRate {
   double rate = 4e-3;
   // "constant", "linear" or "cosine".
   std::string schedule = "cosine";
   std::int64_t warmup = 50;
-  double least = 0.05;
+  // Rate of the last step; a twentieth of `rate` unless given.
+  std::optional<double> minimum = std::nullopt;
 
   // Of a step from 0 to before `steps`.
   double at(std::int64_t step, std::int64_t steps) const;

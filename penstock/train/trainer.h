@@ -82,6 +82,12 @@ struct StepReport {
   bool somebody_wants_to_stop = false;
 };
 
+struct StageSize {
+  // Number of parameters, and of their elements without shards.
+  std::int64_t parameters = 0;
+  std::int64_t elements = 0;
+};
+
 class Trainer {
  public:
   // The models of the replicas of this process: all on threads, one on a process. `data` outlives it. While a
@@ -112,6 +118,8 @@ class Trainer {
   // Writes a checkpoint into `folder`, of which the last `keep` stay, and says where it is. Throws CheckpointError on all
   // processes when one of them cannot write its part, or has a parameter that is not finite.
   std::string save(const std::string& folder, int keep, const std::string& configuration);
+  // Size of a checkpoint, estimated from parameters, buffers and what the optimizer will remember. All processes ask.
+  std::int64_t checkpoint_bytes();
   // Goes on from there. Throws CheckpointError, and is as it was before.
   void load(const Checkpoint& checkpoint);
 
@@ -119,6 +127,8 @@ class Trainer {
   bool speaks() const;
   // What the ranks of the first replica have had in memory, and what the schedule promised. All processes ask.
   std::vector<RankMemory> memory();
+  // Sizes of the stages of the first replica, by stage. All processes ask.
+  std::vector<StageSize> stage_sizes();
   // Returns what ran in the last steps, at most kRecords of them, the oldest first: the last batch of each, by the
   // pipeline's schedule, on all ranks of the first replica, and on one clock. All processes ask.
   static constexpr std::size_t kRecords = 16;

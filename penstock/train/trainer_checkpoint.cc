@@ -78,6 +78,8 @@ std::string Trainer::save(const std::string& folder, int keep, const std::string
     } catch (const PipelineError&) {
       if (!failure) throw;
     }
+    // All ranks have ended this phase, so nobody writes to it any more.
+    if ((failure || failed) && speaks()) writer.discard();
     if (failure) std::rethrow_exception(failure);
     if (failed) throw CheckpointError(writer.path() + ": another rank could not write its part.");
   };
@@ -117,6 +119,42 @@ std::string Trainer::save(const std::string& folder, int keep, const std::string
   return writer.path();
 }
 
+std::int64_t Trainer::checkpoint_bytes() {
+  double bytes = 0;
+  for (const Own& own : own_) {
+    if (own.replica != 0) continue;
+    const auto add = [&](const std::string& name, std::int64_t size) {
+      bytes += static_cast<double>(size) * static_cast<double>(model().names_of(name).size());
+    };
+    for (const auto& [name, parameter] : own.stage->module().parameters) {
+      const std::int64_t size = parameter.numel() * static_cast<std::int64_t>(parameter.element_size());
+      add(name, size + (parameter.requires_grad() ? state_bytes(options_.optimizer, size) : 0));
+    }
+    for (const auto& [name, buffer] : own.stage->module().buffers)
+      add(name, static_cast<std::int64_t>(buffer.nbytes()));
+  }
+  return static_cast<std::int64_t>(summed({bytes}).front());
+}
+
+std::vector<StageSize> Trainer::stage_sizes() {
+  std::vector<double> numbers(2 * static_cast<std::size_t>(pipeline_->schedule().stages()), 0);
+  for (const Own& own : own_) {
+    if (own.replica != 0) continue;
+    const std::size_t first = 2 * static_cast<std::size_t>(own.stage->stage_index());
+    for (const auto& [name, parameter] : own.stage->module().parameters) {
+      numbers[first] += 1;
+      numbers[first + 1] += static_cast<double>(parameter.numel());
+    }
+  }
+  numbers = summed(std::move(numbers));
+  std::vector<StageSize> sizes;
+  for (std::size_t i = 0; i < numbers.size(); i += 2) {
+    sizes.push_back(
+        {.parameters = static_cast<std::int64_t>(numbers[i]), .elements = static_cast<std::int64_t>(numbers[i + 1])});
+  }
+  return sizes;
+}
+
 // What a stage keeps of a tensor: all, or its replica's shard.
 at::Tensor Trainer::part_for(const Own& own, const std::string& name, const at::Tensor& whole_tensor) const {
   for (const auto& [one, tensor] : own.stage->parameters()) {
@@ -132,13 +170,16 @@ at::Tensor Trainer::part_for(const Own& own, const std::string& name, const at::
 }
 
 void Trainer::load(const Checkpoint& checkpoint) {
-  checkpoint.require_model(model().description());
-  const c10::NoGradGuard no_grad;
   // All that is needed is there, before anything changes.
+  ModelTensors tensors{.description = model().description()};
+  for (const std::string& name : model().parameter_names()) tensors.names.insert(name);
+  for (const std::string& name : model().buffer_names()) tensors.names.insert(name);
   for (const Own& own : own_) {
-    for (const auto& [name, parameter] : own.stage->parameters()) checkpoint.weight(name);
-    for (const auto& [name, buffer] : own.stage->module().buffers) checkpoint.weight(name);
+    for (const auto& [name, parameter] : own.stage->module().parameters) tensors.needed[name] = parameter.sizes().vec();
+    for (const auto& [name, buffer] : own.stage->module().buffers) tensors.needed[name] = buffer.sizes().vec();
   }
+  checkpoint.require_model(tensors);
+  const c10::NoGradGuard no_grad;
   for (Own& own : own_) {
     for (const auto& [name, parameter] : own.stage->parameters()) {
       parameter.detach().copy_(part_for(own, name, checkpoint.weight(name)));

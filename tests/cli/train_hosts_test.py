@@ -28,7 +28,7 @@ def losses(folder):
 
 def words(folder, steps, ranks, *more):
     return ["train", *MODEL, "--steps", str(steps), "--ranks", str(ranks), "--output", str(folder / "run"), "--timeout",
-            str(TIMEOUT), *map(str, more)]
+            str(TIMEOUT), *([] if "--resume" in more else ["--overwrite"]), *map(str, more)]
 
 
 def by_hand(hosts, penstock, count, port, *line, **options):

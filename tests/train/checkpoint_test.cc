@@ -4,7 +4,11 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
@@ -12,6 +16,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 #include <string>
+#include <system_error>
 
 #include "tests/tensor/folder.h"
 #include "tests/tensor/values.h"
@@ -28,6 +33,9 @@ std::set<std::string> names_in(const fs::path& folder) {
     names.insert(entry.path().filename().string());
   return names;
 }
+
+const std::string kHint =
+    "\n  Hint: an older checkpoint may be good: name it, or move this one away to resume from it.";
 
 class Checkpoints : public ::testing::Test {
  protected:
@@ -71,8 +79,72 @@ TEST_F(Checkpoints, KeepTheLastOnes) {
   EXPECT_EQ(names_in(path()), (std::set<std::string>{"step-00000015", "step-00000020"}));
 }
 
+TEST_F(Checkpoints, NeverPruneTheOneThatWasJustWritten) {
+  for (const int step : {15, 30, 31}) write(step);
+  write(3, /*keep=*/1);
+  EXPECT_EQ(names_in(path()),
+            (std::set<std::string>{"step-00000003", "step-00000015", "step-00000030", "step-00000031"}));
+  write(20, /*keep=*/2);
+  EXPECT_EQ(names_in(path()),
+            (std::set<std::string>{"step-00000015", "step-00000020", "step-00000030", "step-00000031"}));
+}
+
+TEST_F(Checkpoints, AreRemovedAllTogetherWithWhatKilledRunsHaveLeft) {
+  for (const int step : {5, 10}) write(step);
+  fs::create_directory(path() + "/.removed-step-00000002");
+  CheckpointWriter(path(), 20).begin();
+  std::ofstream(path() + "/step-note") << "of somebody else";
+  remove_checkpoints(path());
+  EXPECT_EQ(names_in(path()), (std::set<std::string>{"step-note"}));
+  EXPECT_FALSE(last_checkpoint(path()));
+}
+
+TEST_F(Checkpoints, AreFoundByTheirDirectory) {
+  EXPECT_FALSE(last_checkpoint(path()));
+  for (const int step : {5, 10}) write(step);
+  EXPECT_EQ(last_checkpoint(path()), path() + "/step-00000010");
+  EXPECT_FALSE(is_checkpoint(path()));
+  EXPECT_TRUE(is_checkpoint(path() + "/step-00000010"));
+}
+
+// Mapping a file that was written, for its checksum, may fail as anything else may.
+TEST_F(Checkpoints, ThatCannotBeMappedAreAnError) {
+  constexpr std::int64_t kBytes = std::int64_t{64} << 20U;
+  const at::Tensor large = at::zeros({kBytes}, at::kByte);
+  const CheckpointWriter writer(path(), 20);
+  writer.begin();
+  std::ifstream status("/proc/self/statm");
+  rlim_t pages = 0;
+  status >> pages;
+  rlimit before{};
+  ::getrlimit(RLIMIT_AS, &before);
+  const rlimit little{.rlim_cur = pages * static_cast<rlim_t>(::sysconf(_SC_PAGESIZE)) + kBytes / 2,
+                      .rlim_max = before.rlim_max};
+  ::setrlimit(RLIMIT_AS, &little);
+  std::string message;
+  try {
+    writer.write_part(0, {{"large", large}}, {});
+  } catch (const CheckpointError& error) {
+    message = error.what();
+  }
+  ::setrlimit(RLIMIT_AS, &before);
+  EXPECT_EQ(message, path() + "/.unfinished-step-00000020/weights-0.safetensors: could not be mapped: " +
+                         std::generic_category().message(ENOMEM) + ".");
+  writer.discard();
+  EXPECT_EQ(names_in(path()), std::set<std::string>{});
+}
+
+TEST_F(Checkpoints, WithAFileThatIsNoRegularOneAreRefused) {
+  write(10);
+  fs::remove(file("weights-1.safetensors"));
+  ASSERT_EQ(::mkfifo(file("weights-1.safetensors").c_str(), 0600), 0);
+  expect_error<CheckpointError>(
+      [&] { Checkpoint{path()}; },
+      file("weights-1.safetensors") + ": is no regular file, and so cannot be mapped." + kHint);
+}
+
 TEST_F(Checkpoints, ThatWereNotFinishedAreNone) {
-  EXPECT_FALSE(has_checkpoint(path()));
+  EXPECT_FALSE(last_checkpoint(path()));
   write(5);
   const CheckpointWriter writer(path(), 10);
   writer.begin();
@@ -98,9 +170,9 @@ TEST_F(Checkpoints, ThatAreDamagedAreRefused) {
     std::ofstream(file(name), std::ios::binary | std::ios::trunc) << bad;
     expect_error<CheckpointError>([&] { Checkpoint{path()}; }, message);
     std::ofstream(file(name), std::ios::binary | std::ios::trunc) << good;
-    EXPECT_NO_THROW(Checkpoint(path()));
+    EXPECT_NO_THROW(Checkpoint{path()});
   };
-  const std::string hint = "\n  Hint: an older checkpoint may be good: name its folder.";
+  const std::string& hint = kHint;
   damaged(
       "weights-0.safetensors", [](std::string& bytes) { bytes.back() = static_cast<char>(bytes.back() ^ 1); },
       file("weights-0.safetensors") + ": is damaged: its bytes do not have their checksum." + hint);
@@ -119,8 +191,9 @@ TEST_F(Checkpoints, ThatAreDamagedAreRefused) {
       "manifest.json", [](std::string& bytes) { bytes = "{}"; },
       file("manifest.json") + ": is not that of a Penstock checkpoint.");
   fs::remove(file("weights-1.safetensors"));
-  expect_error<CheckpointError>([&] { Checkpoint{path()}; },
-                                file("weights-1.safetensors") + ": cannot be read: No such file or directory." + hint);
+  expect_error<CheckpointError>(
+      [&] { Checkpoint{path()}; },
+      file("weights-1.safetensors") + ": could not be opened: No such file or directory." + hint);
 }
 
 TEST_F(Checkpoints, ThatAreNotThereAreNamed) {
@@ -134,10 +207,37 @@ TEST_F(Checkpoints, ThatAreNotThereAreNamed) {
 TEST_F(Checkpoints, AreOfOneModel) {
   write(10);
   const Checkpoint checkpoint(path());
-  EXPECT_NO_THROW(checkpoint.require_model("a model"));
+  EXPECT_NO_THROW(checkpoint.require_model({.description = "a model"}));
+  EXPECT_NO_THROW(checkpoint.require_model({.description = "a model", .names = {"a", "b"}, .needed = {{"a", {2, 2}}}}));
+  const std::string beginning = path() + "/step-00000010: is of another model.";
+  expect_error<CheckpointError>([&] { checkpoint.require_model({.description = "another"}); },
+                                beginning + "\n  It is of:  a model\n  Wanted is: another");
   expect_error<CheckpointError>(
-      [&] { checkpoint.require_model("another"); },
-      path() + "/step-00000010: is of another model.\n  It is of:  a model\n  Wanted is: another");
+      [&] {
+        checkpoint.require_model(
+            {.description = "a model", .names = {"a", "c"}, .needed = {{"a", {2, 3}}, {"c", {1}}}});
+      },
+      beginning +
+          "\n  a: [2, 2] in the checkpoint, [2, 3] in this model"
+          "\n  c: only in this model"
+          "\n  b: only in the checkpoint");
+}
+
+TEST_F(Checkpoints, SayInTenLinesWhatDiffers) {
+  write(10);
+  const Checkpoint checkpoint(path());
+  for (const std::string description : {"a model", "another"}) {
+    ModelTensors model{.description = description};
+    for (char name = 'c'; name < 'c' + 20; ++name) model.needed[std::string(1, name)] = {1};
+    try {
+      checkpoint.require_model(model);
+      ADD_FAILURE() << "no error";
+    } catch (const CheckpointError& error) {
+      const std::string message = error.what();
+      EXPECT_EQ(std::ranges::count(message, '\n'), 9) << message;
+      EXPECT_TRUE(message.ends_with(description == "a model" ? "\n  … and 12 more" : "\n  … and 14 more")) << message;
+    }
+  }
 }
 
 // As on a disk that is full.

@@ -109,6 +109,15 @@ TEST(TextData, HasPiecesWithTheByteBehindEach) {
   EXPECT_EQ(data.description(), folder / "text" + ", 2000 bytes");
 }
 
+TEST(TextData, IsToldFromOtherTexts) {
+  const Folder folder;
+  const auto fingerprint = [&](const std::string& name, const std::string& text) {
+    return TextData(folder.write(name, text), /*length=*/4, /*rows=*/1, /*seed=*/1).fingerprint();
+  };
+  EXPECT_EQ(fingerprint("a", "hello world"), fingerprint("b", "hello world"));
+  EXPECT_NE(fingerprint("a", "hello world"), fingerprint("b", "hello vorld"));
+}
+
 TEST(TextData, IsAllFilesOfAFolderInOrder) {
   const Folder folder;
   folder.write("b", "world");

@@ -4,8 +4,12 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <atomic>
+#include <csignal>
+#include <filesystem>
+#include <iterator>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -248,6 +252,71 @@ TEST(Trainer, KnowsTheNormOfGradientsThatAreNotClipped) {
   };
   EXPECT_GT(norm_with(0), 0);
   EXPECT_EQ(norm_with(0), norm_with(0.5));
+}
+
+TEST(Trainer, KnowsHowLargeACheckpointWillBe) {
+  for (const std::string optimizer : {"adamw", "sgd"}) {
+    for (const Case& setup : {Case{.ranks = 2, .optimizer = optimizer},
+                              Case{.ranks = 2, .replicas = 2, .sharded = true, .optimizer = optimizer}}) {
+      SCOPED_TRACE(optimizer + (setup.sharded ? " sharded" : ""));
+      const auto trainer = trainer_of(setup);
+      const auto estimated = static_cast<double>(trainer->checkpoint_bytes());
+      losses_of(*trainer, 1);
+      const Folder folder;
+      double written = 0;
+      for (const auto& file : std::filesystem::directory_iterator(trainer->save(folder.path(), 1, "{}"))) {
+        written += static_cast<double>(file.file_size());
+      }
+      // Names, and room between tensors.
+      EXPECT_GT(estimated, 0.7 * written);
+      EXPECT_LE(estimated, written);
+    }
+  }
+}
+
+TEST(Trainer, KnowsTheSizesOfItsStages) {
+  for (const bool sharded : {false, true}) {
+    const auto trainer = trainer_of({.ranks = 2, .replicas = sharded ? 2 : 1, .sharded = sharded});
+    const std::vector<StageSize> sizes = trainer->stage_sizes();
+    ASSERT_EQ(sizes.size(), 2U);
+    EXPECT_EQ(sizes[0].parameters + sizes[1].parameters, std::ssize(trainer->model().parameter_names()));
+    EXPECT_EQ(sizes[0].elements, trainer_of({.ranks = 2})->stage_sizes()[0].elements);
+    EXPECT_GT(sizes[1].elements, 0);
+  }
+}
+
+// Processes write their parts in phases; when one fails, nothing is left of the checkpoint.
+TEST(Trainer, LeavesNothingOfACheckpointThatCannotBeWritten) {
+  const auto trainer = trainer_of({.ranks = 2});
+  losses_of(*trainer, 1);
+  const Folder folder;
+  rlimit before{};
+  ::getrlimit(RLIMIT_FSIZE, &before);
+  const rlimit little{.rlim_cur = 4096, .rlim_max = before.rlim_max};
+  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+  ::setrlimit(RLIMIT_FSIZE, &little);
+  EXPECT_THROW(trainer->save(folder.path(), 3, "{}"), CheckpointError);
+  ::setrlimit(RLIMIT_FSIZE, &before);
+  std::signal(SIGXFSZ, handler);
+  EXPECT_EQ(folder.files(), 0U);
+  EXPECT_EQ(trainer->save(folder.path(), 3, "{}"), folder / "step-00000001");
+}
+
+TEST(LearningRate, FallsToItsMinimum) {
+  constexpr std::int64_t kSteps = 1000;
+  for (const std::string schedule : {"linear", "cosine"}) {
+    LearningRate rate{.rate = 0.2, .schedule = schedule, .warmup = 10};
+    EXPECT_DOUBLE_EQ(rate.at(0, kSteps), 0.02);
+    EXPECT_DOUBLE_EQ(rate.at(10, kSteps), 0.2);
+    EXPECT_DOUBLE_EQ(rate.at(kSteps, kSteps), 0.01);
+    rate.minimum = 0.05;
+    EXPECT_DOUBLE_EQ(rate.at(10, kSteps), 0.2);
+    EXPECT_DOUBLE_EQ(rate.at(kSteps, kSteps), 0.05);
+    rate.minimum = 0;
+    EXPECT_DOUBLE_EQ(rate.at(kSteps, kSteps), 0);
+    rate.rate = 0;
+    EXPECT_DOUBLE_EQ(rate.at(kSteps, kSteps), 0);
+  }
 }
 
 TEST(Trainer, KnowsWhatRanksKeep) {

@@ -27,8 +27,9 @@ GptOptions gpt_of(const Checkpoint& checkpoint) {
   }
   GptOptions gpt{
       .layers = configuration.at("layers"), .width = configuration.at("width"), .heads = configuration.at("heads")};
-  gpt.length = configuration.at("length");
-  if (configuration.value("data", "").empty()) {
+  if (configuration.contains("data")) {
+    gpt.length = configuration.at("length");
+  } else {
     gpt.length = AdditionData(configuration.at("digits"), /*rows=*/1, /*seed=*/0).length();
   }
   gpt.bfloat16 = configuration.value("dtype", "") == "bfloat16";
@@ -60,7 +61,7 @@ void add_generate(CLI::App& command, int& /*exit*/) {
     const Checkpoint checkpoint(options->checkpoint);
     const GptOptions gpt = gpt_of(checkpoint);
     const std::unique_ptr<Model> model = gpt_model(gpt, /*seed=*/0, options->ranks);
-    checkpoint.require_model(model->description());
+    checkpoint.require_model({.description = model->description()});
     model->set_training(false);
     std::vector<PipelineStage> stages;
     for (int stage = 0; stage < options->ranks; ++stage) {

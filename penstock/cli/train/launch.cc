@@ -35,6 +35,7 @@ void add_launch(CLI::App& command, int& exit) {
       std::cerr << "penstock launch: rank " << rank << " " << to_string(ends[rank]) << "\n";
       if (exit == 0) exit = ends[rank].how == ProcessEnd::How::Exited ? ends[rank].code : 1;
     }
+    if (exit != 0 && cli::interruptions() > 0) exit = interruption_code();
   });
 }
 

@@ -1,6 +1,7 @@
 #include "penstock/cli/train/options.h"
 
 #include <algorithm>
+#include <array>
 #include <filesystem>
 #include <sstream>
 #include <stdexcept>
@@ -14,6 +15,19 @@ namespace penstock::cli {
 namespace {
 
 using nlohmann::json;
+
+// Options of the GPT and its data, and options of exported models, by name.
+constexpr std::array kGptOptions{"digits", "rows", "length", "layers", "width", "heads", "dropout"};
+constexpr std::array kProgramOptions{"loss", "at", "shuffle"};
+// Paths that are read, and paths that are written.
+constexpr std::array kInputPaths{"model", "data", "csv"};
+constexpr std::array kOutputPaths{"checkpoint", "output"};
+// Options of one start of a run, rather than of the run.
+constexpr std::array kNotOfTheRun{"help", "config", "resume", "overwrite", "dry-run", "log-every"};
+
+bool is_one_of(const auto& names, const std::string& name) {
+  return std::ranges::find(names, name) != names.end();
+}
 
 // A value of a configuration file, as the command line has it.
 std::string word_of(const json& value) {
@@ -45,11 +59,12 @@ std::vector<CLI::ConfigItem> read_items(const std::string& path) {
 // Numbers, truth values and lists as such.
 json value_of(const CLI::Option& option) {
   const std::vector<std::string> words = option.count() > 0 ? option.results() : std::vector{option.get_default_str()};
+  // A flag, which may be on by default.
+  if (option.get_expected_max() == 0) return option.count() > 0 ? option.as<bool>() : words.front() == "true";
   const auto one = [](const std::string& word) {
     const json parsed = json::parse(word, nullptr, /*allow_exceptions=*/false);
     return parsed.is_number() || parsed.is_boolean() ? parsed : json(word);
   };
-  if (option.get_expected_max() == 0) return option.count() > 0 && words.front() != "false";
   if (option.get_expected_max() == 1) return words.empty() ? json() : one(words.front());
   json list = json::array();
   for (const std::string& word : words) {
@@ -79,6 +94,10 @@ void TrainOptions::add_to(CLI::App& command) {
       .add_option("--ignore-index", ignore_index,
                   "Class of the targets that cross_entropy leaves out, in the loss and in the mean")
       ->option_text("N [-100]");
+  command
+      .add_flag("--shuffle,!--no-shuffle", shuffle,
+                "Draw the order of the batches of MODEL.pt2 anew each time around, by --seed; otherwise by file name")
+      ->default_str("true");
   command.add_option("--digits", digits, "Of the numbers that are added")->option_text("N [3]")->check(whole_number());
   command.add_option("--rows", rows, "Rows of a batch")->option_text("N [128]")->check(whole_number());
   command.add_option("--length", length, "Bytes of a row of text")->option_text("N [128]")->check(whole_number());
@@ -102,6 +121,9 @@ void TrainOptions::add_to(CLI::App& command) {
       ->option_text("constant|linear|cosine [cosine]")
       ->check(one_of({"constant", "linear", "cosine"}));
   command.add_option("--warmup", learning_rate.warmup, "Steps in which it goes up")->option_text("N [50]");
+  command.add_option("--min-lr", learning_rate.minimum, "Learning rate that linear and cosine end with")
+      ->option_text("R [a twentieth of --learning-rate]")
+      ->check(cost());
   command.add_option("--momentum", optimizer.momentum, "Of sgd")->option_text("M [0.9]")->check(cost());
   command.add_option("--beta1", optimizer.beta1, "Of adam and adamw: how slowly the mean of gradients follows")
       ->option_text("B [0.9]")
@@ -135,7 +157,14 @@ void TrainOptions::add_to(CLI::App& command) {
   command.add_option("--checkpoint-every", checkpoint_every, "Steps between them; 0 for one at the end")
       ->option_text("N [0]");
   command.add_option("--keep", keep, "How many of them stay")->option_text("K [3]")->check(whole_number());
-  command.add_flag("--resume", resume, "Go on from the last checkpoint of the folder, if there is one");
+  command.add_flag("--resume", resume, "Continue from the last checkpoint of the directory, if there is one");
+  command.add_flag("--overwrite", overwrite,
+                   "Begin anew where an earlier run has left checkpoints or metrics, and remove them");
+  command.add_flag(
+      "--dry-run", dry_run,
+      "Check everything that the run reads and writes, estimate memory and time by two trial steps, and stop");
+  command.add_option("--log-every", log_every, "Steps between lines of progress; about twenty lines unless told")
+      ->option_text("N");
   command.add_option("--output", output, "Folder for what the run leaves: metrics, configuration, timeline")
       ->option_text("DIR [penstock-train]");
   command.add_option("--config", config, "A file with these options by name, TOML or JSON; the line comes first")
@@ -144,12 +173,39 @@ void TrainOptions::add_to(CLI::App& command) {
 }
 
 void TrainOptions::require_fit(const CLI::App& command) const {
-  if (is_gpt()) return;
-  for (const char* name : {"--digits", "--rows", "--length", "--layers", "--width", "--heads", "--dropout"}) {
-    if (command.get_option(name)->count() == 0) continue;
-    throw std::runtime_error(std::string(name) + " is of the GPT that is trained without MODEL.pt2; given is " +
+  if (resume && overwrite) {
+    throw std::runtime_error("--resume continues an earlier run, and --overwrite removes it; give one of them.");
+  }
+  if (resume && checkpoint.empty()) {
+    throw std::runtime_error(
+        "--resume continues from the checkpoints of --checkpoint DIR, which is missing.\n  Hint: add --checkpoint "
+        "DIR.");
+  }
+  if (learning_rate.minimum && *learning_rate.minimum > learning_rate.rate) {
+    throw std::runtime_error("--min-lr is " + command.get_option("--min-lr")->as<std::string>() +
+                             ", more than --learning-rate, " +
+                             command.get_option("--learning-rate")->as<std::string>() + ", which it is the end of.");
+  }
+  const auto given = [&](const char* name) { return command.get_option(std::string("--") + name)->count() > 0; };
+  for (const char* name : kGptOptions) {
+    if (is_gpt() || !given(name)) continue;
+    throw std::runtime_error("--" + std::string(name) + " is of the GPT that is trained without MODEL.pt2; given is " +
                              cut.model + ".");
   }
+  for (const char* name : kProgramOptions) {
+    if (!is_gpt() || !given(name)) continue;
+    throw std::runtime_error("--" + std::string(name) + " is for an exported model, and MODEL.pt2 is not given.");
+  }
+}
+
+bool TrainOptions::applies(const std::string& name) const {
+  if (is_one_of(kGptOptions, name) && !is_gpt()) return false;
+  if (is_one_of(kProgramOptions, name) && is_gpt()) return false;
+  if (name == "digits") return data.empty();
+  if (name == "length") return !data.empty();
+  if (name == "momentum") return optimizer.name == "sgd";
+  if (name == "beta1" || name == "beta2") return optimizer.name != "sgd";
+  return true;
 }
 
 void TrainOptions::read_config(CLI::App& command) const {
@@ -168,8 +224,16 @@ void TrainOptions::read_config(CLI::App& command) const {
                                (near ? "\n  Hint: did you mean " + *near + "?" : ""));
     }
     if (option->count() > 0) continue;
+    std::vector<std::string> inputs = item.inputs;
+    if (is_one_of(kInputPaths, item.name)) {
+      for (std::string& path : inputs) path = (std::filesystem::path(config).parent_path() / path).string();
+    }
     try {
-      option->add_result(item.inputs);
+      // A flag may be told by its negative name.
+      if (option->get_expected_max() == 0 && !inputs.empty()) {
+        inputs.front() = option->get_flag_value(item.name, inputs.front());
+      }
+      option->add_result(inputs);
       option->run_callback();
     } catch (const CLI::Error& error) {
       throw std::runtime_error(config + ": " + error.what());
@@ -177,21 +241,35 @@ void TrainOptions::read_config(CLI::App& command) const {
   }
 }
 
-json TrainOptions::resolved(const CLI::App& command) {
+json TrainOptions::resolved(const CLI::App& command) const {
   json all = json::object();
   for (const CLI::Option* option : command.get_options()) {
-    if (option->get_lnames().empty()) {
-      if (option->count() > 0) all["model"] = value_of(*option);
-      continue;
-    }
-    const std::string& name = option->get_lnames().front();
-    if (name == "help" || name == "config" || name == "resume") continue;
-    // What nobody has said, and has nothing to say by itself.
+    const std::string name = option->get_lnames().empty() ? "model" : option->get_lnames().front();
+    if (is_one_of(kNotOfTheRun, name) || !applies(name)) continue;
+    // An option that was not given and has no default, or that is off by default. The seed is what it is.
     const std::string otherwise = option->get_default_str();
-    if (option->count() == 0 && (otherwise.empty() || otherwise == "0" || otherwise == "[]")) continue;
+    const bool is_off = otherwise.empty() || otherwise == "0" || otherwise == "[]" || otherwise == "false";
+    if (option->count() == 0 && is_off && name != "seed") continue;
     all[name] = value_of(*option);
+    if (is_one_of(kInputPaths, name) || is_one_of(kOutputPaths, name)) {
+      all[name] = std::filesystem::absolute(all[name].get<std::string>()).lexically_normal().string();
+    }
   }
   return all;
+}
+
+std::map<std::string, std::string> TrainOptions::shared_by_ranks(const json& configuration) const {
+  // Options of the coordinator alone, or of each process for itself.
+  constexpr std::array kOwn{"output", "keep", "timeout"};
+  std::map<std::string, std::string> shared;
+  for (const auto& [name, value] : configuration.items()) {
+    if (is_one_of(kOwn, name)) continue;
+    const bool is_path = is_one_of(kInputPaths, name) || is_one_of(kOutputPaths, name);
+    shared[name] = is_path ? "given" : word_of(value);
+  }
+  if (resume) shared["resume"] = "given";
+  if (dry_run) shared["dry-run"] = "given";
+  return shared;
 }
 
 int TrainOptions::ranks_wanted() const {
@@ -236,8 +314,9 @@ TrainSetup set_up(const TrainOptions& options, int replicas) {
       stages = pipe.num_stages();
       setup.replicas.push_back(program_model(std::move(pipe)));
     }
-    setup.data = batch_files(options.data, *setup.program,
-                             {.loss = options.loss, .ignore_index = options.ignore_index, .seed = seed});
+    setup.data = batch_files(
+        options.data, *setup.program,
+        {.loss = options.loss, .ignore_index = options.ignore_index, .seed = seed, .shuffle = options.shuffle});
   }
   constexpr int kMicrobatchesARank = 4;
   const Schedule probe = run.make(stages, /*rows=*/0);

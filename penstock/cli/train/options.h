@@ -3,6 +3,7 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -38,6 +39,7 @@ struct TrainOptions {
   double clip = 1;
   std::string on_nonfinite = "stop";
   int max_skipped = 10;
+  bool shuffle = true;
   int data_parallel = 1;
   bool shard = false;
 
@@ -46,20 +48,33 @@ struct TrainOptions {
   std::int64_t checkpoint_every = 0;
   int keep = 3;
   bool resume = false;
+  bool overwrite = false;
+  bool dry_run = false;
+  // 0: about twenty lines.
+  std::int64_t log_every = 0;
   std::string output = "penstock-train";
   std::string config;
 
   void add_to(CLI::App& command);
-  // Throws std::runtime_error for an option on the line that makes a GPT or its data, where a model is given.
+  // Throws std::runtime_error for options that do not go together, such as one that makes a GPT where a model is given.
   void require_fit(const CLI::App& command) const;
-  // Takes up what the file says and the line does not. Throws std::runtime_error, which names the file.
+  // Takes up what the file says and the command line does not; relative paths of inputs are relative to the file. Throws
+  // std::runtime_error, which names the file.
   void read_config(CLI::App& command) const;
-  // Every option with what it is now, by its name.
-  static nlohmann::json resolved(const CLI::App& command);
+  // Returns the options of this kind of model, data and optimizer by name, with their values; paths are absolute.
+  nlohmann::json resolved(const CLI::App& command) const;
+
+  // Returns the options that all ranks of a run must have in common, by name; `configuration` is what resolved() gives.
+  // Paths may differ between hosts, so what counts is that they are given.
+  std::map<std::string, std::string> shared_by_ranks(const nlohmann::json& configuration) const;
 
   bool is_gpt() const { return cut.model.empty(); }
   // Of ranks, and without them the stages of a GPT.
   int ranks_wanted() const;
+
+ private:
+  // Returns false for an option, by name, that this kind of model, data or optimizer does not have.
+  bool applies(const std::string& name) const;
 };
 
 // All that a run is made of.

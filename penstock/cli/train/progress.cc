@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdio>
 #include <iostream>
 #include <nlohmann/json.hpp>
@@ -18,48 +19,22 @@ namespace {
 
 using nlohmann::json;
 
-std::string clock(double seconds) {
-  const auto whole = static_cast<std::int64_t>(seconds + 0.5);
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), "%lld:%02lld", static_cast<long long>(whole / 60),
-                static_cast<long long>(whole % 60));
-  return text.data();
-}
-
 }  // namespace
 
-std::string short_number(double number) {
-  constexpr std::array units{"", " k", " M", " G", " T"};
-  std::size_t unit = 0;
-  for (; number >= 1000 && unit + 1 < units.size(); ++unit) number /= 1000;
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(),
-                unit == 0 || number >= 100 ? "%.0f%s"
-                : number >= 10             ? "%.1f%s"
-                                           : "%.2f%s",
-                number, units[unit]);
-  return text.data();
-}
-
-Progress::Progress(const std::string& metrics, std::int64_t first, std::int64_t steps, std::string unit)
-    : metrics_path_(metrics),
+Progress::Progress(const std::string& metrics, std::int64_t first, std::int64_t steps, std::int64_t log_every,
+                   std::string unit)
+    : metrics_(metrics, first),
       steps_(steps),
+      log_every_(log_every > 0 ? log_every : std::max<std::int64_t>(1, steps / 20)),
+      leaves_lines_(log_every > 0),
       unit_(std::move(unit)),
       terminal_(::isatty(STDOUT_FILENO) == 1),
-      first_(first) {
-  std::string kept;
-  if (first > 0) {
-    std::ifstream in(metrics);
-    for (std::string line; std::getline(in, line);) {
-      const json parsed = json::parse(line, nullptr, /*allow_exceptions=*/false);
-      if (!parsed.is_object() || parsed.value("step", first + 1) > first) continue;
-      kept += line + "\n";
-      if (parsed.contains("loss") && parsed["loss"].is_number()) losses_.push_back(parsed["loss"].get<double>());
-    }
+      first_(first),
+      losses_(metrics_.losses()) {
+  if (metrics_.removed() > 0) {
+    say(metrics + ": " + std::to_string(metrics_.removed()) + (metrics_.removed() == 1 ? " line" : " lines") +
+        " after step " + std::to_string(first) + " removed");
   }
-  metrics_.open(metrics, std::ios::trunc);
-  metrics_ << kept;
-  if (!metrics_.flush()) throw std::runtime_error(metrics + ": could not be written.");
 }
 
 Progress::~Progress() {
@@ -70,11 +45,6 @@ void Progress::clear_line() {
   if (!has_line_) return;
   std::cout << "\r\x1b[K" << std::flush;
   has_line_ = false;
-}
-
-void Progress::write_metrics(const std::string& line) {
-  metrics_ << line << "\n";
-  if (!metrics_.flush()) throw std::runtime_error(metrics_path_ + ": could not be written.");
 }
 
 void Progress::stepped(const StepReport& report) {
@@ -92,15 +62,13 @@ void Progress::stepped(const StepReport& report) {
                     {"memory", memory}};
   // A loss that is not finite is null in JSON.
   if (!report.skipped.empty()) line_of_step["skipped"] = report.skipped;
-  write_metrics(line_of_step.dump());
+  metrics_.write(line_of_step.dump());
   if (!report.skipped.empty()) {
     ++skipped_;
     say("skipped " + report.skipped);
     return;
   }
-  constexpr std::int64_t kLines = 20;
-  const bool is_told = terminal_ || report.step == first_ + 1 || report.step == steps_ ||
-                       report.step % std::max<std::int64_t>(1, steps_ / kLines) == 0;
+  const bool is_told = terminal_ || report.step == first_ + 1 || report.step == steps_ || report.step % log_every_ == 0;
   if (!is_told) return;
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began_).count();
   const double left = seconds / static_cast<double>(report.step - first_) * static_cast<double>(steps_ - report.step);
@@ -112,10 +80,14 @@ void Progress::stepped(const StepReport& report) {
   std::snprintf(line.data(), line.size(), "step %*lld/%lld   loss %.4f   %s %s/s   bubble %2.0f %%   %s   %s left",
                 static_cast<int>(std::to_string(steps_).size()), static_cast<long long>(report.step),
                 static_cast<long long>(steps_), report.loss, short_number(rates_.back()).c_str(), unit_.c_str(),
-                100 * report.bubble, by_rank.c_str(), clock(left).c_str());
+                100 * report.bubble, by_rank.c_str(), clock_text(left).c_str());
   if (terminal_) {
     std::cout << "\r\x1b[K" << line.data() << std::flush;
     has_line_ = true;
+    if (leaves_lines_ && report.step % log_every_ == 0) {
+      std::cout << std::endl;
+      has_line_ = false;
+    }
   } else {
     std::cout << line.data() << std::endl;
   }
@@ -124,7 +96,7 @@ void Progress::stepped(const StepReport& report) {
 void Progress::evaluated(std::int64_t step, double loss, const std::string& figure, double value) {
   json line = {{"step", step}, {"eval_loss", loss}};
   if (!figure.empty()) line[figure] = value;
-  write_metrics(line.dump());
+  metrics_.write(line.dump());
   std::ostringstream text;
   text.precision(4);
   text << "step " << step << ": held out, loss " << loss;

@@ -4,22 +4,21 @@
 
 #include <chrono>
 #include <cstdint>
-#include <fstream>
 #include <string>
 #include <vector>
 
+#include "penstock/cli/train/metrics.h"
+#include "penstock/cli/train/numbers.h"
 #include "penstock/train/trainer.h"
 
 namespace penstock::cli {
 
-// "1.2 k", "34 M".
-std::string short_number(double number);
-
 class Progress {
  public:
-  // `first` steps have been done before; those of an earlier run that went further are taken out of the metrics. Throws
-  // std::runtime_error if the file cannot be written.
-  Progress(const std::string& metrics, std::int64_t first, std::int64_t steps, std::string unit);
+  // `first` steps have been done before; lines of later ones are removed from the metrics. A line of progress is printed
+  // every `log_every` steps; 0 for about twenty in all. Throws std::runtime_error if the file cannot be written.
+  Progress(const std::string& metrics, std::int64_t first, std::int64_t steps, std::int64_t log_every,
+           std::string unit);
   ~Progress();
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
@@ -37,12 +36,13 @@ class Progress {
   std::int64_t skipped() const { return skipped_; }
 
  private:
-  void write_metrics(const std::string& line);
   void clear_line();
 
-  std::ofstream metrics_;
-  std::string metrics_path_;
+  MetricsFile metrics_;
   std::int64_t steps_;
+  std::int64_t log_every_;
+  // In a terminal, the lines of --log-every stay.
+  bool leaves_lines_;
   std::string unit_;
   bool terminal_;
   bool has_line_ = false;

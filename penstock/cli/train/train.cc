@@ -13,10 +13,13 @@
 #include "penstock/cli/output.h"
 #include "penstock/cli/program/commands.h"
 #include "penstock/cli/program/own_ranks.h"
+#include "penstock/cli/train/directories.h"
+#include "penstock/cli/train/dry_run.h"
 #include "penstock/cli/train/options.h"
 #include "penstock/cli/train/progress.h"
 #include "penstock/schedule/draw.h"
 #include "penstock/schedule/generators.h"
+#include "penstock/train/agreement.h"
 #include "penstock/train/write_text.h"
 #include "penstock/transport/c10d.h"
 #include "penstock/transport/rendezvous.h"
@@ -40,41 +43,57 @@ class Run {
         configuration_(std::move(configuration)),
         setup_(set_up(options, transport == nullptr ? options.data_parallel : 1)),
         held_out_(setup_.data->held_out()),
-        transport_(std::move(transport)) {}
+        transport_(std::move(transport)) {
+    // What was chosen where nothing was said.
+    configuration_["ranks"] = setup_.schedule->ranks();
+    configuration_["microbatches"] = setup_.schedule->microbatches();
+  }
 
   int ranks_needed() const { return setup_.schedule->ranks() * options_.data_parallel; }
 
-  // An exit code.
-  int train() {
+  // Returns an exit code.
+  int train(const Agreement& agreement) {
     require_processes();
-    TrainerOptions trainer_options;
-    trainer_options.transport = transport_;
-    trainer_options.steps = options_.steps;
-    trainer_options.optimizer = options_.optimizer;
-    trainer_options.learning_rate = options_.learning_rate;
-    trainer_options.accumulate = options_.accumulate;
-    trainer_options.clip = options_.clip;
-    trainer_options.on_nonfinite = options_.on_nonfinite == "skip" ? OnNonFinite::Skip : OnNonFinite::Stop;
-    trainer_options.max_skipped = options_.max_skipped;
-    trainer_options.sharded = options_.shard;
-    trainer_options.seed = options_.run.seed;
-    trainer_options.intra_op_threads = options_.run.threads;
-    trainer_options.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(options_.run.timeout * 1000));
-    Trainer trainer(std::move(setup_.replicas), *setup_.data, *setup_.schedule, std::move(trainer_options));
-    if (options_.resume && options_.checkpoint.empty()) {
-      throw std::runtime_error("--resume goes on from the checkpoints of --checkpoint DIR, which is missing.");
+    agreement.require_same_options({{"data (names, sizes or checksum)", setup_.data->fingerprint()}});
+    // Locked until the run ends.
+    std::optional<RunDirectories> directories;
+    agreement.fail_together([&] {
+      if (is_coordinator()) directories.emplace(options_);
+      setup_.data->check({.replicas = options_.data_parallel,
+                          .eval_replicas = transport_ == nullptr ? options_.data_parallel : 1,
+                          .microbatches = setup_.schedule->microbatches()});
+    });
+    Trainer trainer(std::move(setup_.replicas), *setup_.data, *setup_.schedule, trainer_options());
+    agreement.fail_together([&] {
+      if (options_.resume) resume(trainer);
+    });
+    agreement.require_same_options({{"step to resume from", std::to_string(trainer.steps_done())}});
+    if (trainer.steps_done() >= options_.steps) {
+      if (is_coordinator()) {
+        std::cout << "nothing to do: step " << trainer.steps_done() << " of " << options_.steps
+                  << " is done.\n  Hint: --steps N continues with more steps." << std::endl;
+      }
+      return kYes;
     }
-    if (options_.resume && has_checkpoint(options_.checkpoint)) resume(trainer);
+    const std::int64_t checkpoint_bytes = trainer.checkpoint_bytes();
+    agreement.fail_together([&] {
+      if (is_coordinator()) require_space(*directories, trainer, checkpoint_bytes);
+    });
+    if (options_.dry_run) {
+      if (is_coordinator()) introduce(trainer);
+      dry_run(trainer, options_);
+      return kYes;
+    }
 
     std::optional<Progress> progress;
-    if (trainer.speaks()) {
-      std::error_code failed;
-      fs::create_directories(options_.output, failed);
-      if (failed) throw std::runtime_error(options_.output + ": cannot be made a folder: " + failed.message() + ".");
-      write_output(path("config.json"), [&](std::ostream& out) { out << configuration_.dump(2) << "\n"; });
+    agreement.fail_together([&] {
+      if (!is_coordinator()) return;
+      if (options_.overwrite) directories->clear();
+      write_output(directories->file("config.json"), [&](std::ostream& out) { out << configuration_.dump(2) << "\n"; });
       introduce(trainer);
-      progress.emplace(path("metrics.jsonl"), trainer.steps_done(), options_.steps, setup_.data->unit());
-    }
+      progress.emplace(directories->metrics(), trainer.steps_done(), options_.steps, options_.log_every,
+                       setup_.data->unit());
+    });
     const LoopEvents events = events_of(progress);
     catch_interruptions();
     const bool is_done = penstock::train(trainer, options_.steps, held_out_,
@@ -85,28 +104,63 @@ class Run {
                                           .keep = options_.keep,
                                           .configuration = configuration_.dump()},
                                          events);
-    if (!is_done) {
-      if (progress) {
-        progress->say("stopped after step " + std::to_string(trainer.steps_done()) +
-                      (options_.checkpoint.empty() ? "." : "; --resume goes on from here."));
-      }
-      return kInterrupted;
+    summarize(trainer, progress);
+    if (is_done) {
+      show_what_it_learnt(trainer, progress);
+      return kYes;
     }
-    conclude(trainer, progress);
-    return kYes;
+    if (progress) {
+      progress->say("stopped after step " + std::to_string(trainer.steps_done()) +
+                    (options_.checkpoint.empty() ? "." : "; --resume continues from here."));
+    }
+    return interruption_code();
   }
 
  private:
   std::string path(const char* name) const { return (fs::path(options_.output) / name).string(); }
 
+  // Returns true on the process that prints progress and writes shared files.
+  bool is_coordinator() const { return transport_ == nullptr || transport_->rank() == 0; }
+
+  TrainerOptions trainer_options() const {
+    TrainerOptions trainer;
+    trainer.transport = transport_;
+    trainer.steps = options_.steps;
+    trainer.optimizer = options_.optimizer;
+    trainer.learning_rate = options_.learning_rate;
+    trainer.accumulate = options_.accumulate;
+    trainer.clip = options_.clip;
+    trainer.on_nonfinite = options_.on_nonfinite == "skip" ? OnNonFinite::Skip : OnNonFinite::Stop;
+    trainer.max_skipped = options_.max_skipped;
+    trainer.sharded = options_.shard;
+    trainer.seed = options_.run.seed;
+    trainer.intra_op_threads = options_.run.threads;
+    trainer.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(options_.run.timeout * 1000));
+    return trainer;
+  }
+
+  // Continues from the last checkpoint, if there is one.
   void resume(Trainer& trainer) const {
+    if (!last_checkpoint(options_.checkpoint)) return;
     const Checkpoint checkpoint(options_.checkpoint);
     const auto before = nlohmann::json::parse(checkpoint.info().configuration).value("optimizer", "");
     if (before != options_.optimizer.name) {
       throw CheckpointError(checkpoint.path() + ": has what " + before + " remembers, and the optimizer is " +
-                            options_.optimizer.name + ".\n  Hint: --optimizer " + before + " goes on.");
+                            options_.optimizer.name + ".\n  Hint: --optimizer " + before + " continues it.");
     }
     trainer.load(checkpoint);
+  }
+
+  void require_space(const RunDirectories& directories, Trainer& trainer, std::int64_t checkpoint_bytes) const {
+    // A line of metrics, and an action of the timeline, are shorter than this.
+    constexpr std::int64_t kLine = 400;
+    const Schedule& schedule = trainer.pipeline().schedule();
+    const std::int64_t steps = options_.steps - trainer.steps_done();
+    std::int64_t lines = steps;
+    for (int rank = 0; rank < schedule.ranks(); ++rank) lines += std::ssize(schedule.actions(rank));
+    // Those of a run that is meant to be stopped do not count for ever.
+    constexpr std::int64_t kMostLines = 100'000;
+    directories.require_space(steps, checkpoint_bytes, std::min(lines, kMostLines) * kLine);
   }
 
   void require_processes() const {
@@ -129,7 +183,7 @@ class Run {
       std::cout << ", " << options_.data_parallel << (options_.shard ? " replicas, sharded" : " replicas");
     }
     std::cout << "\n";
-    if (trainer.steps_done() > 0) std::cout << "goes on after step " << trainer.steps_done() << "\n";
+    if (trainer.steps_done() > 0) std::cout << "continues after step " << trainer.steps_done() << "\n";
     std::cout << std::endl;
   }
 
@@ -166,15 +220,19 @@ class Run {
     return events;
   }
 
-  // What has come of it. All processes come here, as they have to tell one another.
-  void conclude(Trainer& trainer, std::optional<Progress>& progress) {
+  // Prints the statistics of the run and writes the timeline. All processes call it.
+  void summarize(Trainer& trainer, std::optional<Progress>& progress) {
     const std::vector<Record> records = trainer.records();
     const std::vector<RankMemory> memory = trainer.memory();
+    if (progress && !records.empty()) sum_up(trainer, records, memory, *progress);
+  }
+
+  // Shows sums or a sample of text. All processes call it.
+  void show_what_it_learnt(Trainer& trainer, std::optional<Progress>& progress) {
     std::string sample;
     const bool is_text = options_.is_gpt() && sums() == nullptr;
     if (is_text) sample = write_text(trainer.writing_pipeline(), options_.length, "", {.seed = options_.run.seed});
     if (!progress) return;
-    if (!records.empty()) sum_up(trainer, records, memory, *progress);
     if (sums() != nullptr) show_sums(*progress);
     if (is_text) progress->say("A sample:\n" + printable(sample));
   }
@@ -248,9 +306,14 @@ class Run {
 };
 
 int train(const TrainOptions& options, const nlohmann::json& configuration) {
+  const auto timeout = std::chrono::milliseconds(static_cast<std::int64_t>(options.run.timeout * 1000));
   const auto as_rank = [&] {
-    const auto timeout = std::chrono::milliseconds(static_cast<std::int64_t>(options.run.timeout * 1000));
-    return Run(options, configuration, c10d_transport(rendezvous(timeout, say_waiting))).train();
+    const std::shared_ptr<Transport> transport = c10d_transport(rendezvous(timeout, say_waiting));
+    const Agreement agreement(transport.get(), timeout);
+    agreement.require_same_options(options.shared_by_ranks(configuration));
+    std::optional<Run> run;
+    agreement.fail_together([&] { run.emplace(options, configuration, transport); });
+    return run->train(agreement);
   };
   if (OwnRanks::is_rank()) {
     OwnRanks::run([&](const fs::path&, int) {
@@ -260,12 +323,12 @@ int train(const TrainOptions& options, const nlohmann::json& configuration) {
   }
   if (is_in_rank_environment()) return as_rank();
   Run run(options, configuration, nullptr);
-  if (options.run.transport == "threads") return run.train();
+  if (options.run.transport == "threads") return run.train(Agreement(nullptr, timeout));
   OwnRanks ranks(run.ranks_needed());
   try {
     ranks.wait(Clock::now() + std::chrono::hours(24 * 365));
   } catch (const std::runtime_error&) {
-    if (interruptions() > 0) return kInterrupted;
+    if (interruptions() > 0) return interruption_code();
     throw;
   }
   return kYes;
@@ -277,9 +340,9 @@ void add_train(CLI::App& command, int& exit) {
   const auto options = std::make_shared<TrainOptions>();
   options->add_to(command);
   on_call(command, [options, &command, &exit] {
-    options->require_fit(command);
     options->read_config(command);
-    exit = train(*options, TrainOptions::resolved(command));
+    options->require_fit(command);
+    exit = train(*options, options->resolved(command));
   });
 }
 

@@ -1,0 +1,69 @@
+#include "penstock/cli/train/directories.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <stdexcept>
+
+#include "penstock/train/checkpoint.h"
+
+namespace penstock::cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kHint = "\n  Hint: --resume continues that run, --overwrite begins anew, ";
+
+}  // namespace
+
+RunDirectories::RunDirectories(const TrainOptions& options) : options_(options), output_(options.output) {
+  const std::string& checkpoint = options.checkpoint;
+  std::error_code ignored;
+  if (!checkpoint.empty()) {
+    if (is_checkpoint(checkpoint)) {
+      throw RunDirectoryError(checkpoint +
+                              ": is a checkpoint, expected the directory that checkpoints are written to.\n" +
+                              "  Hint: --checkpoint " + fs::path(checkpoint).lexically_normal().parent_path().string());
+    }
+    // One lock is enough for one directory.
+    if (!fs::equivalent(checkpoint, options.output, ignored)) checkpoint_.emplace(checkpoint);
+  }
+  if (options.resume || options.overwrite) return;
+  if (!checkpoint.empty()) {
+    if (const std::optional<std::string> last = last_checkpoint(checkpoint)) {
+      throw RunDirectoryError(checkpoint + ": has checkpoints of an earlier run, the last of them " +
+                              fs::path(*last).filename().string() + "." + kHint + "--checkpoint DIR writes elsewhere.");
+    }
+  }
+  if (fs::exists(metrics(), ignored) && fs::file_size(metrics(), ignored) > 0) {
+    throw RunDirectoryError(metrics() + ": has the metrics of an earlier run." + kHint +
+                            "--output DIR writes elsewhere.");
+  }
+}
+
+void RunDirectories::require_space(std::int64_t steps, std::int64_t checkpoint_bytes, std::int64_t metrics) const {
+  output_.require_space(static_cast<std::uintmax_t>(metrics), "metrics");
+  if (options_.checkpoint.empty()) return;
+  // The last --keep, and the one that is being written; those that an earlier start has left are there already.
+  const std::int64_t saves = options_.checkpoint_every > 0 ? steps / options_.checkpoint_every + 1 : 1;
+  const std::int64_t there = options_.overwrite ? 0 : count_checkpoints(options_.checkpoint);
+  const std::int64_t count = std::clamp<std::int64_t>(options_.keep + std::int64_t{1} - there, 1, saves);
+  const double bytes =
+      static_cast<double>(count) * static_cast<double>(checkpoint_bytes) + static_cast<double>(metrics);
+  constexpr double kMost = 1e18;
+  (checkpoint_ ? *checkpoint_ : output_)
+      .require_space(static_cast<std::uintmax_t>(std::min(bytes, kMost)),
+                     std::to_string(count) + (count == 1 ? " checkpoint" : " checkpoints"));
+}
+
+void RunDirectories::clear() const {
+  if (!options_.checkpoint.empty()) remove_checkpoints(options_.checkpoint);
+  std::error_code failed;
+  fs::remove(metrics(), failed);
+  if (failed) throw RunDirectoryError(metrics() + ": could not be removed: " + failed.message() + ".");
+}
+
+std::string RunDirectories::file(const std::string& name) const {
+  return (fs::path(options_.output) / name).string();
+}
+
+}  // namespace penstock::cli

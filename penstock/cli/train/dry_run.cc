@@ -1,0 +1,63 @@
+#include "penstock/cli/train/dry_run.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <iostream>
+#include <string>
+#include <vector>
+
+#include "penstock/cli/train/numbers.h"
+#include "penstock/runtime/record.h"
+#include "penstock/schedule/simulate.h"
+
+namespace penstock::cli {
+namespace {
+
+std::string seconds_text(double seconds) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%.3g s", seconds);
+  return text.data();
+}
+
+}  // namespace
+
+void dry_run(Trainer& trainer, const TrainOptions& options) {
+  const std::int64_t left = options.steps - trainer.steps_done();
+  // The first step also does what is done once, such as learning shapes.
+  StepReport report = trainer.step();
+  if (left > 1) report = trainer.step();
+  const std::vector<Record> records = trainer.records();
+  const std::vector<RankMemory> memory = trainer.memory();
+  const std::vector<StageSize> sizes = trainer.stage_sizes();
+  const std::int64_t checkpoint = trainer.checkpoint_bytes();
+  if (!trainer.speaks()) return;
+
+  const Schedule& schedule = trainer.pipeline().schedule();
+  const Timeline simulated = simulate(schedule, costs_of(schedule, records));
+  for (std::size_t stage = 0; stage < sizes.size(); ++stage) {
+    std::cout << (stage == 0 ? "cut          stage " : "             stage ") << stage << " on rank "
+              << schedule.placement().rank_of(static_cast<int>(stage)) << ": " << sizes[stage].parameters
+              << (sizes[stage].parameters == 1 ? " parameter, " : " parameters, ")
+              << short_number(static_cast<double>(sizes[stage].elements)) << " elements\n";
+  }
+  std::array<char, 64> bubble{};
+  std::snprintf(bubble.data(), bubble.size(), "%.1f %% measured, %.1f %% simulated", 100 * report.bubble,
+                100 * simulated.bubble);
+  std::cout << "bubble       " << bubble.data() << "\n";
+  for (std::size_t rank = 0; rank < memory.size(); ++rank) {
+    std::cout << (rank == 0 ? "memory       rank " : "             rank ") << rank << ": "
+              << short_number(static_cast<double>(memory[rank].measured)) << "B measured, "
+              << short_number(static_cast<double>(memory[rank].predicted)) << "B predicted\n";
+  }
+  std::cout << "time         " << seconds_text(report.seconds) << " a step, about "
+            << clock_text(report.seconds * static_cast<double>(left)) << " for " << left
+            << (left == 1 ? " step\n" : " steps\n");
+  if (!options.checkpoint.empty()) {
+    std::cout << "checkpoint   " << short_number(static_cast<double>(checkpoint)) << "B, of which the last "
+              << options.keep << " stay\n";
+  }
+  std::cout << "Nothing was written." << std::endl;
+}
+
+}  // namespace penstock::cli

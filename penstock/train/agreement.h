@@ -1,0 +1,45 @@
+// Agreement between the processes of a run before its first step: they fail together, and they have the same options.
+// With a null transport there is one process, which agrees with itself.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "penstock/transport/transport.h"
+
+namespace penstock {
+
+// The message names the ranks and what differs, or what another rank has failed with.
+class AgreementError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+class Agreement {
+ public:
+  // All processes make one, and call the same in the same order.
+  Agreement(Transport* transport, std::chrono::milliseconds timeout);
+
+  // Calls `act` on every process. If it throws on one, it throws on all: there what `act` threw, elsewhere AgreementError
+  // with the message of the lowest rank that failed. Throws TransportError.
+  void fail_together(const std::function<void()>& act) const;
+
+  // Takes options by name, as text. Throws AgreementError on all processes unless all have the same ones, with the options
+  // that differ from those of rank 0.
+  void require_same_options(const std::map<std::string, std::string>& options) const;
+
+ private:
+  // Returns the texts of all ranks, by rank.
+  std::vector<std::string> gather(const std::string& text) const;
+
+  // Null for one process.
+  std::shared_ptr<Group> everyone_;
+  std::chrono::milliseconds timeout_;
+};
+
+}  // namespace penstock

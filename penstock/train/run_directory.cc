@@ -1,0 +1,142 @@
+#include "penstock/train/run_directory.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstdio>
+#include <string_view>
+#include <system_error>
+#include <utility>
+
+namespace penstock {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kLock = ".penstock-lock";
+
+std::string reason(int code) {
+  return std::generic_category().message(code);
+}
+
+std::string megabytes(std::uintmax_t bytes) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%.1f MB", static_cast<double>(bytes) / 1e6);
+  return text.data();
+}
+
+std::string host_name() {
+  std::array<char, 256> name{};
+  return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "unknown";
+}
+
+// "process 4711 on HOST", from what the holder of a lock has written into its file.
+std::string holder_of(int lock) {
+  std::array<char, 512> bytes{};
+  const ssize_t size = ::pread(lock, bytes.data(), bytes.size(), 0);
+  const std::string_view text(bytes.data(), size > 0 ? static_cast<std::size_t>(size) : 0);
+  const std::size_t space = text.find(' ');
+  const std::size_t end = text.find('\n');
+  if (space == std::string_view::npos || end == std::string_view::npos || end < space) return "another process";
+  const std::string_view host = text.substr(space + 1, end - space - 1);
+  const std::string process = "process " + std::string(text.substr(0, space));
+  return host == host_name() ? process : process + " on " + std::string(host);
+}
+
+}  // namespace
+
+void RunDirectory::fail(const std::string& what) const {
+  throw RunDirectoryError(path_ + ": " + what);
+}
+
+RunDirectory::RunDirectory(const std::string& path) : path_(path) {
+  try {
+    create();
+    lock();
+  } catch (...) {
+    release();
+    throw;
+  }
+}
+
+RunDirectory::~RunDirectory() {
+  release();
+}
+
+void RunDirectory::create() {
+  if (path_.empty()) fail("names no directory.");
+  std::error_code error;
+  std::vector<fs::path> missing;
+  fs::path place = fs::absolute(path_, error).lexically_normal();
+  if (!place.has_filename()) place = place.parent_path();
+  for (; !fs::exists(place, error) && place.has_relative_path(); place = place.parent_path()) missing.push_back(place);
+  for (auto next = missing.rbegin(); next != missing.rend(); ++next) {
+    if (fs::create_directory(*next, error)) created_.push_back(*next);
+    if (error) {
+      fail("could not be created: " + next->string() + ": " + error.message() +
+           ".\n  Hint: choose a directory that can be written to.");
+    }
+  }
+  if (!fs::is_directory(path_, error)) {
+    fail("is not a directory.\n  Hint: choose another path, or remove the file.");
+  }
+}
+
+void RunDirectory::lock() {
+  const std::string file = (fs::path(path_) / kLock).string();
+  const auto could_not_write = [&](int code) {
+    fail("cannot be written to: " + reason(code) + ".\n  Hint: choose a directory that can be written to.");
+  };
+  for (;;) {
+    lock_ = ::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0666);
+    if (lock_ < 0) could_not_write(errno);
+    if (::flock(lock_, LOCK_EX | LOCK_NB) != 0) {
+      if (errno == EWOULDBLOCK) {
+        const std::string holder = holder_of(lock_);
+        // The file belongs to the other run.
+        ::close(std::exchange(lock_, -1));
+        fail("another run writes to it: " + holder + ".\n  Hint: wait until it ends, or choose another directory.");
+      }
+      if (errno != ENOSYS && errno != EOPNOTSUPP && errno != ENOLCK) could_not_write(errno);
+    }
+    // A run that ended in between has removed the file that was opened here, and a third one may have made another.
+    struct stat opened = {};
+    struct stat named = {};
+    if (::fstat(lock_, &opened) == 0 && ::stat(file.c_str(), &named) == 0 && opened.st_ino == named.st_ino &&
+        opened.st_dev == named.st_dev) {
+      break;
+    }
+    ::close(std::exchange(lock_, -1));
+  }
+  const std::string text = std::to_string(::getpid()) + " " + host_name() + "\n";
+  if (::ftruncate(lock_, 0) != 0 || ::pwrite(lock_, text.data(), text.size(), 0) != static_cast<ssize_t>(text.size())) {
+    could_not_write(errno);
+  }
+}
+
+void RunDirectory::require_space(std::uintmax_t bytes, const std::string& what) const {
+  std::error_code unknown;
+  const fs::space_info space = fs::space(path_, unknown);
+  if (unknown || space.available >= bytes) return;
+  fail("has " + megabytes(space.available) + " free, and " + what + " take about " + megabytes(bytes) +
+       ".\n  Hint: free some space, choose a directory on another disk, or keep fewer checkpoints.");
+}
+
+void RunDirectory::release() noexcept {
+  std::error_code ignored;
+  if (lock_ >= 0) {
+    // Removed while it is still locked: whoever opened it before sees that it is another file now.
+    fs::remove(fs::path(path_) / kLock, ignored);
+    ::close(std::exchange(lock_, -1));
+  }
+  for (auto next = created_.rbegin(); next != created_.rend(); ++next) {
+    if (::rmdir(next->c_str()) != 0) break;
+  }
+  created_.clear();
+}
+
+}  // namespace penstock
