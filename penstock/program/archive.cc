@@ -5,12 +5,15 @@
 
 #include <cstdint>
 #include <cstring>
+#include <list>
 #include <map>
+#include <set>
 #include <system_error>
 #include <utility>
 
 #include "penstock/program/error.h"
 #include "penstock/program/zip_directory.h"
+#include "penstock/tensor/aside_file.h"
 #include "penstock/tensor/mapped_file.h"
 
 namespace penstock {
@@ -118,6 +121,53 @@ at::Tensor Archive::bytes(const std::string& record) const {
   at::Tensor result = at::empty({static_cast<std::int64_t>(from.size())}, at::kByte);
   if (!from.empty()) std::memcpy(result.mutable_data_ptr(), from.data(), from.size());
   return result;
+}
+
+void Archive::write_copy(const std::string& path, const std::map<std::string, at::Tensor>& replaced) const {
+  // Where something begins that is not the end of a record before it.
+  std::set<std::size_t> begins;
+  for (const auto& [name, record] : content_->places) begins.insert({record.header, record.entry});
+  // What differs from this archive, by where it stands.
+  std::map<std::size_t, std::string_view> patches;
+  std::list<std::string> checksums;
+  for (const auto& [name, tensor] : replaced) {
+    const auto found = content_->places.find(name);
+    if (found == content_->places.end()) throw ProgramError(content_->name + ": has no record " + name + ".");
+    const ZipRecord& record = found->second;
+    if (!tensor.is_contiguous() || tensor.nbytes() != record.size) {
+      throw ProgramError(content_->name + ": " + name + " has " + std::to_string(record.size) +
+                         " bytes, and cannot be replaced by " + std::to_string(tensor.nbytes()) + ".");
+    }
+    const std::string_view bytes(static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes());
+    if (!bytes.empty()) patches.emplace(record.begin, bytes);
+    const std::uint64_t checksum = crc32_z(0, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size());
+    std::string& text = checksums.emplace_back();
+    for (const unsigned shift : {0U, 8U, 16U, 24U}) text.push_back(static_cast<char>(checksum >> shift & 0xffU));
+    try {
+      const ChecksumPlaces places = checksum_places(content_->bytes, record);
+      const auto next = begins.lower_bound(record.end());
+      if (places.own >= record.end() && next != begins.end() && *next < places.own + text.size()) {
+        throw ZipError("is damaged: something else lies in the place of the checksum of " + record.name + ".");
+      }
+      patches.emplace(places.own, text);
+      patches.emplace(places.directory, text);
+    } catch (const ZipError& error) {
+      content_->refuse(error.what());
+    }
+  }
+  try {
+    AsideFile file(path);
+    std::size_t written = 0;
+    for (const auto& [place, bytes] : patches) {
+      file.write(content_->bytes.data() + written, place - written);
+      file.write(bytes.data(), bytes.size());
+      written = place + bytes.size();
+    }
+    file.write(content_->bytes.data() + written, content_->bytes.size() - written);
+    file.sync_and_rename();
+  } catch (const AsideFile::Failure& failure) {
+    throw ProgramError(failure.what());
+  }
 }
 
 }  // namespace penstock

@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <map>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -34,6 +35,10 @@ class Archive {
   // they are not those that were written.
   std::string text(const std::string& record) const;
   at::Tensor bytes(const std::string& record) const;
+
+  // Writes a copy in which these records have other bytes, as many as before, with their checksums. All else is the same, so
+  // every record keeps its place and alignment. `path` is replaced when all is on the disk. Throws ProgramError.
+  void write_copy(const std::string& path, const std::map<std::string, at::Tensor>& replaced) const;
 
  private:
   struct Content;

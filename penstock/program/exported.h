@@ -64,7 +64,9 @@ struct Exported {
 // is named with the module that it came from.
 Exported read_exported(const Archive& archive);
 
-// Parameters, buffers and constants by their names. What is one tensor in the model is one here, under all its names.
-std::map<std::string, at::Tensor> read_weights(const Archive& archive);
+// Parameters, buffers and constants by their names. What is one tensor in the model is one here, under all its names. With
+// `records`, returns there the records of the archive that they lie in, as bytes that share their memory.
+std::map<std::string, at::Tensor> read_weights(const Archive& archive,
+                                               std::map<std::string, at::Tensor>* records = nullptr);
 
 }  // namespace penstock

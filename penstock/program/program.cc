@@ -156,7 +156,7 @@ std::shared_ptr<Program::State> read_state(const Archive& archive) {
   auto state = std::make_shared<Program::State>();
   state->name = archive.name();
   state->exported = std::make_shared<Exported>(read_exported(archive));
-  state->weights = read_weights(archive);
+  state->weights = read_weights(archive, &state->weight_records);
   for (const ProgramInput& input : state->exported->inputs) {
     const bool has_tensor = input.kind == ProgramInput::Kind::Parameter || input.kind == ProgramInput::Kind::Buffer ||
                             input.kind == ProgramInput::Kind::Constant;
@@ -337,24 +337,31 @@ NamedTensors Program::state_dict() const {
   return state;
 }
 
-void Program::load_state_dict(const NamedTensors& state) {
-  std::map<std::string, at::Tensor> own;
-  for (auto& [name, tensor] : state_dict()) own.emplace(name, tensor);
-  std::set<std::string> given;
-  for (const auto& [name, tensor] : state) {
-    const auto found = own.find(name);
-    if (found == own.end()) throw ProgramError("the program has no parameter or buffer '" + name + "'.");
-    if (found->second.sizes() != tensor.sizes()) {
-      throw ProgramError("'" + name + "': found shape " + shape_text(tensor.sizes()) + ", expected " +
-                         shape_text(found->second.sizes()) + ".");
-    }
-    given.insert(name);
+std::vector<ModelTensor> Program::State::model_tensors() const {
+  std::vector<ModelTensor> tensors;
+  std::map<const void*, std::size_t> places;
+  for (const ProgramInput& input : exported->inputs) {
+    if (input.kind != ProgramInput::Kind::Parameter && input.kind != ProgramInput::Kind::Buffer) continue;
+    const at::Tensor& tensor = *find_tensor(input);
+    const auto [place, is_new] = places.emplace(tensor.unsafeGetTensorImpl(), tensors.size());
+    if (is_new) tensors.push_back({.names = {}, .tensor = tensor, .is_required = false});
+    ModelTensor& one = tensors[place->second];
+    one.names.push_back(input.name);
+    one.is_required = one.is_required || input.persistent;
   }
-  for (const auto& [name, tensor] : own) {
-    if (!given.contains(name)) throw ProgramError("'" + name + "' is missing.");
-  }
-  const at::NoGradGuard no_grad;
-  for (const auto& [name, tensor] : state) own.at(name).copy_(tensor);
+  return tensors;
+}
+
+void Program::load_state_dict(const NamedTensors& state, const std::string& source) {
+  const std::vector<ModelTensor> own = state_->model_tensors();
+  const std::map<std::string, at::Tensor> given(state.begin(), state.end());
+  const std::string differences = state_differences(own, given);
+  if (!differences.empty()) throw ProgramError(source + ": does not fit " + name() + ":\n" + differences);
+  load_state(own, given);
+}
+
+void Program::write_archive(const Archive& archive, const std::string& path) const {
+  archive.write_copy(path, state_->weight_records);
 }
 
 const Graph& Program::graph() const {

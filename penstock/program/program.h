@@ -51,9 +51,14 @@ class Program {
   NamedTensors buffers() const;
   // As the model's state_dict has it: parameters and persistent buffers.
   NamedTensors state_dict() const;
-  // Copies these into the weights. Throws ProgramError, and changes nothing, for a name or a shape that the program does
-  // not have; names that are missing are an error too.
-  void load_state_dict(const NamedTensors& state);
+  // Copies these into the weights. Stages that have been cut keep their copies of a parameter that several of them use, so
+  // load before the program is cut. Of a tied parameter one name is enough, and a buffer that a state_dict leaves out may
+  // be there. Throws ProgramError, which begins with `source` and lists what differs (state_differences), and changes
+  // nothing if names, shapes or dtypes are not the program's.
+  void load_state_dict(const NamedTensors& state, const std::string& source = "the state_dict");
+  // Writes a copy of `archive`, which this program was read from, with the weights as they are now. torch.export.load reads
+  // it. `path` is replaced when all of it is on the disk. Throws ProgramError.
+  void write_archive(const Archive& archive, const std::string& path) const;
 
   const Graph& graph() const;
   const std::vector<ProgramInput>& inputs() const;

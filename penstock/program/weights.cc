@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -35,14 +34,13 @@ bool lies_within(const std::vector<std::int64_t>& sizes, const std::vector<std::
   return !__builtin_add_overflow(last, 1, &last) && !__builtin_mul_overflow(last, element, &end) && end <= bytes;
 }
 
-// The tensors of one index, and the files that they lie in.
+// The tensors of one index, and the records that they lie in.
 void read_index(const Archive& archive, const std::string& folder, const std::string& index,
-                std::map<std::string, at::Tensor>& weights) {
+                std::map<std::string, at::Tensor>& weights, std::map<std::string, at::Tensor>& records) {
   const std::string record = folder + index;
   if (!archive.contains(record)) return;
   const std::string where = archive.name() + ": " + record;
   const json parsed = parse_json(archive.text(record), where);
-  std::unordered_map<std::string, at::Tensor> files;
   // By the file and what is said of the tensor: what is said twice is one.
   std::map<std::pair<std::string, std::string>, at::Tensor> tensors;
   if (!parsed.is_object() || !parsed.contains("config") || !parsed["config"].is_object()) {
@@ -69,7 +67,7 @@ void read_index(const Archive& archive, const std::string& folder, const std::st
       for (const schema::SymInt& stride : meta.get_strides()) strides.push_back(fixed_number(stride));
       const std::int64_t offset = fixed_number(meta.get_storage_offset());
       const at::ScalarType dtype = dtype_of(meta.get_dtype());
-      at::Tensor& file = files[payload.get_path_name()];
+      at::Tensor& file = records[folder + payload.get_path_name()];
       if (!file.defined()) file = archive.bytes(folder + payload.get_path_name());
       const auto element = static_cast<std::int64_t>(c10::elementSize(dtype));
       if (!lies_within(sizes, strides, offset, element, file.numel())) {
@@ -92,11 +90,13 @@ void read_index(const Archive& archive, const std::string& folder, const std::st
 
 }  // namespace
 
-std::map<std::string, at::Tensor> read_weights(const Archive& archive) {
+std::map<std::string, at::Tensor> read_weights(const Archive& archive, std::map<std::string, at::Tensor>* records) {
   const std::string model = model_name(archive);
   std::map<std::string, at::Tensor> weights;
-  read_index(archive, "data/weights/", model + "_weights_config.json", weights);
-  read_index(archive, "data/constants/", model + "_constants_config.json", weights);
+  std::map<std::string, at::Tensor> read;
+  read_index(archive, "data/weights/", model + "_weights_config.json", weights, read);
+  read_index(archive, "data/constants/", model + "_constants_config.json", weights, read);
+  if (records != nullptr) *records = std::move(read);
   return weights;
 }
 

@@ -24,6 +24,9 @@ constexpr std::uint64_t kIsElsewhere = 0xffffffff;
 constexpr std::uint64_t kLargeNumbers = 1;
 
 constexpr std::uint64_t kEncrypted = 1;
+// The checksum and the sizes stand behind the record's bytes, in a descriptor that may have a mark.
+constexpr std::uint64_t kHasDescriptor = 8;
+constexpr std::string_view kDescriptor = "PK\7\10";
 
 // Some bytes of the archive, of which fields are read.
 class Piece {
@@ -159,11 +162,13 @@ std::vector<ZipRecord> read_zip_directory(std::string_view archive) {
     const std::size_t name = entry.number(28, 2);
     const std::size_t extra = entry.number(30, 2);
     const std::size_t comment = entry.number(32, 2);
+    const std::size_t place = directory.begin + directory.size - left.size();
     left.remove_prefix(kEntrySize);
     if (left.size() < name + extra + comment)
       throw ZipError("is damaged: its directory ends in the middle of an entry.");
     records.push_back(read_record(archive.substr(0, directory.begin), std::string(left.substr(0, name)), entry,
                                   left.substr(name, extra)));
+    records.back().entry = place;
     left.remove_prefix(name + extra + comment);
   }
   if (records.size() != directory.records) {
@@ -172,6 +177,21 @@ std::vector<ZipRecord> read_zip_directory(std::string_view archive) {
   }
   refuse_one_place_for_two(records);
   return records;
+}
+
+ChecksumPlaces checksum_places(std::string_view archive, const ZipRecord& record) {
+  const Piece header(archive, record.header, kHeaderSize, kHeader, "the header of " + record.name);
+  ChecksumPlaces places{.directory = record.entry + 16, .own = record.header + 14};
+  if ((header.number(6, 2) & kHasDescriptor) != 0) {
+    places.own = record.end();
+    if (archive.substr(places.own).starts_with(kDescriptor)) places.own += kDescriptor.size();
+  }
+  for (const std::size_t place : {places.directory, places.own}) {
+    const Piece checksum(archive, place, 4, "", "the checksum of " + record.name);
+    if (checksum.number(0, 4) == record.checksum) continue;
+    throw ZipError("is damaged: the checksum of " + record.name + " is not where it should be.");
+  }
+  return places;
 }
 
 }  // namespace penstock

@@ -193,6 +193,7 @@ void CheckpointWriter::finish(const CheckpointInfo& info, int parts, int keep) c
                            {"step", info.step},
                            {"model", info.model},
                            {"configuration", json::parse(info.configuration)},
+                           {"non_persistent_buffers", info.non_persistent_buffers},
                            {"files", files}};
     write_file(unfinished / kManifest, manifest.dump(2) + "\n");
     for (int part = 0; part < parts; ++part) fs::remove(unfinished / part_name(part));
@@ -245,8 +246,10 @@ void Checkpoint::read_manifest() {
     fail(path, "is of version " + manifest.at("version").dump() + "; version " + std::to_string(kVersion) +
                    " is what can be read.");
   }
-  info_ = {
-      .step = manifest.at("step"), .model = manifest.at("model"), .configuration = manifest.at("configuration").dump()};
+  info_ = {.step = manifest.at("step"),
+           .model = manifest.at("model"),
+           .configuration = manifest.at("configuration").dump(),
+           .non_persistent_buffers = manifest.value("non_persistent_buffers", std::vector<std::string>())};
   for (const json& file : manifest.at("files")) {
     const std::string name = file.at("name");
     if (name.find('/') != std::string::npos) fail(path, "names a file elsewhere, '" + name + "'.");

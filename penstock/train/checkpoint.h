@@ -37,6 +37,8 @@ struct CheckpointInfo {
   std::string model;
   // JSON; whatever the run wants to know again.
   std::string configuration = "{}";
+  // Names among the weights that the model's state_dict does not have.
+  std::vector<std::string> non_persistent_buffers = {};
 };
 
 // Writes one checkpoint. One process begins it, all that have a part write it, and one finishes it when they are done: the

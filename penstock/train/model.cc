@@ -4,18 +4,28 @@
 #include <sstream>
 #include <utility>
 
+#include "penstock/tensor/state_dict.h"
+
 namespace penstock {
 namespace {
 
 class GptModel final : public Model {
  public:
-  GptModel(const GptOptions& options, std::uint64_t seed, int stages)
-      : gpt_(options, seed), firsts_(gpt_.cut(stages)) {}
+  GptModel(const GptOptions& options, std::uint64_t seed, int stages, std::optional<WeightFiles> weights)
+      : gpt_(options, seed), firsts_(gpt_.cut(stages)), weights_(std::move(weights)) {
+    if (!weights_) return;
+    const std::string differences =
+        state_differences(tensors_of(gpt_.stage(0, gpt_.layers(), training_)), weights_->tensors);
+    if (!differences.empty())
+      throw WeightsError(weights_->path + ": does not fit the " + description() + ":\n" + differences);
+  }
 
   int num_stages() const override { return static_cast<int>(firsts_.size()) - 1; }
   PipelineStage build_stage(int stage) const override {
     const auto index = static_cast<std::size_t>(stage);
-    return {gpt_.stage(firsts_.at(index), firsts_.at(index + 1), training_), stage, num_stages()};
+    StageModule module = gpt_.stage(firsts_.at(index), firsts_.at(index + 1), training_);
+    if (weights_) load_state(tensors_of(module), weights_->tensors);
+    return {std::move(module), stage, num_stages()};
   }
   std::vector<std::string> parameter_names() const override { return gpt_.parameter_names(); }
   std::string description() const override {
@@ -28,8 +38,15 @@ class GptModel final : public Model {
   void set_training(bool training) override { *training_ = training; }
 
  private:
+  static std::vector<ModelTensor> tensors_of(const StageModule& module) {
+    std::vector<ModelTensor> tensors;
+    for (const auto& [name, parameter] : module.parameters) tensors.push_back({.names = {name}, .tensor = parameter});
+    return tensors;
+  }
+
   Gpt gpt_;
   std::vector<int> firsts_;
+  std::optional<WeightFiles> weights_;
   std::shared_ptr<bool> training_ = std::make_shared<bool>(true);
 };
 
@@ -60,6 +77,13 @@ class ProgramModel final : public Model {
     return names;
   }
   std::vector<std::string> names_of(const std::string& name) const override { return names_.at(name); }
+  std::vector<std::string> non_persistent_buffers() const override {
+    std::vector<std::string> names;
+    for (const ProgramInput& input : pipe_.program().inputs()) {
+      if (input.kind == ProgramInput::Kind::Buffer && !input.persistent) names.push_back(input.name);
+    }
+    return names;
+  }
   std::string description() const override {
     std::int64_t elements = 0;
     for (const auto& [name, tensor] : pipe_.program().parameters()) elements += tensor.numel();
@@ -77,8 +101,9 @@ class ProgramModel final : public Model {
 
 }  // namespace
 
-std::unique_ptr<Model> gpt_model(const GptOptions& options, std::uint64_t seed, int stages) {
-  return std::make_unique<GptModel>(options, seed, stages);
+std::unique_ptr<Model> gpt_model(const GptOptions& options, std::uint64_t seed, int stages,
+                                 std::optional<WeightFiles> weights) {
+  return std::make_unique<GptModel>(options, seed, stages, std::move(weights));
 }
 
 std::unique_ptr<Model> program_model(Pipe pipe) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -10,6 +11,7 @@
 #include "penstock/stage/stage.h"
 #include "penstock/stage/wiring.h"
 #include "penstock/train/gpt.h"
+#include "penstock/train/weight_files.h"
 
 namespace penstock {
 
@@ -30,6 +32,9 @@ class Model {
   // All names of the parameter or buffer of this name: tied ones have several.
   virtual std::vector<std::string> names_of(const std::string& name) const { return {name}; }
 
+  // Names of buffers that the model's state_dict leaves out.
+  virtual std::vector<std::string> non_persistent_buffers() const { return {}; }
+
   // Returns one short line for people and for checkpoints. Models that differ in names or sizes alone may share it.
   virtual std::string description() const = 0;
 
@@ -37,7 +42,10 @@ class Model {
   virtual void set_training(bool training) = 0;
 };
 
-std::unique_ptr<Model> gpt_model(const GptOptions& options, std::uint64_t seed, int stages);
+// Its first weights are those of the seed, or `weights`. Throws WeightsError, which begins with the path of the weights and
+// lists what differs, unless they fit.
+std::unique_ptr<Model> gpt_model(const GptOptions& options, std::uint64_t seed, int stages,
+                                 std::optional<WeightFiles> weights = std::nullopt);
 // Its weights are the pipe's own, so a pipe is good for one model.
 std::unique_ptr<Model> program_model(Pipe pipe);
 

@@ -353,8 +353,12 @@ Pipeline& Trainer::writing_pipeline() {
   options.transport = options_.transport;
   options.timeout = options_.timeout;
   options.intra_op_threads = options_.intra_op_threads;
-  writing_ = std::make_unique<Pipeline>(build(*replicas_.front(), schedule, options_.transport.get(), memory_, 0),
-                                        replicas_.front()->wiring(), forwards, std::move(options));
+  // The stages share the parameters that are trained; a model would build new ones.
+  std::vector<PipelineStage> stages;
+  for (const PipelineStage& stage : pipeline_->stages()) {
+    stages.emplace_back(stage.module(), stage.stage_index(), schedule.stages());
+  }
+  writing_ = std::make_unique<Pipeline>(std::move(stages), replicas_.front()->wiring(), forwards, std::move(options));
   return *writing_;
 }
 

@@ -113,7 +113,10 @@ std::string Trainer::save(const std::string& folder, int keep, const std::string
   });
   together([&] {
     if (!speaks()) return;
-    writer.finish({.step = steps_done_, .model = model().description(), .configuration = configuration},
+    writer.finish({.step = steps_done_,
+                   .model = model().description(),
+                   .configuration = configuration,
+                   .non_persistent_buffers = model().non_persistent_buffers()},
                   schedule.ranks(), keep);
   });
   return writer.path();

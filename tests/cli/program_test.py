@@ -87,7 +87,7 @@ class Case(unittest.TestCase):
 
 class Usage(Case):
     def test_help_names_the_commands_and_their_options(self):
-        for command in ("split", "check", "run"):
+        for command in ("split", "check", "run", "export"):
             self.assertIn(f"  {command} ", self.answers("--help"))
             self.assertIn(f"Usage: penstock {command}", self.answers(command, "--help"))
         self.assertIn("--tolerance T", self.answers("check", "--help"))
@@ -298,7 +298,7 @@ class Run(Case):
         for transport in ("threads", "gloo"):
             text = self.answers("run", self.model("gpt"), "--stages", 2, "--transport", transport, "--inputs", inputs,
                                 "--output", self.path("out.safetensors"))
-            self.assertRegex(text, r"^output\.0 float32\[\d+, \d+, \d+\]\n$")
+            self.assertRegex(text, r"^output\.0 float32\[\d+, \d+, \d+\]\n\d+ rows, [\d.]+( k)? rows/s\n$")
             found = read_tensors(self.path("out.safetensors"))
             self.assertEqual(list(found), ["output.0"])
             self.assertLessEqual(max(abs(a - b) for a, b in zip(expected, found["output.0"], strict=True)), 1e-5)

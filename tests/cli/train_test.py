@@ -136,6 +136,9 @@ class Training(Case):
         self.assertRegex(text, r"text, 2240 bytes\n")
         self.assertIn("A sample:\n", text)
         self.assertIn("step 30: checkpoint in kept/step-00000030\n", text)
+        # The sample is of what was trained.
+        generated = self.penstock("generate", "kept", "--bytes", 200, "--seed", 0).stdout
+        self.assertEqual(text.partition("A sample:\n")[2], generated)
         sample = self.penstock("generate", "kept", "the water", "--bytes", 20, "--temperature", 0).stdout
         self.assertGreaterEqual(len(sample), len("the water") + 20 + 1)
         self.assertTrue(sample.startswith("the water"))

@@ -13,6 +13,7 @@
 #include "penstock/cli/output.h"
 #include "penstock/cli/program/commands.h"
 #include "penstock/cli/program/comparison.h"
+#include "penstock/cli/program/model_files.h"
 #include "penstock/cli/program/options.h"
 #include "penstock/cli/program/pipelined.h"
 #include "penstock/program/bonds.h"
@@ -55,6 +56,7 @@ void add_check(CLI::App& command, int& exit) {
     bool eval = false;
     std::string inputs;
     std::string dump;
+    WeightsOption weights;
     std::optional<double> tolerance;
   };
   const auto options = std::make_shared<Options>();
@@ -71,16 +73,16 @@ void add_check(CLI::App& command, int& exit) {
                   "(default: 8 times the spacing of the dtype's numbers at 1)")
       ->option_text("T")
       ->check(cost());
+  options->weights.add_to(command, "Weights to compare with instead of the model's own");
   on_call(command, [options, &exit] {
     if (!options->dump.empty()) require_folder(options->dump);
-    Program program(options->cut.model);
+    Program program = read_program(options->cut.model, options->weights.read());
     if (options->eval) program.eval();
     const Pipe pipe = options->cut.cut(program, options->run.stages_wanted());
     TensorsByName batch;
     int rows = 0;
     if (!options->inputs.empty()) {
-      const NamedTensors read = read_safetensors(options->inputs);
-      batch = {read.begin(), read.end()};
+      batch = read_inputs(options->inputs);
       rows = microbatches_in(program, batch);
     }
     const Schedule schedule = options->run.make(pipe.num_stages(), rows);

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/arange.h>
 
+#include <algorithm>
 #include <chrono>
 #include <filesystem>
 #include <mutex>
@@ -16,6 +17,9 @@
 
 namespace penstock::cli {
 namespace {
+
+// Metadata of a rank's results.
+constexpr const char* kSeconds = "seconds";
 
 std::string results_of(const std::filesystem::path& folder, int rank) {
   return folder / ("rank-" + std::to_string(rank) + ".safetensors");
@@ -64,11 +68,13 @@ TensorsByName Pipelined::run_here(const TensorsByName& batch, std::shared_ptr<Tr
   const at::Tensor numbers = at::arange(schedule_.microbatches(), at::kLong);
   StepOptions step;
   step.return_outputs = false;
+  const auto began = Clock::now();
   if (backward_) {
     pipeline.step(arguments.args, arguments.kwargs, numbers, step);
   } else {
     pipeline.eval(arguments.args, arguments.kwargs, numbers, step);
   }
+  seconds_ = std::chrono::duration<double>(Clock::now() - began).count();
   TensorsByName result;
   if (has_outputs) result = outputs_by_name(outputs);
   if (!backward_) return result;
@@ -86,14 +92,17 @@ TensorsByName Pipelined::run(const TensorsByName& batch) {
     OwnRanks::run([&](const std::filesystem::path& folder, int rank) {
       const TensorsByName result =
           run_here(batch, c10d_transport(rendezvous(in_milliseconds(options_.timeout), say_waiting)));
-      write_safetensors(results_of(folder, rank), {result.begin(), result.end()});
+      write_safetensors(results_of(folder, rank), {result.begin(), result.end()},
+                        {{kSeconds, std::to_string(seconds_)}});
     });
   }
   if (options_.transport == "threads") return run_here(batch, nullptr);
   processes_->wait(Clock::now() + std::chrono::hours(24));
   TensorsByName result;
   for (int rank = 0; rank < schedule_.ranks(); ++rank) {
-    for (auto& [name, tensor] : read_safetensors(results_of(processes_->folder(), rank))) result.emplace(name, tensor);
+    const SafetensorsFile file(results_of(processes_->folder(), rank));
+    for (const std::string& name : file.names()) result.emplace(name, file.tensor(name));
+    seconds_ = std::max(seconds_, std::stod(file.metadata().at(kSeconds)));
   }
   return result;
 }

@@ -23,6 +23,8 @@ class Pipelined {
   // Starts processes, if that is what ranks are: they work while this process does something else.
   void start();
   TensorsByName run(const TensorsByName& batch);
+  // Returns how long the pipeline took for the batch, on the rank that took longest.
+  double seconds() const { return seconds_; }
 
  private:
   TensorsByName run_here(const TensorsByName& batch, std::shared_ptr<Transport> transport);
@@ -31,6 +33,7 @@ class Pipelined {
   const Schedule& schedule_;
   const RunOptions& options_;
   bool backward_;
+  double seconds_ = 0;
   std::unique_ptr<OwnRanks> processes_;
 };
 

@@ -5,8 +5,10 @@
 
 #include "penstock/cli/output.h"
 #include "penstock/cli/program/commands.h"
+#include "penstock/cli/program/model_files.h"
 #include "penstock/cli/program/options.h"
 #include "penstock/cli/program/pipelined.h"
+#include "penstock/cli/train/progress.h"
 
 namespace penstock::cli {
 
@@ -16,6 +18,7 @@ void add_run(CLI::App& command, int& /*exit*/) {
     RunOptions run;
     std::string inputs;
     std::string output;
+    WeightsOption weights;
   };
   const auto options = std::make_shared<Options>();
   options->cut.add_to(command);
@@ -26,13 +29,13 @@ void add_run(CLI::App& command, int& /*exit*/) {
   command.add_option("--output", options->output, "Where outputs go: output.0, …")
       ->option_text("FILE.safetensors")
       ->required();
+  options->weights.add_to(command, "Weights to run with instead of the model's own");
   on_call(command, [options] {
     require_folder(options->output);
-    Program program(options->cut.model);
+    Program program = read_program(options->cut.model, options->weights.read());
     program.eval();
     const Pipe pipe = options->cut.cut(program, options->run.stages_wanted());
-    const NamedTensors read = read_safetensors(options->inputs);
-    const TensorsByName batch(read.begin(), read.end());
+    const TensorsByName batch = read_inputs(options->inputs);
     const Schedule schedule = options->run.make(pipe.num_stages(), microbatches_in(program, batch));
     split_inputs(program, batch, schedule.microbatches());
     Pipelined pipelined(pipe, schedule, options->run, /*backward=*/false);
@@ -40,6 +43,9 @@ void add_run(CLI::App& command, int& /*exit*/) {
     const TensorsByName outputs = pipelined.run(batch);
     write_safetensors(options->output, {outputs.begin(), outputs.end()});
     for (const auto& [name, tensor] : outputs) std::cout << name << " " << to_string(TensorMeta(tensor)) << "\n";
+    const auto rows = static_cast<double>(rows_in(batch));
+    std::cout << rows_in(batch) << (rows == 1 ? " row, " : " rows, ") << short_number(rows / pipelined.seconds())
+              << " rows/s\n";
   });
 }
 

@@ -23,7 +23,8 @@ GptOptions gpt_of(const Checkpoint& checkpoint) {
   if (!configuration.value("model", "").empty()) {
     throw std::runtime_error(checkpoint.path() +
                              ": is of an exported model, which writes no text by itself.\n  Hint: "
-                             "penstock run takes the model, and its weights are in the checkpoint's safetensors.");
+                             "penstock run MODEL.pt2 --weights " +
+                             checkpoint.path() + " runs it.");
   }
   GptOptions gpt{
       .layers = configuration.at("layers"), .width = configuration.at("width"), .heads = configuration.at("heads")};
@@ -60,15 +61,12 @@ void add_generate(CLI::App& command, int& /*exit*/) {
   on_call(command, [options] {
     const Checkpoint checkpoint(options->checkpoint);
     const GptOptions gpt = gpt_of(checkpoint);
-    const std::unique_ptr<Model> model = gpt_model(gpt, /*seed=*/0, options->ranks);
+    const std::unique_ptr<Model> model = gpt_model(
+        gpt, /*seed=*/0, options->ranks, WeightFiles{.path = checkpoint.path(), .tensors = checkpoint.weights()});
     checkpoint.require_model({.description = model->description()});
     model->set_training(false);
     std::vector<PipelineStage> stages;
-    for (int stage = 0; stage < options->ranks; ++stage) {
-      stages.push_back(model->build_stage(stage));
-      for (const auto& [name, parameter] : stages.back().parameters())
-        parameter.detach().copy_(checkpoint.weight(name));
-    }
+    for (int stage = 0; stage < options->ranks; ++stage) stages.push_back(model->build_stage(stage));
     Pipeline pipeline(std::move(stages),
                       generate("ForwardOnly", {.ranks = options->ranks, .stages_per_rank = 1, .microbatches = 1}));
     std::cout << printable(write_text(pipeline, gpt.length, options->text, options->write)) << "\n";

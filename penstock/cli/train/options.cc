@@ -151,6 +151,7 @@ void TrainOptions::add_to(CLI::App& command) {
       ->check(whole_number());
   command.add_flag("--shard", shard, "Replicas keep a part of each parameter, instead of all");
 
+  weights.add_to(command, "Weights to start from; a checkpoint that is resumed comes first");
   command.add_option("--eval-every", eval_every, "Steps between evaluations; 0 for one at the end")
       ->option_text("N [0]");
   command.add_option("--checkpoint", checkpoint, "Folder for checkpoints")->option_text("DIR");
@@ -284,6 +285,7 @@ TrainSetup set_up(const TrainOptions& options, int replicas) {
   run.ranks = options.ranks_wanted();
   const std::uint64_t seed = run.seed;
   const bool bfloat16 = options.dtype == "bfloat16";
+  const std::optional<WeightFiles> weights = options.weights.read();
   int stages = 0;
   if (options.is_gpt()) {
     GptOptions gpt = options.gpt;
@@ -298,7 +300,7 @@ TrainSetup set_up(const TrainOptions& options, int replicas) {
     }
     stages = options.cut.stages > 0 ? options.cut.stages : run.stages_wanted();
     if (!options.cut.at.empty()) throw std::runtime_error("--at is for MODEL.pt2; a GPT is cut by --stages.");
-    for (int i = 0; i < replicas; ++i) setup.replicas.push_back(gpt_model(gpt, seed, stages));
+    for (int i = 0; i < replicas; ++i) setup.replicas.push_back(gpt_model(gpt, seed, stages, weights));
   } else {
     if (options.data.empty()) {
       throw std::runtime_error("what is " + options.cut.model +
@@ -306,7 +308,7 @@ TrainSetup set_up(const TrainOptions& options, int replicas) {
                                "safetensors files: args.0, kwargs.mask, target.");
     }
     for (int i = 0; i < replicas; ++i) {
-      Program program(options.cut.model);
+      Program program = read_program(options.cut.model, weights);
       program.train();
       if (bfloat16) program.set_autocast(at::kBFloat16);
       if (i == 0) setup.program = program;

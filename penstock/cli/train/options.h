@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "penstock/cli/program/model_files.h"
 #include "penstock/cli/program/options.h"
 #include "penstock/train/data.h"
 #include "penstock/train/loop.h"
@@ -52,6 +53,7 @@ struct TrainOptions {
   bool dry_run = false;
   // 0: about twenty lines.
   std::int64_t log_every = 0;
+  WeightsOption weights;
   std::string output = "penstock-train";
   std::string config;
 

@@ -183,7 +183,11 @@ class Run {
       std::cout << ", " << options_.data_parallel << (options_.shard ? " replicas, sharded" : " replicas");
     }
     std::cout << "\n";
-    if (trainer.steps_done() > 0) std::cout << "continues after step " << trainer.steps_done() << "\n";
+    if (trainer.steps_done() > 0) {
+      std::cout << "continues after step " << trainer.steps_done() << "\n";
+    } else if (!options_.weights.path.empty()) {
+      std::cout << "starts from the weights of " << options_.weights.path << "\n";
+    }
     std::cout << std::endl;
   }
 

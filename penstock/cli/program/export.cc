@@ -1,0 +1,115 @@
+// penstock export: what was trained, for other programs to read.
+#include <filesystem>
+#include <iostream>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+#include <stdexcept>
+#include <string>
+
+#include "penstock/cli/output.h"
+#include "penstock/cli/program/commands.h"
+#include "penstock/program/archive.h"
+#include "penstock/program/program.h"
+#include "penstock/tensor/safetensors.h"
+#include "penstock/train/weight_files.h"
+
+namespace penstock::cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+// Returns the tensors that the model's state_dict has.
+NamedTensors state_dict_of(const WeightFiles& weights) {
+  std::set<std::string> left_out;
+  if (weights.checkpoint) {
+    left_out.insert(weights.checkpoint->non_persistent_buffers.begin(),
+                    weights.checkpoint->non_persistent_buffers.end());
+  }
+  NamedTensors state;
+  for (const auto& [name, tensor] : weights.tensors) {
+    if (!left_out.contains(name)) state.emplace_back(name, tensor);
+  }
+  return state;
+}
+
+// Returns the exported model that the run of a checkpoint has trained.
+std::string model_of(const WeightFiles& weights) {
+  std::string model;
+  if (weights.checkpoint) model = nlohmann::json::parse(weights.checkpoint->configuration).value("model", "");
+  if (!model.empty() && fs::exists(model)) return model;
+  throw std::runtime_error(
+      weights.path +
+      (model.empty() ? ": does not say which exported model it is of" : ": is of " + model + ", which is not there") +
+      ".\n  Hint: --model MODEL.pt2 names the archive that --pt2 is a copy of.");
+}
+
+void require_other_file(const std::string& target, const std::string& model) {
+  std::error_code ignored;
+  if (!fs::equivalent(target, model, ignored)) return;
+  throw std::runtime_error(
+      target + ": is the model itself.\n  Hint: --pt2 names the file to write, and --model the one to read.");
+}
+
+}  // namespace
+
+void add_export(CLI::App& command, int& /*exit*/) {
+  struct Options {
+    std::string checkpoint;
+    std::string output;
+    std::string model;
+    std::string pt2;
+  };
+  const auto options = std::make_shared<Options>();
+  command
+      .add_option("CHECKPOINT", options->checkpoint,
+                  "A checkpoint or a directory of them, a safetensors file, or a Hugging Face directory")
+      ->required();
+  command.add_option("-o,--output", options->output, "Write the weights to one file, by the model's own names")
+      ->option_text("FILE.safetensors");
+  auto* const pt2 = command
+                        .add_option("--pt2", options->pt2,
+                                    "Write a copy of the exported model with the weights, for torch.export.load")
+                        ->option_text("FILE.pt2");
+  command
+      .add_option("--model", options->model, "The exported model that --pt2 is a copy of; by default that of the run")
+      ->option_text("MODEL.pt2")
+      ->needs(pt2);
+  on_call(command, [options] {
+    if (options->output.empty() && options->pt2.empty()) {
+      throw std::runtime_error("there is nothing to write.\n  Hint: -o model.safetensors, --pt2 trained.pt2, or both.");
+    }
+    if (fs::path(options->output).extension() == ".pt2") {
+      throw std::runtime_error(options->output + ": --output writes safetensors.\n  Hint: --pt2 " + options->output +
+                               " writes an exported model.");
+    }
+    for (const std::string& path : {options->output, options->pt2}) {
+      if (!path.empty()) require_folder(path);
+    }
+    const WeightFiles weights = read_weight_files(options->checkpoint);
+    // Everything is read and compared before the first file is written.
+    std::optional<Archive> archive;
+    std::optional<Program> program;
+    if (!options->pt2.empty()) {
+      const std::string model = options->model.empty() ? model_of(weights) : options->model;
+      require_other_file(options->pt2, model);
+      archive.emplace(model);
+      program.emplace(*archive);
+      program->load_state_dict({weights.tensors.begin(), weights.tensors.end()}, weights.path);
+    }
+    if (!options->output.empty()) {
+      const NamedTensors state = state_dict_of(weights);
+      // The format is what transformers asks for.
+      write_safetensors(options->output, state, {{"format", "pt"}});
+      std::cout << options->output << ": " << state.size() << (state.size() == 1 ? " tensor" : " tensors") << " of "
+                << weights.path << "\n";
+    }
+    if (program) {
+      program->write_archive(*archive, options->pt2);
+      std::cout << options->pt2 << ": " << archive->name() << " with the weights of " << weights.path << "\n";
+    }
+  });
+}
+
+}  // namespace penstock::cli

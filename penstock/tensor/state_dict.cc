@@ -1,0 +1,174 @@
+#include "penstock/tensor/state_dict.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <set>
+#include <utility>
+
+#include "penstock/tensor/nested.h"
+#include "penstock/tensor/safetensors_header.h"
+
+namespace penstock {
+namespace {
+
+using Found = std::map<std::string, at::Tensor>;
+
+std::string type_text(const at::Tensor& tensor) {
+  std::string text = dtype_name(tensor.scalar_type()) + "[";
+  for (std::int64_t i = 0; i < tensor.dim(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(tensor.size(i));
+  return text + "]";
+}
+
+// Compares bits, so that NaN equals itself. Both have one dtype and shape.
+bool same_bits(const at::Tensor& one, const at::Tensor& other) {
+  const at::Tensor left = one.detach().contiguous();
+  const at::Tensor right = other.detach().contiguous();
+  return left.nbytes() == 0 || std::memcmp(left.const_data_ptr(), right.const_data_ptr(), left.nbytes()) == 0;
+}
+
+// The first of the names that a file has; null if it has none of them.
+const at::Tensor* find_value(const ModelTensor& model, const Found& found) {
+  for (const std::string& name : model.names) {
+    if (const auto value = found.find(name); value != found.end()) return &value->second;
+  }
+  return nullptr;
+}
+
+bool repeats_memory(const at::Tensor& tensor, std::int64_t dim) {
+  return tensor.stride(dim) == 0 && tensor.size(dim) > 1;
+}
+
+// An expanded tensor has one element for a whole dimension, which is copied once.
+void copy_values(at::Tensor target, at::Tensor value) {
+  target = target.detach();
+  for (std::int64_t dim = 0; dim < target.dim(); ++dim) {
+    if (!repeats_memory(target, dim)) continue;
+    target = target.narrow(dim, 0, 1);
+    value = value.narrow(dim, 0, 1);
+  }
+  target.copy_(value);
+}
+
+// Tensors of the model that lie in one storage, and the values for them.
+struct StorageGroup {
+  std::vector<std::pair<const ModelTensor*, const at::Tensor*>> members;
+
+  // False if every element has a place of its own, so that no two values can contradict each other.
+  bool shares_memory() const {
+    if (members.size() > 1) return true;
+    const at::Tensor& tensor = members.front().first->tensor;
+    for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) {
+      if (repeats_memory(tensor, dim)) return true;
+    }
+    return false;
+  }
+
+  // Copies all values into a copy of the storage, and returns the names of those that are not there afterwards.
+  std::vector<std::string> contradictions() const {
+    const at::NoGradGuard no_grad;
+    const c10::Storage& storage = members.front().first->tensor.storage();
+    const at::Tensor scratch = at::empty({static_cast<std::int64_t>(storage.nbytes())}, at::kByte);
+    if (storage.nbytes() > 0) std::memcpy(scratch.mutable_data_ptr(), storage.data(), storage.nbytes());
+    std::vector<at::Tensor> copies;
+    for (const auto& [model, value] : members) {
+      const at::Tensor& tensor = model->tensor;
+      copies.push_back(at::empty({0}, tensor.scalar_type())
+                           .set_(scratch.storage(), tensor.storage_offset(), tensor.sizes(), tensor.strides()));
+      copy_values(copies.back(), *value);
+    }
+    std::vector<std::string> names;
+    for (std::size_t i = 0; i < members.size(); ++i) {
+      if (!same_bits(copies[i], *members[i].second)) names.push_back(members[i].first->names.front());
+    }
+    return names;
+  }
+};
+
+// The differences of one kind.
+struct Differences {
+  // Ends a sentence that begins with a number.
+  const char* rest = "";
+  std::vector<std::string> lines = {};
+
+  // Adds at most `most` lines to the text.
+  void write(std::string& text, std::size_t most) const {
+    const std::size_t shown = lines.size() <= most ? lines.size() : most - 1;
+    for (std::size_t i = 0; i < shown; ++i) text += (text.empty() ? "  " : "\n  ") + lines[i];
+    if (shown == lines.size()) return;
+    text += (text.empty() ? "  … and " : "\n  … and ") + std::to_string(lines.size() - shown) + " more " + rest + ".";
+  }
+};
+
+}  // namespace
+
+std::string state_differences(const std::vector<ModelTensor>& model, const Found& found) {
+  Differences mismatched{.rest = "have another shape or dtype"};
+  Differences missing{.rest = "are missing"};
+  Differences unexpected{.rest = "are unexpected"};
+  Differences contradictory{.rest = "contradict each other"};
+  std::set<std::string_view> known;
+  std::map<const void*, StorageGroup> storages;
+  for (const ModelTensor& one : model) {
+    known.insert(one.names.begin(), one.names.end());
+    const at::Tensor* const value = find_value(one, found);
+    if (value == nullptr) {
+      if (one.is_required) {
+        missing.lines.push_back(tensor_text(one.names.front()) + " is missing: the model has " + type_text(one.tensor) +
+                                ".");
+      }
+      continue;
+    }
+    bool fits = true;
+    for (const std::string& name : one.names) {
+      const auto other = found.find(name);
+      if (other == found.end()) continue;
+      if (other->second.scalar_type() != one.tensor.scalar_type() || other->second.sizes() != one.tensor.sizes()) {
+        mismatched.lines.push_back(tensor_text(name) + ": found " + type_text(other->second) + ", expected " +
+                                   type_text(one.tensor) + ".");
+        fits = false;
+      } else if (fits && !same_bits(other->second, *value)) {
+        contradictory.lines.push_back(tensor_text(name) + " is tied to " + tensor_text(one.names.front()) +
+                                      " in the model, and has other values.");
+        fits = false;
+      }
+    }
+    if (fits && one.tensor.numel() > 0) {
+      storages[one.tensor.storage().unsafeGetStorageImpl()].members.emplace_back(&one, value);
+    }
+  }
+  for (const auto& [name, tensor] : found) {
+    if (!known.contains(name)) {
+      unexpected.lines.push_back(tensor_text(name) + " is unexpected: found " + type_text(tensor) + ".");
+    }
+  }
+  for (const auto& [storage, group] : storages) {
+    if (!group.shares_memory()) continue;
+    for (const std::string& name : group.contradictions()) {
+      contradictory.lines.push_back(tensor_text(name) + " shares memory in the model, and its values contradict that.");
+    }
+  }
+  constexpr std::size_t kMostLines = 10;
+  const std::array kinds{&mismatched, &missing, &unexpected, &contradictory};
+  std::size_t total = 0;
+  std::size_t present = 0;
+  for (const Differences* kind : kinds) {
+    total += kind->lines.size();
+    present += kind->lines.empty() ? 0 : 1;
+  }
+  std::string text;
+  for (const Differences* kind : kinds) kind->write(text, total <= kMostLines ? kMostLines : kMostLines / present);
+  return text;
+}
+
+void load_state(const std::vector<ModelTensor>& model, const Found& found) {
+  const at::NoGradGuard no_grad;
+  for (const ModelTensor& one : model) {
+    if (const at::Tensor* const value = find_value(one, found)) copy_values(one.tensor, *value);
+  }
+}
+
+}  // namespace penstock

@@ -1,0 +1,87 @@
+#include "penstock/train/weight_files.h"
+
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "penstock/tensor/safetensors.h"
+
+namespace penstock {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+constexpr const char* kSingle = "model.safetensors";
+constexpr const char* kIndex = "model.safetensors.index.json";
+
+[[noreturn]] void fail(const std::string& path, const std::string& what) {
+  throw WeightsError(path + ": " + what);
+}
+
+void read_file(const std::string& path, std::map<std::string, at::Tensor>& tensors) {
+  for (auto& [name, tensor] : read_safetensors(path)) tensors.emplace(name, std::move(tensor));
+}
+
+// Returns the names of the tensors of each shard.
+std::map<std::string, std::vector<std::string>> read_index(const std::string& path) {
+  std::ifstream in(path, std::ios::binary);
+  const std::string text{std::istreambuf_iterator<char>(in), {}};
+  const json index = json::parse(text, nullptr, /*allow_exceptions=*/false);
+  if (!index.is_object() || !index.contains("weight_map") || !index["weight_map"].is_object()) {
+    fail(path, "is no index of weights: it should be JSON with a \"weight_map\" of file names by tensor.");
+  }
+  std::map<std::string, std::vector<std::string>> names_by_file;
+  for (const auto& [name, file] : index["weight_map"].items()) {
+    const bool is_beside =
+        file.is_string() && !file.get_ref<const std::string&>().empty() &&
+        fs::path(file.get_ref<const std::string&>()).filename() == file.get_ref<const std::string&>();
+    if (!is_beside)
+      fail(path, tensor_text(name) + " should be in a file of the same directory; found " + file.dump() + ".");
+    names_by_file[file.get<std::string>()].push_back(name);
+  }
+  return names_by_file;
+}
+
+void read_shards(const fs::path& directory, std::map<std::string, at::Tensor>& tensors) {
+  const std::string index = (directory / kIndex).string();
+  for (const auto& [file, names] : read_index(index)) {
+    const SafetensorsFile shard((directory / file).string());
+    for (const std::string& name : names) {
+      if (!shard.contains(name)) fail(index, tensor_text(name) + " is not in " + file + ", where the index has it.");
+      tensors.emplace(name, shard.tensor(name));
+    }
+  }
+}
+
+}  // namespace
+
+WeightFiles read_weight_files(const std::string& path) {
+  std::error_code ignored;
+  if (!fs::exists(path, ignored)) fail(path, "there is no such file or directory.");
+  WeightFiles files{.path = path};
+  try {
+    if (!fs::is_directory(path, ignored)) {
+      read_file(path, files.tensors);
+    } else if (has_checkpoint(path)) {
+      const Checkpoint checkpoint(path);
+      files = {.path = checkpoint.path(), .tensors = checkpoint.weights(), .checkpoint = checkpoint.info()};
+    } else if (fs::exists(fs::path(path) / kIndex, ignored)) {
+      read_shards(path, files.tensors);
+    } else if (fs::exists(fs::path(path) / kSingle, ignored)) {
+      read_file((fs::path(path) / kSingle).string(), files.tensors);
+    } else {
+      fail(path,
+           std::string("has no weights: neither a checkpoint of penstock, nor ") + kSingle + " or " + kIndex +
+               ".\n  Hint: in Python, model.save_pretrained(DIRECTORY) or safetensors.torch.save_file writes them.");
+    }
+  } catch (const SafetensorsError& error) {
+    throw WeightsError(error.what());
+  }
+  return files;
+}
+
+}  // namespace penstock

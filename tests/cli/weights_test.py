@@ -1,0 +1,240 @@
+"""--weights and penstock export, as a user calls them. PENSTOCK names the command, PENSTOCK_PROGRAMS what
+models.py has written, and PEER_PYTHON a Python with torch."""
+
+import array
+import json
+import os
+import pathlib
+import shutil
+import struct
+import subprocess
+import tempfile
+import unittest
+
+PENSTOCK = os.environ["PENSTOCK"]
+PROGRAMS = os.environ["PENSTOCK_PROGRAMS"]
+PEER_PYTHON = os.environ["PEER_PYTHON"]
+PEER = pathlib.Path(__file__).resolve().parent / "weights_peer.py"
+
+TIED = os.path.join(PROGRAMS, "tied.pt2")
+PAIR = os.path.join(PROGRAMS, "pair.pt2")
+NAMES = ["embedding.weight", "frozen.bias", "frozen.weight", "head.weight", "scale.factor"]
+
+
+def read_tensors(path):
+    """The float32 and int64 tensors of a safetensors file as lists, and its metadata."""
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+        data = file.read()
+    metadata = header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        tensors[name] = list(array.array({"F32": "f", "I64": "q"}[entry["dtype"]], data[begin:end]))
+    return tensors, metadata
+
+
+def write_tensors(path, tensors):
+    """Tensors of float32, each a list of numbers."""
+    header = {}
+    data = b""
+    for name, numbers in tensors.items():
+        content = array.array("f", numbers).tobytes()
+        header[name] = {"dtype": "F32", "shape": [len(numbers)], "data_offsets": [len(data), len(data) + len(content)]}
+        data += content
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+class Case(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.given = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(cls.given.cleanup)
+        cls.data = pathlib.Path(cls.given.name) / "data"
+        cls.weights = pathlib.Path(cls.given.name) / "weights"
+        cls.data.mkdir()
+        cls.weights.mkdir()
+        cls.peer("data", cls.data)
+        cls.peer("weights", TIED, 1, cls.weights)
+
+    @staticmethod
+    def peer(*words):
+        result = subprocess.run([PEER_PYTHON, PEER, *map(str, words)], capture_output=True, text=True, timeout=300)
+        if result.returncode != 0:
+            raise AssertionError(result.stderr)
+        return result.stdout
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+
+    def penstock(self, *words, code=0):
+        result = subprocess.run([PENSTOCK, *map(str, words)], cwd=self.folder, capture_output=True, text=True, timeout=300)
+        self.assertEqual(result.returncode, code, (words, result.stdout, result.stderr))
+        return result
+
+    def answers(self, *words):
+        result = self.penstock(*words)
+        self.assertEqual(result.stderr, "", words)
+        return result.stdout
+
+    def refuses(self, *words, message):
+        result = self.penstock(*words, code=2)
+        self.assertEqual(result.stdout, "", words)
+        self.assertIn(message, result.stderr)
+
+    def assert_close(self, expected, found, tolerance=1e-5):
+        self.assertEqual(len(expected), len(found))
+        scale = max(1.0, *map(abs, expected))
+        self.assertLessEqual(max(abs(a - b) for a, b in zip(expected, found)), tolerance * scale)
+
+    def run_outputs(self, model, *words):
+        self.answers("run", model, "--inputs", self.data / "eval-0.safetensors", "--output", "out.safetensors", *words)
+        return read_tensors(self.folder / "out.safetensors")[0]["output.0"]
+
+    def peer_outputs(self, model):
+        self.peer("run", model, self.data / "eval-0.safetensors", self.folder / "expected.safetensors")
+        return read_tensors(self.folder / "expected.safetensors")[0]["output.0"]
+
+    def train(self, *words, model=TIED, checkpoint="kept"):
+        return self.answers("train", model, "--data", self.data, "--loss", "cross_entropy", "--microbatches", 4,
+                            "--checkpoint", checkpoint, *words)
+
+
+class Weights(Case):
+    def test_run_takes_every_form_of_weights(self):
+        own = self.run_outputs(TIED)
+        whole = self.run_outputs(TIED, "--weights", self.weights / "whole.safetensors")
+        self.assertNotEqual(own, whole)
+        for form in ("hf", "hf/model.safetensors", "sharded"):
+            self.assertEqual(self.run_outputs(TIED, "--weights", self.weights / form), whole, form)
+        for words in (["--stages", 2], ["--stages", 2, "--transport", "gloo"]):
+            self.assertEqual(self.run_outputs(TIED, "--weights", self.weights / "hf", *words), whole, words)
+
+    def test_run_prints_rows_a_second_and_ignores_the_target(self):
+        for words in ([], ["--stages", 2, "--transport", "gloo"]):
+            text = self.answers("run", TIED, "--inputs", self.data / "eval-0.safetensors", "--output", "out.safetensors", *words)
+            self.assertRegex(text, r"^output\.0 float32\[8, 3, 8\]\n8 rows, [\d.]+( k)? rows/s\n$")
+
+    def test_check_takes_weights_and_ignores_the_target(self):
+        text = self.answers("check", TIED, "--stages", 2, "--weights", self.weights / "hf", "--inputs",
+                            self.data / "eval-0.safetensors", "--dump", "dump.safetensors")
+        self.assertRegex(text, "equal to one process")
+        found = read_tensors(self.folder / "dump.safetensors")[0]["output.0"]
+        self.assertEqual(found, self.run_outputs(TIED, "--weights", self.weights / "hf"))
+
+    def test_what_does_not_fit_is_listed(self):
+        write_tensors(self.folder / "other.safetensors",
+                      {"embedding.weight": [1, 2], "extra": [1], "scale.factor": [3], "scale.shift": [1]})
+        expected = (f"penstock: other.safetensors: does not fit {TIED}:\n"
+                    "  tensor 'embedding.weight': found float32[2], expected float32[8, 4].\n"
+                    "  tensor 'frozen.weight' is missing: the model has float32[4, 4].\n"
+                    "  tensor 'frozen.bias' is missing: the model has float32[4].\n"
+                    "  tensor 'extra' is unexpected: found float32[1].\n")
+        for words in (["run", TIED, "--inputs", self.data / "eval-0.safetensors", "--output", "out.safetensors"],
+                      ["check", TIED, "--transport", "gloo"],
+                      ["train", TIED, "--data", self.data, "--loss", "cross_entropy", "--checkpoint", "kept"]):
+            result = self.penstock(*words, "--weights", "other.safetensors", code=2)
+            self.assertEqual((result.stdout, result.stderr), ("", expected), words)
+        self.assertEqual([one.name for one in self.folder.iterdir()], ["other.safetensors"])
+        self.refuses("run", TIED, "--inputs", self.data / "eval-0.safetensors", "--output", "out.safetensors", "--weights", "none",
+                     message="none: there is no such file or directory.")
+
+    def test_training_starts_from_them(self):
+        # Without a step, what is written is what was read.
+        words = ["--learning-rate", 0, "--steps", 1, "--weight-decay", 0]
+        text = self.train(*words, "--weights", self.weights / "hf")
+        self.assertIn(f"starts from the weights of {self.weights / 'hf'}\n", text)
+        self.answers("export", "kept", "-o", "one.safetensors")
+        self.assertEqual(read_tensors(self.folder / "one.safetensors")[0], read_tensors(self.weights / "whole.safetensors")[0])
+        # On other ranks, and from a checkpoint.
+        self.train(*words, "--weights", "kept", "--stages", 2, "--transport", "gloo", checkpoint="again")
+        self.answers("export", "again", "-o", "two.safetensors")
+        self.assertEqual(read_tensors(self.folder / "one.safetensors"), read_tensors(self.folder / "two.safetensors"))
+
+    def test_a_gpt_starts_from_a_checkpoint(self):
+        small = ["--digits", 1, "--rows", 8, "--layers", 2, "--width", 16, "--heads", 2]
+        still = [*small, "--learning-rate", 0, "--weight-decay", 0, "--steps", 1, "--microbatches", 4]
+        self.answers("train", *small, "--steps", 3, "--checkpoint", "kept")
+        for seed, words in enumerate((["--ranks", 1], ["--ranks", 4, "--transport", "gloo"], ["--data-parallel", 2, "--shard"])):
+            self.answers("train", *still, "--seed", seed, "--weights", "kept", "--checkpoint", f"again-{seed}", *words)
+            for name in ("kept", f"again-{seed}"):
+                self.answers("export", name, "-o", name + ".safetensors")
+            first, second = (read_tensors(self.folder / f"{name}.safetensors")[0] for name in ("kept", f"again-{seed}"))
+            self.assertEqual(first, second, words)
+        # Sums of two digits are longer.
+        self.refuses("train", "--digits", 2, *small[2:], "--weights", "kept",
+                     message="kept/step-00000003: does not fit the GPT, 2 layers of width 16 with 2 heads, texts of 8 bytes:\n"
+                             "  tensor 'places': found float32[5, 16], expected float32[8, 16].\n")
+
+    def test_a_checkpoint_that_is_resumed_comes_before_them(self):
+        self.train("--steps", 2)
+        self.answers("export", "kept", "-o", "before.safetensors")
+        text = self.train("--steps", 2, "--resume", "--weights", self.weights / "hf")
+        self.assertNotIn("starts from", text)
+        self.train("--steps", 3, "--resume", "--learning-rate", 0, "--weight-decay", 0, "--weights", self.weights / "hf")
+        self.answers("export", "kept", "-o", "after.safetensors")
+        self.assertEqual(read_tensors(self.folder / "before.safetensors"), read_tensors(self.folder / "after.safetensors"))
+
+
+class Export(Case):
+    def test_one_file_has_the_models_own_names(self):
+        self.train("--steps", 4, "--stages", 2)
+        text = self.answers("export", "kept", "-o", "model.safetensors")
+        self.assertEqual(text, "model.safetensors: 5 tensors of kept/step-00000004\n")
+        tensors, metadata = read_tensors(self.folder / "model.safetensors")
+        # Not scale.shift, which the model's state_dict does not have.
+        self.assertEqual(sorted(tensors), NAMES)
+        self.assertEqual(tensors["embedding.weight"], tensors["head.weight"])
+        self.assertEqual(metadata, {"format": "pt"})
+        trained = self.run_outputs(TIED, "--weights", "kept")
+        self.assertEqual(self.run_outputs(TIED, "--weights", "model.safetensors"), trained)
+        self.assertNotEqual(self.run_outputs(TIED), trained)
+
+    def test_pytorch_reads_an_archive_with_the_weights(self):
+        self.train("--steps", 4, "--stages", 2)
+        text = self.answers("export", "kept", "-o", "model.safetensors", "--pt2", "trained.pt2")
+        self.assertIn(f"trained.pt2: {TIED} with the weights of kept/step-00000004\n", text)
+        trained = self.run_outputs(TIED, "--weights", "kept")
+        self.assertEqual(self.run_outputs("trained.pt2"), trained)
+        self.assert_close(self.peer_outputs(self.folder / "trained.pt2"), trained)
+        self.assertGreater(max(abs(a - b) for a, b in zip(self.peer_outputs(TIED), trained)), 1e-3)
+        self.peer("state", self.folder / "trained.pt2", self.folder / "state.safetensors")
+        self.assertEqual(read_tensors(self.folder / "state.safetensors")[0], read_tensors(self.folder / "model.safetensors")[0])
+        # The same model from elsewhere.
+        shutil.copy(TIED, self.folder / "copy.pt2")
+        self.answers("export", self.weights / "sharded", "--model", "copy.pt2", "--pt2", "other.pt2")
+        self.assertEqual(self.run_outputs("other.pt2"), self.run_outputs(TIED, "--weights", self.weights / "hf"))
+        self.assert_close(self.peer_outputs(self.folder / "other.pt2"), self.run_outputs("other.pt2"))
+        # It is a model like any other.
+        self.train("--steps", 1, "--weights", "kept", model="trained.pt2", checkpoint="further")
+
+    def test_says_what_is_wrong_and_writes_nothing(self):
+        (self.folder / "kept").mkdir()
+        self.refuses("export", "kept", "-o", "a.safetensors", message="kept: has no weights: neither a checkpoint of penstock, nor ")
+        self.refuses("export", self.weights / "hf", message="there is nothing to write.\n  Hint: -o model.safetensors, ")
+        self.refuses("export", self.weights / "hf", "-o", "a.pt2",
+                     message="a.pt2: --output writes safetensors.\n  Hint: --pt2 a.pt2 writes an exported model.")
+        self.refuses("export", self.weights / "hf", "-o", "none/a.safetensors", message="none/a.safetensors: cannot be written, ")
+        self.refuses("export", self.weights / "hf", "--pt2", "a.pt2",
+                     message="/hf: does not say which exported model it is of.\n  Hint: --model MODEL.pt2 names the archive ")
+        self.refuses("export", self.weights / "hf", "--model", PAIR, "-o", "a.safetensors", "--pt2", "a.pt2",
+                     message=f"/hf: does not fit {PAIR}:\n  tensor 'first.weight' is missing")
+        shutil.copy(TIED, self.folder / "model.pt2")
+        self.refuses("export", self.weights / "hf", "--model", "model.pt2", "--pt2", "./model.pt2",
+                     message="./model.pt2: is the model itself.\n  Hint: --pt2 names the file to write, and --model the one to read.")
+        self.refuses("export", self.weights / "hf", "--model", TIED, "-o", "a.safetensors", message="--model requires --pt2")
+        self.assertEqual(sorted(one.name for one in self.folder.iterdir()), ["kept", "model.pt2"])
+        self.assertEqual((self.folder / "model.pt2").read_bytes(), pathlib.Path(TIED).read_bytes())
+        # The model of the run is gone.
+        (self.folder / "kept").rmdir()
+        self.train("--steps", 1, model="model.pt2")
+        (self.folder / "model.pt2").unlink()
+        self.refuses("export", "kept", "--pt2", "a.pt2", message="kept/step-00000001: is of model.pt2, which is not there.\n  Hint: --model ")
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,124 @@
+// Copies of an archive with other weights.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "penstock/program/program.h"
+#include "penstock/program/zip_directory.h"
+#include "tests/program/archives.h"
+#include "tests/program/programs.h"
+#include "tests/tensor/folder.h"
+#include "tests/tensor/values.h"
+
+namespace penstock::testing {
+namespace {
+
+NamedTensors doubled(const NamedTensors& tensors) {
+  NamedTensors result = copies(tensors);
+  for (auto& [name, tensor] : result) tensor.mul_(2).add_(1);
+  return result;
+}
+
+// A zip with descriptors behind the records, as PyTorch writes it.
+TEST(ArchiveCopy, HasTheWeightsAndNothingElseChanged) {
+  const Folder folder;
+  for (const std::string name : {"tied", "norms", "expanded_buffer", "masked"}) {
+    SCOPED_TRACE(name);
+    const Archive archive(program_path(name + ".pt2"));
+    Program program(archive);
+    const NamedTensors state = doubled(program.state_dict());
+    program.load_state_dict(state);
+    const std::string path = folder / (name + ".pt2");
+    program.write_archive(archive, path);
+    expect_equal(state, Program(path).state_dict());
+    // Every record lies where it did, and those that hold no weights are the same.
+    const std::string before = read_file(archive.name());
+    const std::string after = read_file(path);
+    ASSERT_EQ(before.size(), after.size());
+    const std::vector<ZipRecord> old_records = read_zip_directory(before);
+    const std::vector<ZipRecord> new_records = read_zip_directory(after);
+    ASSERT_EQ(old_records.size(), new_records.size());
+    for (std::size_t i = 0; i < old_records.size(); ++i) {
+      EXPECT_EQ(old_records[i].name, new_records[i].name);
+      EXPECT_EQ(old_records[i].begin, new_records[i].begin);
+      const std::string bytes = after.substr(new_records[i].begin, new_records[i].size);
+      EXPECT_EQ(checksum(bytes), new_records[i].checksum);
+      const bool is_weight = old_records[i].name.find("/weights/weight_") != std::string::npos;
+      if (!is_weight) EXPECT_EQ(before.substr(old_records[i].begin, old_records[i].size), bytes) << old_records[i].name;
+    }
+  }
+  EXPECT_EQ(folder.files(), 4U);
+}
+
+// A zip with checksums in the headers of records.
+TEST(ArchiveCopy, ChangesTheChecksumsOfHeaders) {
+  const Folder folder;
+  const std::string bytes = zipped(small_records());
+  const Archive archive(bytes, "small");
+  Program program(archive);
+  const NamedTensors state = doubled(program.state_dict());
+  program.load_state_dict(state);
+  program.write_archive(archive, folder / "copy.pt2");
+  expect_equal(state, Program(folder / "copy.pt2").state_dict());
+  const std::string copy = read_file(folder / "copy.pt2");
+  for (const ZipRecord& record : read_zip_directory(copy)) {
+    const ChecksumPlaces places = checksum_places(copy, record);
+    EXPECT_EQ(places.own, record.header + 14);
+    EXPECT_EQ(record.checksum, checksum(copy.substr(record.begin, record.size))) << record.name;
+  }
+}
+
+TEST(ArchiveCopy, RefusesOtherSizesAndUnknownRecords) {
+  const Folder folder;
+  const std::string bytes = zipped(small_records());
+  const Archive archive(bytes, "small");
+  expect_error<ProgramError>([&] { archive.write_copy(folder / "copy.pt2", {{"none", at::ones({1})}}); },
+                             "small: has no record none.");
+  expect_error<ProgramError>([&] { archive.write_copy(folder / "copy.pt2", {{"byteorder", at::ones({2})}}); },
+                             "small: byteorder has 6 bytes, and cannot be replaced by 8.");
+  expect_error<ProgramError>([&] { archive.write_copy(folder / "none/copy.pt2", {}); },
+                             folder / "none/copy.pt2" +
+                                 ": could not be written, as its folder could not be opened: No "
+                                 "such file or directory.");
+  EXPECT_EQ(folder.files(), 0U);
+}
+
+TEST(ArchiveCopy, RefusesAChecksumThatIsNotWhereItShouldBe) {
+  const Folder folder;
+  std::string bytes = zipped(small_records());
+  const ZipRecord record = read_zip_directory(bytes).front();
+  const auto refused = [&](const std::string& message) {
+    const Archive archive(bytes, "small");
+    const Program program(archive);
+    expect_error<ProgramError>([&] { program.write_archive(archive, folder / "copy.pt2"); },
+                               "small: " + message + "\n  Hint: a .pt2 is what torch.export.save writes.");
+  };
+  // The header claims a descriptor, and there is none.
+  bytes[record.header + 6] = 8;
+  refused("is damaged: the checksum of " + record.name + " is not where it should be.");
+  bytes[record.header + 6] = 0;
+  bytes[record.header + 14] ^= 1;
+  refused("is damaged: the checksum of " + record.name + " is not where it should be.");
+  EXPECT_EQ(folder.files(), 0U);
+}
+
+TEST(ArchiveCopy, RefusesAnotherRecordInThePlaceOfAChecksum) {
+  const Folder folder;
+  std::string bytes = zipped(small_records());
+  const std::vector<ZipRecord> records = read_zip_directory(bytes);
+  ASSERT_EQ(records[0].end(), records[1].header);
+  // The header of the second record is taken for the checksum of the first.
+  bytes[records[0].header + 6] = 8;
+  bytes.replace(records[0].entry + 16, 4, bytes.substr(records[1].header, 4));
+  const Archive archive(bytes, "small");
+  expect_error<ProgramError>(
+      [&] { archive.write_copy(folder / "copy.pt2", {{"data/weights/weight_0", at::zeros({12})}}); },
+      "small: is damaged: something else lies in the place of the checksum of archive/data/weights/weight_0.\n"
+      "  Hint: a .pt2 is what torch.export.save writes.");
+  EXPECT_EQ(folder.files(), 0U);
+}
+
+}  // namespace
+}  // namespace penstock::testing
