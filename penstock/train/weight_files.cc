@@ -66,7 +66,7 @@ WeightFiles read_weight_files(const std::string& path) {
   try {
     if (!fs::is_directory(path, ignored)) {
       read_file(path, files.tensors);
-    } else if (has_checkpoint(path)) {
+    } else if (is_checkpoint(path) || last_checkpoint(path)) {
       const Checkpoint checkpoint(path);
       files = {.path = checkpoint.path(), .tensors = checkpoint.weights(), .checkpoint = checkpoint.info()};
     } else if (fs::exists(fs::path(path) / kIndex, ignored)) {
