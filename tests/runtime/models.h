@@ -23,6 +23,7 @@
 #include "penstock/stage/module.h"
 #include "penstock/stage/stage.h"
 #include "penstock/stage/wiring.h"
+#include "penstock/tensor/intra_op_threads.h"
 #include "penstock/tensor/microbatch.h"
 #include "penstock/tensor/random_scope.h"
 
@@ -220,6 +221,8 @@ struct PlainOptions {
 inline PlainMicrobatch plain_microbatch(const Model& model, const Args& args, const at::Tensor& target, int microbatch,
                                         double loss_weight, const PlainOptions& options) {
   const c10::AutoGradMode grad(options.backward);
+  // Ranks have one thread for their operators, and the number changes rounding.
+  const IntraOpThreads one_thread(1);
   // Every stage's outputs; a stage that writes into its arguments writes into copies, as in a pipeline.
   std::vector<std::vector<c10::IValue>> outputs;
   c10::IValue value;
