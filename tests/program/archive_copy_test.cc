@@ -32,7 +32,7 @@ TEST(ArchiveCopy, HasTheWeightsAndNothingElseChanged) {
     program.load_state_dict(state);
     const std::string path = folder / (name + ".pt2");
     program.write_archive(archive, path);
-    expect_equal(state, Program(path).state_dict());
+    expect_equal(state, copies(Program(path).state_dict()));
     // Every record lies where it did, and those that hold no weights are the same.
     const std::string before = read_file(archive.name());
     const std::string after = read_file(path);
@@ -46,7 +46,8 @@ TEST(ArchiveCopy, HasTheWeightsAndNothingElseChanged) {
       const std::string bytes = after.substr(new_records[i].begin, new_records[i].size);
       EXPECT_EQ(checksum(bytes), new_records[i].checksum);
       const bool is_weight = old_records[i].name.find("/weights/weight_") != std::string::npos;
-      if (!is_weight) EXPECT_EQ(before.substr(old_records[i].begin, old_records[i].size), bytes) << old_records[i].name;
+      if (is_weight) continue;
+      EXPECT_EQ(before.substr(old_records[i].begin, old_records[i].size), bytes) << old_records[i].name;
     }
   }
   EXPECT_EQ(folder.files(), 4U);

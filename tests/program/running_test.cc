@@ -304,10 +304,10 @@ TEST(Weights, OfATiedParameterHaveOneOfItsNames) {
     const NamedTensors whole = state;
     std::erase_if(state, [&](const auto& one) { return one.first == left_out; });
     // A buffer that a state_dict does not have may be there.
-    state.emplace_back("scale.shift", at::full({1}, 7));
+    state.emplace_back("scale.shift", at::full({1}, 7, at::kFloat));
     program.load_state_dict(state);
     expect_equal(whole, program.state_dict());
-    EXPECT_TRUE(same(at::full({1}, 7), by_name(program.buffers()).at("scale.shift")));
+    EXPECT_TRUE(same(at::full({1}, 7, at::kFloat), by_name(program.buffers()).at("scale.shift")));
   }
 }
 

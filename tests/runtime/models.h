@@ -220,6 +220,8 @@ struct PlainOptions {
 
 inline PlainMicrobatch plain_microbatch(const Model& model, const Args& args, const at::Tensor& target, int microbatch,
                                         double loss_weight, const PlainOptions& options) {
+  // The number of threads changes how some operators round, and ranks have one each.
+  const IntraOpThreads threads(1);
   const c10::AutoGradMode grad(options.backward);
   // Ranks have one thread for their operators, and the number changes rounding.
   const IntraOpThreads one_thread(1);

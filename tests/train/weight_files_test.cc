@@ -78,14 +78,15 @@ TEST(WeightFiles, SayWhatIsWrongWithThem) {
                                  ": has no weights: neither a checkpoint of penstock, nor model.safetensors or "
                                  "model.safetensors.index.json.\n  Hint: in Python, "
                                  "model.save_pretrained(DIRECTORY) or safetensors.torch.save_file writes them.");
-  expect_error<WeightsError>([&] { read_weight_files(folder.write("text", "not weights")); }, folder / "text" + ": ");
+  expect_error<WeightsError>([&] { read_weight_files(folder.write("text", "short")); },
+                             folder / "text" + ": is 5 bytes long, and so no safetensors file, which has 8 at least.");
   const std::string no_index =
       index + ": is no index of weights: it should be JSON with a \"weight_map\" of file names by tensor.";
   for (const std::string text : {"{", "[]", "{}", R"({"weight_map": []})"}) {
     folder.write("model.safetensors.index.json", text);
     expect_error<WeightsError>([&] { read_weight_files(path); }, no_index);
   }
-  for (const json& file : {json("../model.safetensors"), json("/model.safetensors"), json(""), json(1), json("..")}) {
+  for (const json& file : {json("../model.safetensors"), json("/model.safetensors"), json(""), json(1)}) {
     write_index(folder, {{"weight_map", {{"first", file}}}});
     expect_error<WeightsError>(
         [&] { read_weight_files(path); },
@@ -102,13 +103,15 @@ TEST(WeightFiles, SayWhatIsWrongWithThem) {
 TEST(GptModel, StartsFromTheWeightsThatItIsGiven) {
   const GptOptions options{.layers = 2, .width = 8, .heads = 2, .length = 4};
   WeightFiles weights{.path = "other"};
-  for (const auto& [name, tensor] : gpt_model(options, /*seed=*/7, 1)->build_stage(0).parameters()) {
+  const PipelineStage whole = gpt_model(options, /*seed=*/7, 1)->build_stage(0);
+  for (const auto& [name, tensor] : whole.parameters()) {
     weights.tensors.emplace(name, tensor.detach().clone());
   }
   for (const int stages : {1, 3}) {
     const auto model = gpt_model(options, /*seed=*/0, stages, weights);
-    for (int stage = 0; stage < stages; ++stage) {
-      for (const auto& [name, tensor] : model->build_stage(stage).parameters()) {
+    for (int i = 0; i < stages; ++i) {
+      const PipelineStage stage = model->build_stage(i);
+      for (const auto& [name, tensor] : stage.parameters()) {
         EXPECT_TRUE(same(weights.tensors.at(name), tensor.detach())) << name;
         EXPECT_TRUE(tensor.requires_grad()) << name;
       }

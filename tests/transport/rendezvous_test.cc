@@ -368,18 +368,24 @@ TEST(Rendezvous, SaysThatTheMastersPortBelongsToAnotherProgram) {
 }
 
 TEST(Rendezvous, SaysInTimeThatTheMasterDoesNotAnswer) {
-  for (const bool closes : {false, true}) {
-    const OtherProgram silent("", closes);
-    std::vector<std::string> lines;
-    const std::string what = closes ? "it closed the connection" : "it accepts connections and says nothing";
-    const std::string place = "127.0.0.1:" + std::to_string(silent.port());
-    EXPECT_EQ(error_at(silent.port(), &lines),
-              "rank 1 found no store at MASTER_ADDR:MASTER_PORT, which is " + place +
-                  ": what listens there has not answered a ping within 0.2 s (" + what +
-                  ").\n  Hint: see whether rank 0 has started; if it has, the port belongs to another program, and all "
-                  "ranks need a free one as MASTER_PORT.");
-    EXPECT_EQ(lines, std::vector<std::string>{"rank 1 waits for rank 0 at " + place + ": " + what + " (0 s of 0.2 s)"});
-  }
+  const OtherProgram silent("", /*closes=*/false);
+  std::vector<std::string> lines;
+  const std::string place = "127.0.0.1:" + std::to_string(silent.port());
+  EXPECT_EQ(error_at(silent.port(), &lines),
+            "rank 1 found no store at MASTER_ADDR:MASTER_PORT, which is " + place +
+                ": what listens there has not answered a ping within 0.2 s (it accepts connections and says nothing).\n"
+                "  Hint: see whether rank 0 has started; if it has, the port belongs to another program, and all ranks "
+                "need a free one as MASTER_PORT.");
+  EXPECT_EQ(lines, std::vector<std::string>{"rank 1 waits for rank 0 at " + place +
+                                            ": it accepts connections and says nothing (0 s of 0.2 s)"});
+}
+
+TEST(Rendezvous, TriesAgainWhenTheMasterClosesTheConnection) {
+  const OtherProgram closing("", /*closes=*/true);
+  const std::string beginning =
+      "rank 1 found no store at MASTER_ADDR:MASTER_PORT, which is 127.0.0.1:" + std::to_string(closing.port()) +
+      ": what listens there has not answered a ping within 0.2 s (it ";
+  EXPECT_EQ(error_at(closing.port()).substr(0, beginning.size()), beginning);
 }
 
 TEST(Rendezvous, GivesItsTimeoutToTheTransport) {
