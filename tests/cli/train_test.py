@@ -122,7 +122,7 @@ class Training(Case):
         page = (self.folder / "run/timeline.html").read_text()
         self.assertIn('"name":"measured"', page)
         self.assertIn('"name":"simulated"', page)
-        self.assertIn('"curve":{"name":"Loss"', page)
+        self.assertIn('"curve":{"first":1,"name":"Loss"', page)
 
     def test_names_places_in_the_file_of_a_schedule(self):
         (self.folder / "stuck.csv").write_text("# Stuck.\n0F0,0B0,0F1,0B1\n\n1F1,1F0,1B0,1B1\n")
@@ -204,11 +204,12 @@ torch.export.save(torch.export.export(Loss().train(), (torch.ones(3, 4), torch.o
         self.assertRegex(text, r"step 2: held out, loss [\d.]+\n")
 
     def test_tries_an_evaluation_before_the_first_step(self):
-        batch = '{"args.0": torch.randn(12, 4), "target": torch.randn(12, 2)}'
-        self.batches(batch0=batch, eval0='{"args.0": torch.randn(3, 4), "target": torch.randn(3, 2)}')
-        result = self.penstock("train", f"{PROGRAMS}/pair.pt2", "--data", "data", "--loss", "mse", "--steps", 2,
+        x = '"args.0": torch.randn(12, 4)'
+        self.batches(batch0="{" + x + ', "target": torch.zeros(12, dtype=torch.int64)}',
+                     eval0="{" + x + ', "target": torch.full((12,), 5)}')
+        result = self.penstock("train", f"{PROGRAMS}/pair.pt2", "--data", "data", "--loss", "cross_entropy", "--steps", 2,
                                "--microbatches", 4, "--output", "run", code=2)
-        self.assertIn("data/eval0.safetensors: the arguments can be split into 3 only, and there are 4 microbatches.",
+        self.assertIn("data/eval0.safetensors, rows 0 to 2: rank 1, stage 1, 1F0 (microbatch 0): Target 5 is out of bounds.",
                       result.stderr)
         self.assertEqual(self.losses(), {})
 
@@ -235,7 +236,7 @@ torch.export.save(torch.export.export(Loss().train(), (torch.ones(3, 4), torch.o
                 "mse", a='{"args.0": torch.randn(3, 4), "target": torch.randn(3, 2)}')
         refused("penstock: data/a.safetensors: the target (float32 tensor of shape [10, 2]) has 10 rows, and args[0] ",
                 "mse", a="{" + x + ', "target": torch.randn(10, 2)}')
-        refused("penstock: data/a.safetensors, rows 0 to 1: rank 0, stage 0, 0F0 (microbatch 0): ",
+        refused("penstock: data/a.safetensors, rows 0 to 1: args.0, dimension 0: found 2, expected 3, which is fixed.",
                 "mse", a='{"args.0": torch.randn(8, 4), "target": torch.randn(8, 2)}')
         refused("penstock: step 1, data/a.safetensors: there is no target that counts: all of them are ignored.",
                 "cross_entropy", a="{" + x + ', "target": torch.full((12,), -100)}')
@@ -529,6 +530,7 @@ class Directories(Case):
         words = [*SMALL, "--steps", 100000, "--microbatches", 8]
         for transport in ("threads", "gloo"):
             with self.subTest(transport=transport):
+                shutil.rmtree(self.folder / "run", ignore_errors=True)
                 first = self.begun([*words, "--overwrite", "--checkpoint", "kept", "--transport", transport], after=2)
                 try:
                     # The coordinator holds the locks.
@@ -585,7 +587,7 @@ class Preflight(Case):
         for name in ("batch-2", "eval-0"):
             file = self.folder / f"data/{name}.safetensors"
             for tensors, message in (
-                    ('"args.0": torch.ones(12, 5), "target": torch.ones(12, 2)', "found shape .3, 5., expected "),
+                    ('"args.0": torch.ones(12, 5), "target": torch.ones(12, 2)', "dimension 1: found 5, expected 4"),
                     ('"args.0": torch.ones(12, 4).double(), "target": torch.ones(12, 2)', "found dtype float64, expected float32"),
                     ('"args.0": torch.ones(2, 4), "target": torch.ones(2, 2)', "can be split into 2 only, and there are 4 micro"),
                     ('"args.0": torch.ones(12, 4)', "has no 'target', which --loss mse compares"),
@@ -600,8 +602,9 @@ class Preflight(Case):
 
     def test_a_dry_run_shows_what_a_run_would_take_and_writes_nothing(self):
         for more in ([], ["--transport", "gloo"], ["--data-parallel", 2, "--shard"]):
-            text = self.penstock("train", *SMALL, "--steps", 500, "--checkpoint", "kept", "--dry-run", *more).stdout
-            self.assertRegex(text, r"2 stages on 2 ranks \((threads|processes)\), 1F1B, 8 microbatches")
+            text = self.penstock("train", *SMALL, "--steps", 500, "--microbatches", 4, "--checkpoint", "kept", "--dry-run",
+                                 *more).stdout
+            self.assertRegex(text, r"2 stages on 2 ranks \((threads|processes)\), 1F1B, 4 microbatches")
             self.assertRegex(text, r"\ncut +stage 0 on rank 0: \d+ parameters, [\d.]+ k elements\n +stage 1 on rank 1: ")
             self.assertRegex(text, r"\nbubble +[\d.]+ % measured, [\d.]+ % simulated\n")
             self.assertRegex(text, r"\nmemory +rank 0: [\d.]+ [kM]B measured, [\d.]+ [kM]B predicted\n +rank 1: ")
@@ -615,10 +618,9 @@ class Preflight(Case):
             resource.setrlimit(resource.RLIMIT_FSIZE, (32768, 32768))
 
         for transport in ("threads", "gloo"):
-            # Python ignores SIGXFSZ, and so does what it starts without restoring signals.
             result = subprocess.run([PENSTOCK, "train", *map(str, SMALL), "--steps", "2", "--checkpoint", "kept", "--output",
                                      "run-" + transport, "--transport", transport], cwd=self.folder, capture_output=True,
-                                    text=True, timeout=300, preexec_fn=limit, restore_signals=False)
+                                    text=True, timeout=300, preexec_fn=limit)
             self.assertEqual(result.returncode, 2, result)
             self.assertRegex(result.stderr, r"kept/\.unfinished-step-00000002/weights-\d\.safetensors: could not be written: "
                              "File too large")

@@ -22,7 +22,8 @@ std::string seconds_text(double seconds) {
 
 }  // namespace
 
-void dry_run(Trainer& trainer, const TrainOptions& options) {
+void dry_run(Trainer& trainer, const std::vector<Batch>& held_out, const TrainOptions& options) {
+  if (!held_out.empty()) trainer.evaluate({held_out.front()});
   const std::int64_t left = options.steps - trainer.steps_done();
   // The first step also does what is done once, such as learning shapes.
   StepReport report = trainer.step();

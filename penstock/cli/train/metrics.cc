@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cmath>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
@@ -46,7 +45,8 @@ void MetricsFile::cut(std::int64_t step) {
     const bool has_step = parsed.is_object() && parsed.contains("step") && parsed["step"].is_number_integer();
     if (end != std::string_view::npos && has_step && parsed["step"].get<std::int64_t>() <= step) {
       kept.append(line).append("\n");
-      if (parsed.contains("loss")) losses_.push_back(parsed["loss"].is_number() ? parsed["loss"].get<double>() : NAN);
+      // A loss that is not finite is null in JSON.
+      if (parsed.contains("loss") && parsed["loss"].is_number()) losses_.push_back(parsed["loss"].get<double>());
     } else {
       ++removed_;
     }

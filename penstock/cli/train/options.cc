@@ -18,9 +18,9 @@ using nlohmann::json;
 
 // Options of the GPT and its data, and options of exported models, by name.
 constexpr std::array kGptOptions{"digits", "rows", "length", "layers", "width", "heads", "dropout"};
-constexpr std::array kProgramOptions{"loss", "at", "shuffle"};
+constexpr std::array kProgramOptions{"loss", "ignore-index", "at", "shuffle"};
 // Paths that are read, and paths that are written.
-constexpr std::array kInputPaths{"model", "data", "csv"};
+constexpr std::array kInputPaths{"model", "data", "csv", "weights"};
 constexpr std::array kOutputPaths{"checkpoint", "output"};
 // Options of one start of a run, rather than of the run.
 constexpr std::array kNotOfTheRun{"help", "config", "resume", "overwrite", "dry-run", "log-every"};

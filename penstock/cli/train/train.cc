@@ -1,5 +1,6 @@
 // penstock train: a model made better, from data to a checkpoint.
 #include <array>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -81,7 +82,7 @@ class Run {
     });
     if (options_.dry_run) {
       if (is_coordinator()) introduce(trainer);
-      dry_run(trainer, options_);
+      dry_run(trainer, held_out_, options_);
       return kYes;
     }
 
@@ -310,6 +311,8 @@ class Run {
 };
 
 int train(const TrainOptions& options, const nlohmann::json& configuration) {
+  // A limit on the size of files is an error of the write, as a full disk is.
+  std::signal(SIGXFSZ, SIG_IGN);
   const auto timeout = std::chrono::milliseconds(static_cast<std::int64_t>(options.run.timeout * 1000));
   const auto as_rank = [&] {
     const std::shared_ptr<Transport> transport = c10d_transport(rendezvous(timeout, say_waiting));
