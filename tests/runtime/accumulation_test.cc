@@ -60,7 +60,7 @@ struct Adding {
     }
     StepOptions options;
     options.reduce = reduce;
-    pipeline->step({x}, {}, {}, options);
+    pipeline->step({x}, {}, at::Tensor(), options);
   }
 
   const at::Tensor& parameter(std::size_t stage, const std::string& name, int replica = 0) const {

@@ -274,8 +274,9 @@ TEST(ProcessPipelines, RefuseToDiffer) {
   });
   for (const std::string& error : errors) {
     EXPECT_EQ(error,
-              "process 1 has another pipeline than process 0: the schedule, the wiring, the parameters that are shared "
-              "and whether they are sharded should be the same in all processes.\n"
+              "process 1 has another pipeline than process 0: the schedule, the wiring, the parameters that are "
+              "shared, whether they are sharded and whether there is a loss_weight should be the same in all "
+              "processes.\n"
               "  Hint: a parameter that several stages share is named in `shared` in all processes.");
   }
 }
