@@ -2,11 +2,13 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/ones_like.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include <algorithm>
+#include <limits>
 #include <map>
 #include <utility>
 
@@ -88,14 +90,16 @@ WholeRun run_whole(const Pipe& pipe, const Schedule& schedule, std::span<const A
   const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < names.size(); ++i) {
     at::Tensor sum;
+    std::vector<at::Tensor> largest;
     for (const int microbatch : order[static_cast<std::size_t>(stage_of.at(names[i]))]) {
       const at::Tensor& one = gradients[static_cast<std::size_t>(microbatch)][i];
       if (!one.defined()) continue;
       sum = sum.defined() ? sum + one : one.clone();
-      if (one.numel() == 0) continue;
-      double& largest = result.largest_contributions[names[i]];
-      largest = std::max(largest, dense(one).abs().to(at::kDouble).max().item<double>());
+      if (one.numel() > 0) {
+        largest.push_back(at::linalg_vector_norm(dense(one), std::numeric_limits<double>::infinity()));
+      }
     }
+    if (!largest.empty()) result.largest_contributions[names[i]] = at::stack(largest).max().item<double>();
     if (sum.defined()) result.gradients.emplace(names[i], sum.is_sparse() ? sum.to_dense() : sum);
   }
   return result;
