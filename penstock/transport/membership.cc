@@ -20,7 +20,8 @@ using std::chrono::milliseconds;
 // Pauses between two looks at the store. Ranks of one machine are there at the first look most often.
 constexpr milliseconds kFirstPause{1};
 constexpr milliseconds kLongestPause{50};
-// The first line while waiting, and those that follow.
+// The first line while waiting, earlier with a short timeout, and those that follow.
+constexpr milliseconds kEarliestLine{100};
 constexpr milliseconds kFirstLine = std::chrono::seconds(2);
 constexpr milliseconds kBetweenLines = std::chrono::seconds(10);
 // Rank 0 serves the store: when it fails, it gives the others this long to read why.
@@ -181,7 +182,7 @@ WaitingLines::WaitingLines(WaitingFunction on_waiting, std::chrono::milliseconds
     : on_waiting_(std::move(on_waiting)),
       timeout_(bounded(timeout)),
       began_(Clock::now()),
-      next_(began_ + std::min(kFirstLine, timeout_ / 4)) {}
+      next_(began_ + std::clamp(timeout_ / 4, kEarliestLine, kFirstLine)) {}
 
 void WaitingLines::waiting(const std::function<std::string()>& what) {
   const auto now = Clock::now();
