@@ -125,15 +125,21 @@ class BatchFiles final : public Data {
  private:
   void check(const std::string& file, int replicas, int microbatches) const {
     const Batch whole = read(file);
+    std::string place = file;
     try {
+      std::int64_t row = 0;
       for (const Batch& replica : split_batch(whole, {}, replicas, "replicas")) {
         for (const Batch& microbatch : split_batch(replica, {}, microbatches, "microbatches")) {
+          const std::int64_t next = row + rows_of(microbatch);
+          place = file + ", rows " + std::to_string(row) + " to " + std::to_string(next - 1);
+          row = next;
           const auto kwargs = microbatch.kwargs.find(0);
           program_.flatten_inputs(microbatch.args, kwargs == microbatch.kwargs.end() ? Kwargs() : kwargs->second);
         }
+        place = file;
       }
     } catch (const std::exception& error) {
-      throw DataError(file + ": " + reason_of(error));
+      throw DataError(place + ": " + reason_of(error));
     }
   }
   Batch read(const std::string& file) const {

@@ -48,7 +48,7 @@ void Progress::clear_line() {
 }
 
 void Progress::stepped(const StepReport& report) {
-  if (report.skipped.empty()) losses_.push_back(report.loss);
+  losses_.push_back(report.loss);
   rates_.push_back(static_cast<double>(report.size) / report.seconds);
   json memory = json::array();
   for (const std::int64_t bytes : report.memory) memory.push_back(bytes);
