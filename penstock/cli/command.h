@@ -28,6 +28,7 @@ inline constexpr ProgramCommand kProgramCommands[] = {
     {"split", "Cut an exported model into stages, and show them and what crosses"},
     {"check", "Compare an exported model in a pipeline with one process: outputs and gradients"},
     {"run", "Run an exported model in a pipeline: inference"},
+    {"eval", "Evaluate an exported model on data: loss, accuracy and perplexity"},
     {"export", "Write what was trained as safetensors, or as an exported model"},
 };
 // In the library that is loaded for them: adds what is needed for one of them, by its name.

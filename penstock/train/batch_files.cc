@@ -60,13 +60,22 @@ class BatchFiles final : public Data {
  public:
   BatchFiles(const std::string& folder, const Program& program, BatchFilesOptions options)
       : folder_(folder), program_(program), options_(std::move(options)) {
+    if (options_.is_evaluation && fs::is_regular_file(folder)) {
+      held_out_.push_back(folder);
+      return;
+    }
     if (!fs::is_directory(folder)) throw DataError(folder + ": is no folder with batches in safetensors files.");
     for (const fs::directory_entry& entry : fs::directory_iterator(folder)) {
       if (entry.path().extension() != ".safetensors") continue;
       const bool is_held_out = entry.path().filename().string().starts_with("eval");
       (is_held_out ? held_out_ : files_).push_back(entry.path().string());
     }
-    if (files_.empty()) throw DataError(folder + ": has no file NAME.safetensors to train on.");
+    if (options_.is_evaluation && held_out_.empty()) held_out_.swap(files_);
+    if (options_.is_evaluation && held_out_.empty()) {
+      throw DataError(folder + ": has no file NAME.safetensors to evaluate on.");
+    }
+    if (!options_.is_evaluation && files_.empty())
+      throw DataError(folder + ": has no file NAME.safetensors to train on.");
     std::ranges::sort(files_);
     std::ranges::sort(held_out_);
   }
@@ -95,6 +104,18 @@ class BatchFiles final : public Data {
     if (first.numel() == 1) return first;
     throw DataError("--loss output takes the model's output for its loss, and that is a " + describe(first) +
                     ".\n  Hint: mse and cross_entropy compare it with a target.");
+  }
+  std::optional<std::int64_t> right_predictions(const c10::IValue& output, const c10::IValue& target) const override {
+    if (options_.loss != "cross_entropy") return std::nullopt;
+    const at::Tensor scores = first_output(output);
+    const at::Tensor& classes = target.toTensor();
+    const std::int64_t dim = has_classes_last(scores, classes) || scores.dim() == 1 ? -1 : 1;
+    const at::Tensor predicted = scores.argmax(dim);
+    // Probabilities are one target together.
+    const at::Tensor wanted = classes.is_floating_point() ? classes.argmax(dim) : classes;
+    const at::Tensor counts =
+        classes.is_floating_point() ? at::ones_like(wanted, at::kBool) : wanted.ne(options_.ignore_index);
+    return predicted.eq(wanted).logical_and(counts).sum().item<std::int64_t>();
   }
   double loss_weight(const Batch& microbatch) const override {
     if (options_.loss == "output") return static_cast<double>(rows_of(microbatch));

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -45,6 +46,12 @@ class Data {
   virtual at::Tensor loss(const c10::IValue& output, const c10::IValue& target) const = 0;
   // How much that counts in the loss of the whole batch: by default the number of rows of the microbatch.
   virtual double loss_weight(const Batch& microbatch) const { return static_cast<double>(rows_of(microbatch)); }
+  // Number of targets of a microbatch whose class the output predicts, out of those that loss_weight counts; none if the
+  // loss is not one of classes.
+  virtual std::optional<std::int64_t> right_predictions(const c10::IValue& /*output*/,
+                                                        const c10::IValue& /*target*/) const {
+    return std::nullopt;
+  }
   // How much a batch is, and of what: bytes of text, or rows.
   virtual std::int64_t size_of(const Batch& batch) const = 0;
   virtual std::string unit() const = 0;
@@ -122,6 +129,8 @@ struct BatchFilesOptions {
   std::uint64_t seed = 0;
   // The order is drawn anew each time around; otherwise it is that of the names.
   bool shuffle = true;
+  // There is no training: the path may be one file, and without files whose names begin with "eval" all are held out.
+  bool is_evaluation = false;
 };
 
 // Batches in safetensors files of a folder, one a file: arguments "args.0", "kwargs.mask", "args.1.ids", and "target". Files

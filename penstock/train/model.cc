@@ -36,6 +36,7 @@ class GptModel final : public Model {
     return text.str();
   }
   void set_training(bool training) override { *training_ = training; }
+  bool is_training() const override { return *training_; }
 
  private:
   static std::vector<ModelTensor> tensors_of(const StageModule& module) {
@@ -92,6 +93,7 @@ class ProgramModel final : public Model {
     return text.str();
   }
   void set_training(bool training) override { training ? pipe_.train() : pipe_.eval(); }
+  bool is_training() const override { return pipe_.program().is_training(); }
 
  private:
   Pipe pipe_;

@@ -40,6 +40,7 @@ class Model {
 
   // Dropout drops and batch normalisation learns, or not, in all stages that were built.
   virtual void set_training(bool training) = 0;
+  virtual bool is_training() const = 0;
 };
 
 // Its first weights are those of the seed, or `weights`. Throws WeightsError, which begins with the path of the weights and

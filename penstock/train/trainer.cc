@@ -313,9 +313,13 @@ void Trainer::set_training(bool training) {
 
 Trainer::Evaluation Trainer::evaluate(const std::vector<Batch>& batches, bool return_outputs) {
   const IntraOpThreads threads(options_.intra_op_threads);
+  // A model that was exported for evaluation cannot be switched to training.
+  const bool was_training = model().is_training();
   set_training(false);
   // Also after an error.
-  const auto training_again = c10::make_scope_exit([this] { set_training(true); });
+  const auto training_again = c10::make_scope_exit([this, was_training] {
+    if (was_training) set_training(true);
+  });
   const MemoryWatch::Scope nobody(memory_, -1);
   Evaluation evaluation;
   double sum = 0;

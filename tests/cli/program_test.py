@@ -87,7 +87,7 @@ class Case(unittest.TestCase):
 
 class Usage(Case):
     def test_help_names_the_commands_and_their_options(self):
-        for command in ("split", "check", "run", "export"):
+        for command in ("split", "check", "run", "eval", "export"):
             self.assertIn(f"  {command} ", self.answers("--help"))
             self.assertIn(f"Usage: penstock {command}", self.answers(command, "--help"))
         self.assertIn("--tolerance T", self.answers("check", "--help"))

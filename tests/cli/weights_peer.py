@@ -4,6 +4,7 @@
     weights_peer.py weights MODEL.pt2 SEED DIRECTORY       random weights for a model, in every form that is read
     weights_peer.py run MODEL.pt2 INPUTS OUTPUT            what a program computes for two rows at a time
     weights_peer.py state MODEL.pt2 FILE                   the state_dict of a program
+    weights_peer.py models DIRECTORY                       models with batches for them: classes, squares, own_loss
     weights_peer.py eval MODEL.pt2 LOSS FILE…              loss, accuracy and perplexity over batches, as JSON
 """
 
@@ -84,24 +85,63 @@ def write_state(model, path):
     save_tensors({name: tensor.detach().clone() for name, tensor in state.items()}, path)
 
 
+def write_models(directory):
+    """classes: dropout, exported for evaluation. squares, and own_loss, whose output is the loss of the same."""
+
+    class Classes(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = torch.nn.Linear(4, 8)
+            self.drop = torch.nn.Dropout(0.5)
+            self.second = torch.nn.Linear(8, 5)
+
+        def forward(self, x):
+            return self.second(self.drop(torch.relu(self.first(x))))
+
+    class OwnLoss(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x, y):
+            return (self.model(x) - y).square().mean()
+
+    torch.manual_seed(0)
+    rows = {0: torch.export.Dim("rows")}
+    x, y = torch.randn(13, 4), torch.randn(13, 2)
+    squares = torch.nn.Linear(4, 2)
+    for name, model, args, dynamic in (("classes", Classes().eval(), (x,), (rows,)), ("squares", squares, (x,), (rows,)),
+                                       ("own_loss", OwnLoss(squares), (x, y), (rows, rows))):
+        torch.export.save(torch.export.export(model, args, dynamic_shapes=dynamic), f"{directory}/{name}.pt2")
+    save_tensors({"args.0": x, "target": y}, f"{directory}/squares-0.safetensors")
+    save_tensors({"args.0": x, "args.1": y}, f"{directory}/own_loss-0.safetensors")
+    for i, count in enumerate((13, 5)):
+        target = torch.randint(5, (count,))
+        target[0] = -100
+        save_tensors({"args.0": torch.randn(count, 4), "target": target}, f"{directory}/classes-{i}.safetensors")
+
+
 def evaluate(model, loss, *files):
     module = torch.export.load(model).module()
     outputs, targets = [], []
     with torch.no_grad():
         for file in files:
             tensors = load_tensors(file)
-            outputs.append(computed(module, tensors["args.0"]))
+            # What was exported with fixed sizes takes these.
+            outputs.append(computed(module, tensors["args.0"]) if "tied" in model or "trained" in model
+                           else module(tensors["args.0"]))
             targets.append(tensors["target"])
     output, target = torch.cat(outputs), torch.cat(targets)
     if loss == "mse":
         print(json.dumps({"loss": torch.nn.functional.mse_loss(output, target).item()}))
         return
     counted = target != -100
-    mean = torch.nn.functional.cross_entropy(output.flatten(0, 1), target.flatten()).item()
+    mean = torch.nn.functional.cross_entropy(output.flatten(0, -2), target.flatten()).item()
     right = (output.argmax(-1) == target)[counted].sum().item()
     print(json.dumps({"loss": mean, "accuracy": right / counted.sum().item(), "perplexity": math.exp(mean)}))
 
 
 if __name__ == "__main__":
-    commands = {"data": write_data, "weights": write_weights, "run": run, "state": write_state, "eval": evaluate}
+    commands = {"data": write_data, "weights": write_weights, "run": run, "state": write_state,
+                "models": write_models, "eval": evaluate}
     commands[sys.argv[1]](*sys.argv[2:])

@@ -1,4 +1,4 @@
-"""--weights and penstock export, as a user calls them. PENSTOCK names the command, PENSTOCK_PROGRAMS what
+"""--weights, penstock export and penstock eval, as a user calls them. PENSTOCK names the command, PENSTOCK_PROGRAMS what
 models.py has written, and PEER_PYTHON a Python with torch."""
 
 import array
@@ -136,7 +136,8 @@ class Weights(Case):
                     "  tensor 'extra' is unexpected: found float32[1].\n")
         for words in (["run", TIED, "--inputs", self.data / "eval-0.safetensors", "--output", "out.safetensors"],
                       ["check", TIED, "--transport", "gloo"],
-                      ["train", TIED, "--data", self.data, "--loss", "cross_entropy", "--checkpoint", "kept"]):
+                      ["train", TIED, "--data", self.data, "--loss", "cross_entropy", "--checkpoint", "kept"],
+                      ["eval", TIED, "--data", self.data, "--loss", "cross_entropy"]):
             result = self.penstock(*words, "--weights", "other.safetensors", code=2)
             self.assertEqual((result.stdout, result.stderr), ("", expected), words)
         self.assertEqual([one.name for one in self.folder.iterdir()], ["other.safetensors"])
@@ -234,6 +235,69 @@ class Export(Case):
         self.train("--steps", 1, model="model.pt2")
         (self.folder / "model.pt2").unlink()
         self.refuses("export", "kept", "--pt2", "a.pt2", message="kept/step-00000001: is of model.pt2, which is not there.\n  Hint: --model ")
+
+
+class Eval(Case):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.models = pathlib.Path(cls.given.name) / "models"
+        cls.models.mkdir()
+        cls.peer("models", cls.models)
+
+    def metrics(self, *words):
+        return json.loads(self.answers("eval", *words, "--json"))
+
+    def assert_metrics(self, expected, found):
+        for name, value in expected.items():
+            self.assertAlmostEqual(found[name], value, delta=1e-5 * max(1, abs(value)), msg=name)
+
+    def test_gives_the_metrics_of_the_whole_data(self):
+        held_out = [self.data / f"eval-{i}.safetensors" for i in (0, 1)]
+        expected = json.loads(self.peer("eval", TIED, "cross_entropy", *held_out))
+        for words in ([], ["--stages", 2], ["--stages", 2, "--transport", "gloo"], ["--stages", 2, "--schedule", "GPipe"]):
+            found = self.metrics(TIED, "--data", self.data, "--loss", "cross_entropy", *words)
+            self.assert_metrics(expected, found)
+            self.assertEqual((found["version"], found["batches"], found["rows"]), (1, 2, 16))
+        text = self.answers("eval", TIED, "--data", held_out[0], "--loss", "cross_entropy")
+        self.assertRegex(text, r"^loss +[\d.]+\naccuracy +[\d.]+ %\nperplexity +[\d.]+\n1 batch, 8 rows, [\d.]+( k)? rows/s\n$")
+
+    def test_takes_weights(self):
+        self.train("--steps", 30, "--learning-rate", 0.05)
+        self.answers("export", "kept", "--pt2", "trained.pt2")
+        held_out = [self.data / f"eval-{i}.safetensors" for i in (0, 1)]
+        expected = json.loads(self.peer("eval", self.folder / "trained.pt2", "cross_entropy", *held_out))
+        found = self.metrics(TIED, "--data", self.data, "--loss", "cross_entropy", "--weights", "kept")
+        self.assert_metrics(expected, found)
+        self.assertLess(found["loss"], self.metrics(TIED, "--data", self.data, "--loss", "cross_entropy")["loss"])
+
+    def test_a_model_that_was_exported_for_evaluation(self):
+        model = self.models / "classes.pt2"
+        # Rows do not divide: 13 and 5.
+        expected = json.loads(self.peer("eval", model, "cross_entropy", *sorted(self.models.glob("classes-*.safetensors"))))
+        for words in ([], ["--microbatches", 3], ["--ranks", 2]):
+            for file in self.models.glob("classes-*.safetensors"):
+                shutil.copy(file, self.folder)
+            found = self.metrics(model, "--data", self.folder, "--loss", "cross_entropy", *words)
+            self.assert_metrics(expected, found)
+            self.assertEqual(found["rows"], 18)
+
+    def test_a_loss_that_is_not_of_classes(self):
+        data = self.models / "squares-0.safetensors"
+        expected = json.loads(self.peer("eval", self.models / "squares.pt2", "mse", data))
+        found = self.metrics(self.models / "squares.pt2", "--data", data, "--loss", "mse")
+        self.assert_metrics(expected, found)
+        # The model's own loss is the same, and takes no target.
+        own = self.metrics(self.models / "own_loss.pt2", "--data", self.models / "own_loss-0.safetensors")
+        self.assert_metrics(expected, own)
+        for metrics in (found, own):
+            self.assertEqual(sorted(metrics), ["batches", "loss", "rows", "rows_per_second", "version"])
+
+    def test_says_what_is_wrong(self):
+        self.refuses("eval", TIED, message="--data is required")
+        self.refuses("eval", TIED, "--data", "none", message="none: is no folder with batches in safetensors files.")
+        self.refuses("eval", TIED, "--data", self.folder, message="has no file NAME.safetensors to evaluate on.")
+        self.refuses("eval", TIED, "--data", self.data, message="--loss output takes the model's output for its loss")
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ class Products final : public Model {
   std::vector<std::string> parameter_names() const override { return {name_of(0), name_of(1)}; }
   std::string description() const override { return "products"; }
   void set_training(bool /*training*/) override {}
+  bool is_training() const override { return true; }
 
  private:
   static std::string name_of(int stage) { return "weight" + std::to_string(stage); }

@@ -27,6 +27,7 @@ extern "C" __attribute__((visibility("default"))) void penstock_add_program_comm
   if (name == "split") penstock::cli::add_split(*command, *exit);
   if (name == "check") penstock::cli::add_check(*command, *exit);
   if (name == "run") penstock::cli::add_run(*command, *exit);
+  if (name == "eval") penstock::cli::add_eval(*command, *exit);
   if (name == "export") penstock::cli::add_export(*command, *exit);
   if (name == "train") penstock::cli::add_train(*command, *exit);
   if (name == "generate") penstock::cli::add_generate(*command, *exit);

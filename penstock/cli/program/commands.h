@@ -12,6 +12,7 @@ void on_call(CLI::App& command, std::function<void()> act);
 void add_split(CLI::App& command, int& exit);
 void add_check(CLI::App& command, int& exit);
 void add_run(CLI::App& command, int& exit);
+void add_eval(CLI::App& command, int& exit);
 void add_export(CLI::App& command, int& exit);
 void add_train(CLI::App& command, int& exit);
 void add_generate(CLI::App& command, int& exit);
