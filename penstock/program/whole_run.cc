@@ -68,6 +68,7 @@ WholeRun run_whole(const Pipe& pipe, const Schedule& schedule, std::span<const A
   // By microbatch and parameter.
   std::vector<std::vector<at::Tensor>> gradients;
   for (std::size_t i = 0; i < microbatches.size(); ++i) {
+    if (options.is_cancelled()) return result;
     const RandomScope scope(options.seed, options.step, static_cast<std::int64_t>(i), /*place=*/0);
     const Arguments arguments = copied(microbatches[i]);
     const c10::IValue output = pipe.program().run(arguments.args, arguments.kwargs);

@@ -28,6 +28,8 @@ struct WholeRunOptions {
   // See RandomScope.
   std::uint64_t seed = 0;
   std::int64_t step = 0;
+  // Asked before each microbatch: once it returns true, the run ends with what it has.
+  std::function<bool()> is_cancelled = [] { return false; };
 };
 
 struct WholeRun {

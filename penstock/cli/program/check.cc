@@ -6,10 +6,12 @@
 #include <memory>
 #include <optional>
 #include <set>
+#include <stdexcept>
 #include <string>
 
 #include "penstock/cli/checks.h"
 #include "penstock/cli/command.h"
+#include "penstock/cli/interruption.h"
 #include "penstock/cli/output.h"
 #include "penstock/cli/program/commands.h"
 #include "penstock/cli/program/comparison.h"
@@ -94,13 +96,17 @@ void add_check(CLI::App& command, int& exit) {
     std::map<std::string, double> contributions;
     if (!OwnRanks::is_rank()) {
       const KeptState kept(program);
-      const WholeRun whole = run_whole(pipe, schedule, split_arguments(program, batch, schedule.microbatches()),
-                                       {.intra_op_threads = options->run.threads, .seed = options->run.seed});
+      const WholeRun whole =
+          run_whole(pipe, schedule, split_arguments(program, batch, schedule.microbatches()),
+                    {.intra_op_threads = options->run.threads, .seed = options->run.seed, .is_cancelled = [] {
+                       return interruptions() > 0;
+                     }});
       expected = outputs_by_name(whole.outputs);
       for (const auto& [name, gradient] : whole.gradients) expected.emplace("grad." + name, gradient);
       contributions = whole.largest_contributions;
     }
     const TensorsByName found = pipelined.run(batch);
+    if (interruptions() > 0) throw std::runtime_error("interrupted before the comparison was complete.");
     const Comparison outputs = compare(expected, found, {.prefix = "output.", .tolerance = options->tolerance});
     const Comparison gradients =
         compare(expected, found, {.prefix = "grad.", .tolerance = options->tolerance, .contributions = contributions});
