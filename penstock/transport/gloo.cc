@@ -4,9 +4,11 @@
 #include <net/if.h>
 #include <signal.h>  // NOLINT(modernize-deprecated-headers): sigaction is POSIX's
 
+#include <cstdint>
 #include <memory>
 #include <stdexcept>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <vector>
 
 #include "penstock/transport/child_sockets.h"
 
@@ -54,6 +56,10 @@ BackendFactory gloo_backends(const GlooOptions& options) {
     const NewSockets connections;
     auto group = c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, gloo);
     connections.close_in_children();
+    // A rank that has connected may close its connections at once, which another that still connects takes for a crash:
+    // all wait until the last has connected.
+    if (store->add("connected", 1) == size) store->set("all_connected", std::vector<std::uint8_t>{1});
+    store->wait({"all_connected"}, timeout);
     return c10::static_intrusive_pointer_cast<c10d::Backend>(std::move(group));
   };
 }
