@@ -101,7 +101,7 @@ class Case(unittest.TestCase):
 
     def train(self, *words, model=TIED, checkpoint="kept"):
         return self.answers("train", model, "--data", self.data, "--loss", "cross_entropy", "--microbatches", 4,
-                            "--checkpoint", checkpoint, *words)
+                            "--checkpoint", checkpoint, "--output", f"run-of-{checkpoint}", *words)
 
 
 class Weights(Case):
@@ -161,7 +161,8 @@ class Weights(Case):
         still = [*small, "--learning-rate", 0, "--weight-decay", 0, "--steps", 1, "--microbatches", 4]
         self.answers("train", *small, "--steps", 3, "--checkpoint", "kept")
         for seed, words in enumerate((["--ranks", 1], ["--ranks", 4, "--transport", "gloo"], ["--data-parallel", 2, "--shard"])):
-            self.answers("train", *still, "--seed", seed, "--weights", "kept", "--checkpoint", f"again-{seed}", *words)
+            self.answers("train", *still, "--seed", seed, "--weights", "kept", "--checkpoint", f"again-{seed}",
+                         "--output", f"run-{seed}", *words)
             for name in ("kept", f"again-{seed}"):
                 self.answers("export", name, "-o", name + ".safetensors")
             first, second = (read_tensors(self.folder / f"{name}.safetensors")[0] for name in ("kept", f"again-{seed}"))
@@ -234,7 +235,7 @@ class Export(Case):
         (self.folder / "kept").rmdir()
         self.train("--steps", 1, model="model.pt2")
         (self.folder / "model.pt2").unlink()
-        self.refuses("export", "kept", "--pt2", "a.pt2", message="kept/step-00000001: is of model.pt2, which is not there.\n  Hint: --model ")
+        self.refuses("export", "kept", "--pt2", "a.pt2", message=f"kept/step-00000001: is of {self.folder / 'model.pt2'}, which is not there.\n  Hint: --model ")
 
 
 class Eval(Case):
