@@ -46,10 +46,8 @@ CLI::Validator duration() {
 CLI::Validator one_of(std::vector<std::string> words) {
   return {[words = std::move(words)](const std::string& word) {
             if (std::ranges::find(words, word) != words.end()) return std::string();
-            std::string all;
-            for (const std::string& each : words) all += (all.empty() ? "" : ", ") + each;
             const auto near = nearest(word, words);
-            return "'" + word + "' is none of " + all + (near ? "; did you mean " + *near + "?" : "");
+            return "'" + word + "' is none of " + listed(words) + (near ? "; did you mean " + *near + "?" : "");
           },
           ""};
 }

@@ -248,7 +248,8 @@ class Reader {
 };
 
 // The buffer that the last node only assigns anew: nothing else writes to it, or is given it from there.
-const ProgramInput* assigned_last(const Exported& exported, const Effects& effects) {
+const ProgramInput* assigned_last(const Exported& exported) {
+  const Effects& effects = exported.effects;
   if (exported.graph.nodes.empty()) return nullptr;
   const Node& last = exported.graph.nodes.back();
   if (last.operator_name() != "aten::copy_" || !last.operands[0].is_value() || !last.operands[1].is_value())
@@ -272,14 +273,16 @@ const ProgramInput* assigned_last(const Exported& exported, const Effects& effec
 // output that is written when all is done, which a cut puts where it is made.
 void take_assignments(Exported& exported) {
   Graph& graph = exported.graph;
-  const Effects effects = effects_of(graph);
-  while (const ProgramInput* const buffer = assigned_last(exported, effects)) {
+  const std::size_t before = graph.nodes.size();
+  while (const ProgramInput* const buffer = assigned_last(exported)) {
     exported.outputs.push_back({.kind = ProgramOutput::Kind::Buffer,
                                 .operand = std::move(graph.nodes.back().operands[1]),
                                 .target = buffer->name});
     graph.nodes.pop_back();
   }
+  if (graph.nodes.size() == before) return;
   for (int& mark : graph.marks) mark = std::min(mark, static_cast<int>(graph.nodes.size()));
+  exported.effects = effects_of(graph);
 }
 
 void check_version(const json& program, const std::string& where) {
@@ -312,8 +315,8 @@ Exported read_exported(const Archive& archive) {
       known.most = constraint.get_max_val().value_or(known.most);
     }
     Reader(where, exported).read(program.at("graph_module"));
-    take_assignments(exported);
     exported.effects = effects_of(exported.graph);
+    take_assignments(exported);
   } catch (const ProgramError&) {
     throw;
   } catch (const std::exception& error) {

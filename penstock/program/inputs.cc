@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "penstock/program/error.h"
+#include "penstock/schedule/nearest.h"
 #include "penstock/tensor/nested.h"
 #include "penstock/tensor/random_scope.h"
 
@@ -68,12 +69,6 @@ c10::IValue number_in(const std::string& name, ValueKind kind, const at::Tensor&
   return number.toLong();
 }
 
-std::string listed(const auto& names) {
-  std::string text;
-  for (const std::string& one : names) text.append(text.empty() ? "" : ", ").append(one);
-  return text.empty() ? "none" : text;
-}
-
 }  // namespace
 
 Arguments arguments_from(const Program& program, const TensorsByName& tensors) {
@@ -94,7 +89,8 @@ Arguments arguments_from(const Program& program, const TensorsByName& tensors) {
   }
   for (const auto& [name, tensor] : tensors) {
     if (known.contains(name)) continue;
-    throw ProgramError("there is no input '" + name + "'; the program takes " + listed(known) + ".");
+    throw ProgramError("there is no input '" + name + "'; the program takes " +
+                       listed(std::vector(known.begin(), known.end())) + ".");
   }
   const c10::IValue both = program.in_spec().unflatten(leaves);
   const auto& elements = both.toTupleRef().elements();

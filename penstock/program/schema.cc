@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "penstock/program/error.h"
+#include "penstock/schedule/nearest.h"
 
 namespace penstock {
 
@@ -115,9 +116,7 @@ std::string model_name(const Archive& archive) {
                        ": has no program: there is no record models/*.json in it.\n  Hint: a .pt2 is what "
                        "torch.export.save of PyTorch 2.8 or later writes.");
   }
-  std::string all;
-  for (const std::string& name : names) all.append(all.empty() ? "" : ", ").append(name);
-  throw ProgramError(archive.name() + ": has several programs (" + all + "), and none is called 'model'.");
+  throw ProgramError(archive.name() + ": has several programs (" + listed(names) + "), and none is called 'model'.");
 }
 
 }  // namespace penstock

@@ -12,6 +12,7 @@
 #include <map>
 #include <utility>
 
+#include "penstock/stage/parameters.h"
 #include "penstock/tensor/intra_op_threads.h"
 #include "penstock/tensor/nested.h"
 #include "penstock/tensor/random_scope.h"
@@ -101,7 +102,7 @@ WholeRun run_whole(const Pipe& pipe, const Schedule& schedule, std::span<const A
       }
     }
     if (!largest.empty()) result.largest_contributions[names[i]] = at::stack(largest).max().item<double>();
-    if (sum.defined()) result.gradients.emplace(names[i], sum.is_sparse() ? sum.to_dense() : sum);
+    if (sum.defined()) result.gradients.emplace(names[i], dense(sum));
   }
   return result;
 }

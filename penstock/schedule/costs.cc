@@ -31,10 +31,8 @@ class CostsReader {
     for (const auto& [key, value] : object.items()) {
       if (std::find(known.begin(), known.end(), key) != known.end()) continue;
       const auto near = nearest(key, known);
-      std::string names;
-      for (const std::string& name : known) names += (names.empty() ? "" : ", ") + name;
       fail(path, "has an unknown key '" + key +
-                     "'.\n  Hint: " + (near ? "did you mean " + *near + "?" : "the keys are " + names + "."));
+                     "'.\n  Hint: " + (near ? "did you mean " + *near + "?" : "the keys are " + listed(known) + "."));
     }
   }
 

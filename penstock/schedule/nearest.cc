@@ -55,4 +55,10 @@ std::optional<std::string> nearest(std::string_view word, std::span<const std::s
   return best;
 }
 
+std::string listed(std::span<const std::string> words) {
+  std::string text;
+  for (const std::string& word : words) text.append(text.empty() ? "" : ", ").append(word);
+  return text.empty() ? "none" : text;
+}
+
 }  // namespace penstock

@@ -11,6 +11,7 @@
 #include "penstock/program/error.h"
 #include "penstock/program/whole_run.h"
 #include "penstock/runtime/pipeline.h"
+#include "penstock/stage/parameters.h"
 #include "penstock/tensor/nested.h"
 #include "penstock/transport/c10d.h"
 #include "penstock/transport/rendezvous.h"
@@ -81,7 +82,7 @@ TensorsByName Pipelined::run_here(const TensorsByName& batch, std::shared_ptr<Tr
   for (const PipelineStage& stage : pipeline.stages()) {
     for (const auto& [name, tensor] : pipe_.state_dict(stage.stage_index())) {
       const at::Tensor& gradient = tensor.grad();
-      if (gradient.defined()) result.emplace("grad." + name, gradient.is_sparse() ? gradient.to_dense() : gradient);
+      if (gradient.defined()) result.emplace("grad." + name, dense(gradient));
     }
   }
   return result;
