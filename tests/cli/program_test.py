@@ -268,11 +268,18 @@ class OnProcesses(Case):
                 with self.subTest(name=name, schedule=schedule):
                     self.check(name, *schedule)
 
-    def test_an_error_is_said_once(self):
-        result = self.penstock("check", self.model("moe_capacity"), "--stages", 2, "--transport", "gloo", "--timeout", 0.001)
+    def test_an_error_of_a_rank_is_printed_once(self):
+        # A token that the embedding does not have is found by the rank that looks it up.
+        inputs = pathlib.Path(ZOO, "gpt.inputs.safetensors").read_bytes()
+        begin = 8 + struct.unpack("<Q", inputs[:8])[0]
+        path = pathlib.Path(self.path("inputs.safetensors"))
+        path.write_bytes(inputs[:begin] + struct.pack("<q", 10**6) + inputs[begin + 8:])
+        result = self.penstock("run", self.model("gpt"), "--stages", 2, "--transport", "gloo", "--inputs", path,
+                               "--output", self.path("out.safetensors"))
         self.assertEqual(result.returncode, 2)
         self.assertEqual(result.stdout, "")
         self.assertEqual(len(re.findall(r"^penstock: ", result.stderr, re.M)), 1, result.stderr)
+        self.assertRegex(result.stderr, r"^penstock: rank 0, stage 0, 0F0 \(microbatch 0\): .*: index out of range in self\n")
 
     def test_ranks_end_when_they_are_told_to(self):
         process = subprocess.Popen(
