@@ -8,6 +8,7 @@
 
 #include "penstock/program/pipe.h"
 #include "penstock/program/program.h"
+#include "penstock/tensor/intra_op_threads.h"
 #include "tests/program/piped.h"
 #include "tests/program/programs.h"
 #include "tests/program/zoo.h"
@@ -54,6 +55,8 @@ TEST(PeerFaults, StagesOfATracedModelStayInTrainingModeForEver) {
   EXPECT_TRUE(same_bits(output, evaluated()));
   std::vector<at::Tensor> rows;
   const c10::NoGradGuard no_grad;
+  // As many as ranks have.
+  const IntraOpThreads threads(1);
   for (const Arguments& one : microbatches_of(pipe.program())) {
     rows.push_back(pipe.program().run(one.args, one.kwargs).toTensor());
   }

@@ -21,6 +21,7 @@
 #include <utility>
 
 #include "penstock/tensor/attention/rows.h"
+#include "penstock/tensor/intra_op_threads.h"
 
 namespace penstock {
 namespace {
@@ -290,14 +291,18 @@ class Backward {
   std::optional<ScoreModCaller> caller_;
 };
 
-// Calls work(begin, end) for parts of [0, count), on several threads unless there is a score_mod.
+// Calls work(begin, end) for parts of [0, count), on several threads unless there is a score_mod. Its products use one MKL
+// thread each, wherever they run: inside of a parallel region MKL would round otherwise than outside.
 template <class Work>
 void share(const AttentionProblem& problem, std::int64_t count, const Work& work) {
   if (count == 0) return;
   if (problem.score_mod) {
     work(0, count);
   } else {
-    at::parallel_for(0, count, 1, work);
+    at::parallel_for(0, count, 1, [&](std::int64_t begin, std::int64_t end) {
+      const IntraOpThreads one(1);
+      work(begin, end);
+    });
   }
 }
 
