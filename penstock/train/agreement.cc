@@ -2,28 +2,14 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
 #include <cstring>
 #include <exception>
 #include <nlohmann/json.hpp>
 #include <numeric>
-#include <set>
 
 #include "penstock/tensor/reason.h"
 
 namespace penstock {
-namespace {
-
-// Number of differences that a message has at most.
-constexpr std::size_t kMostDifferences = 10;
-
-std::string value_in(const std::map<std::string, std::string>& options, const std::string& name) {
-  const auto found = options.find(name);
-  return found == options.end() ? "not given" : found->second;
-}
-
-}  // namespace
-
 Agreement::Agreement(Transport* transport, std::chrono::milliseconds timeout) : timeout_(timeout) {
   if (transport == nullptr) return;
   std::vector<int> all(static_cast<std::size_t>(transport->ranks()));
@@ -73,33 +59,12 @@ void Agreement::fail_together(const std::function<void()>& act) const {
   }
 }
 
-void Agreement::require_same_options(const std::map<std::string, std::string>& options) const {
+void Agreement::require_same_options(const RankOptions& options) const {
   if (everyone_ == nullptr) return;
   using nlohmann::json;
-  std::vector<std::map<std::string, std::string>> by_rank;
-  for (const std::string& text : gather(json(options).dump())) {
-    by_rank.push_back(json::parse(text).get<std::map<std::string, std::string>>());
-  }
-  std::vector<std::string> differences;
-  for (std::size_t rank = 1; rank < by_rank.size(); ++rank) {
-    std::set<std::string> names;
-    for (const auto& [name, value] : by_rank.front()) names.insert(name);
-    for (const auto& [name, value] : by_rank[rank]) names.insert(name);
-    for (const std::string& name : names) {
-      const std::string first = value_in(by_rank.front(), name);
-      const std::string other = value_in(by_rank[rank], name);
-      if (first == other) continue;
-      differences.push_back("\n  " + name + ": " + other + " on rank " + std::to_string(rank) + ", " + first +
-                            " on rank 0");
-    }
-  }
-  if (differences.empty()) return;
-  std::string message = "the ranks have different options.";
-  for (std::size_t i = 0; i < std::min(differences.size(), kMostDifferences); ++i) message += differences[i];
-  if (differences.size() > kMostDifferences) {
-    message += "\n  … and " + std::to_string(differences.size() - kMostDifferences) + " more";
-  }
-  throw AgreementError(message + "\n  Hint: start all ranks with the same command line and configuration file.");
+  std::vector<RankOptions> by_rank;
+  for (const std::string& text : gather(json(options).dump())) by_rank.push_back(json::parse(text).get<RankOptions>());
+  if (const auto difference = difference_between(by_rank)) throw AgreementError(difference->message);
 }
 
 }  // namespace penstock

@@ -4,12 +4,12 @@
 
 #include <chrono>
 #include <functional>
-#include <map>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "penstock/transport/rank_options.h"
 #include "penstock/transport/transport.h"
 
 namespace penstock {
@@ -29,9 +29,8 @@ class Agreement {
   // with the message of the lowest rank that failed. Throws TransportError.
   void fail_together(const std::function<void()>& act) const;
 
-  // Takes options by name, as text. Throws AgreementError on all processes unless all have the same ones, with the options
-  // that differ from those of rank 0.
-  void require_same_options(const std::map<std::string, std::string>& options) const;
+  // Throws AgreementError on all processes unless all have the same options, with those that differ from rank 0's.
+  void require_same_options(const RankOptions& options) const;
 
  private:
   // Returns the texts of all ranks, by rank.

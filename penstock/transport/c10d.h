@@ -6,7 +6,6 @@
 #pragma once
 
 #include <chrono>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -26,9 +25,9 @@ struct C10dOptions {
   // Time that the ranks have to connect: those of the transport and, with Gloo, those of each group. If left out, it is the
   // timeout of the rendezvous, or 60 s.
   std::optional<std::chrono::milliseconds> timeout = std::nullopt;
-  // Options that must be the same on all ranks, by name. Ranks compare them when they connect, and all of them throw when
-  // one differs from rank 0.
-  std::map<std::string, std::string> agreed = {};
+  // Options that must be the same on all ranks. Ranks compare them when they connect, and all of them throw when one
+  // differs from rank 0.
+  RankOptions agreed = {};
   // Receives a line from time to time while ranks are missing. If left out, it is that of the rendezvous.
   WaitingFunction on_waiting = {};
   // Every message tells its shapes. Without, they are learnt: see Transport::begin_step.

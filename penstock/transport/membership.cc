@@ -1,7 +1,6 @@
 #include "penstock/transport/membership.h"
 
 #include <algorithm>
-#include <optional>
 #include <sstream>
 #include <string_view>
 #include <thread>
@@ -28,8 +27,6 @@ constexpr milliseconds kBetweenLines = std::chrono::seconds(10);
 constexpr milliseconds kLinger = std::chrono::seconds(1);
 constexpr const char* kFailure = "failure";
 
-using Values = std::map<std::string, std::string>;
-
 std::string member_key(int rank) {
   return "member/" + std::to_string(rank);
 }
@@ -55,11 +52,11 @@ std::vector<std::string> decode(std::string_view bytes) {
   return texts;
 }
 
-Values values_of(c10d::Store& store, int rank) {
+RankOptions options_of(c10d::Store& store, int rank) {
   const std::vector<std::string> texts = decode(store.get_to_str(member_key(rank)));
-  Values values;
-  for (std::size_t i = 0; i + 1 < texts.size(); i += 2) values[texts[i]] = texts[i + 1];
-  return values;
+  RankOptions options;
+  for (std::size_t i = 0; i + 1 < texts.size(); i += 2) options[texts[i]] = texts[i + 1];
+  return options;
 }
 
 TransportError decode_failure(const std::string& bytes) {
@@ -129,26 +126,12 @@ void wait_for_members(c10d::Store& store, const Membership& own) {
   }
 }
 
-// Returns the first value of a rank that is not that of rank 0.
-std::optional<TransportError> difference_of(c10d::Store& store, int ranks) {
-  const Values first = values_of(store, 0);
-  for (int rank = 1; rank < ranks; ++rank) {
-    const Values other = values_of(store, rank);
-    Values names = first;
-    names.insert(other.begin(), other.end());
-    for (const auto& [name, ignored] : names) {
-      const auto text = [&key = name](const Values& values) {
-        const auto found = values.find(key);
-        return found == values.end() ? std::string("not set") : "'" + found->second + "'";
-      };
-      if (text(first) == text(other)) continue;
-      return TransportError(TransportError::Why::Aborted, rank,
-                            "rank " + std::to_string(rank) + " and rank 0 were started with different options: " +
-                                name + " is " + text(other) + " on rank " + std::to_string(rank) + " and " +
-                                text(first) + " on rank 0.\n  Hint: start every rank with the same options.");
-    }
+void require_same_options(c10d::Store& store, const Membership& own) {
+  std::vector<RankOptions> by_rank;
+  for (int rank = 0; rank < own.ranks; ++rank) by_rank.push_back(options_of(store, rank));
+  if (const auto difference = difference_between(by_rank)) {
+    fail(store, own, {TransportError::Why::Aborted, difference->rank, difference->message});
   }
-  return std::nullopt;
 }
 
 }  // namespace
@@ -162,7 +145,7 @@ void require_all_ranks(c10d::Store& store, const Membership& own) {
     }
     store.set(member_key(own.rank), encode(texts));
     wait_for_members(store, own);
-    if (const auto difference = difference_of(store, own.ranks)) fail(store, own, *difference);
+    require_same_options(store, own);
   } catch (const c10::Error& error) {
     const std::string what = reason_of(error);
     throw TransportError(TransportError::Why::Gone, TransportError::kNobody,

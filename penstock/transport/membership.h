@@ -5,9 +5,10 @@
 
 #include <chrono>
 #include <functional>
-#include <map>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "penstock/transport/rank_options.h"
 
 namespace penstock {
 
@@ -17,15 +18,15 @@ using WaitingFunction = std::function<void(const std::string& line)>;
 struct Membership {
   int rank = 0;
   int ranks = 1;
-  // Values that must be the same on all ranks, by name.
-  std::map<std::string, std::string> agreed = {};
+  // Options that must be the same on all ranks.
+  RankOptions agreed = {};
   std::chrono::milliseconds timeout = std::chrono::seconds(60);
   WaitingFunction on_waiting = {};
 };
 
 // Blocks until all ranks have called it on this store. Throws TransportError on all ranks that are there, with the same
 // message: Late when ranks are missing at the timeout, whose peer is the first of them, and Aborted when a rank has other
-// agreed values than rank 0, whose peer is that rank. A store is used for one call of each rank.
+// options than rank 0, whose peer is that rank. A store is used for one call of each rank.
 void require_all_ranks(c10d::Store& store, const Membership& own);
 
 // "5 s", "0.25 s"

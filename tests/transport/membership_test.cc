@@ -15,10 +15,9 @@ namespace penstock::testing {
 namespace {
 
 using std::chrono::milliseconds;
-using Values = std::map<std::string, std::string>;
 
 // What each of the first ranks throws when it connects, with its own values.
-std::vector<Thrown> connect(int come, int ranks, milliseconds timeout, const std::vector<Values>& values = {}) {
+std::vector<Thrown> connect(int come, int ranks, milliseconds timeout, const std::vector<RankOptions>& values = {}) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<Thrown> found(static_cast<std::size_t>(come));
   on_threads(come, [&](int rank) {
@@ -32,6 +31,7 @@ std::vector<Thrown> connect(int come, int ranks, milliseconds timeout, const std
 
 constexpr milliseconds kLong = std::chrono::seconds(120);
 constexpr milliseconds kShort{200};
+constexpr const char* kOptionsHint = "\n  Hint: start all ranks with the same command line and configuration file.";
 constexpr const char* kStartHint =
     ".\n  Hint: start every rank with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, or raise the timeout.";
 
@@ -58,16 +58,15 @@ TEST(Membership, NamesTheOptionThatDiffersOnAllRanks) {
     return Thrown{.threw = true,
                   .why = TransportError::Why::Aborted,
                   .peer = 2,
-                  .what = "rank 2 and rank 0 were started with different options: " + what +
-                          ".\n  Hint: start every rank with the same options."};
+                  .what = "the ranks have different options.\n  " + what + kOptionsHint};
   };
-  const Values common{{"batch", "4"}, {"lr", "0.1"}};
+  const RankOptions common{{"batch", "4"}, {"lr", "0.1"}};
   EXPECT_EQ(connect(3, 3, kLong, {common, common, {{"batch", "4"}, {"lr", "0.01"}}}),
-            std::vector<Thrown>(3, error_of("lr is '0.01' on rank 2 and '0.1' on rank 0")));
+            std::vector<Thrown>(3, error_of("lr: 0.01 on rank 2, 0.1 on rank 0")));
   EXPECT_EQ(connect(3, 3, kLong, {common, common, {{"lr", "0.1"}}}),
-            std::vector<Thrown>(3, error_of("batch is not set on rank 2 and '4' on rank 0")));
+            std::vector<Thrown>(3, error_of("batch: not given on rank 2, 4 on rank 0")));
   // A value may be anything.
-  const Values odd{{"text", "a:b\n'"}, {"", ""}};
+  const RankOptions odd{{"text", "a:b\n'"}, {"", ""}};
   EXPECT_EQ(connect(3, 3, kLong, {odd, odd, odd}), std::vector<Thrown>(3));
 }
 
@@ -79,9 +78,8 @@ TEST(Membership, IsOfRanksWithTheSameNumberOfRanks) {
         thrown_by([&] { require_all_ranks(*store, {.rank = rank, .ranks = 2 + rank, .timeout = kLong}); });
   });
   for (const Thrown& one : found) {
-    EXPECT_EQ(one.what,
-              "rank 1 and rank 0 were started with different options: WORLD_SIZE is '3' on rank 1 and '2' on rank 0.\n"
-              "  Hint: start every rank with the same options.");
+    EXPECT_EQ(one.what, std::string("the ranks have different options.\n  WORLD_SIZE: 3 on rank 1, 2 on rank 0") +
+                            kOptionsHint);
   }
 }
 
@@ -107,7 +105,7 @@ TEST(Membership, IsAskedForByATransport) {
                      {.agreed = {{"lr", std::to_string(rank)}}});
     });
   });
-  for (const Thrown& one : found) EXPECT_NE(one.what.find("lr is '1' on rank 1 and '0' on rank 0."), std::string::npos);
+  for (const Thrown& one : found) EXPECT_NE(one.what.find("\n  lr: 1 on rank 1, 0 on rank 0\n"), std::string::npos);
 }
 
 }  // namespace

@@ -29,10 +29,6 @@
 namespace penstock::cli {
 namespace {
 
-std::chrono::milliseconds in_milliseconds(double seconds) {
-  return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
-}
-
 struct EvalOptions {
   CutOptions cut;
   RunOptions run;
@@ -116,7 +112,7 @@ void evaluate(const EvalOptions& options, std::shared_ptr<Transport> transport) 
   trainer_options.transport = std::move(transport);
   trainer_options.seed = options.run.seed;
   trainer_options.intra_op_threads = options.run.threads;
-  trainer_options.timeout = in_milliseconds(options.run.timeout);
+  trainer_options.timeout = options.run.timeout_in_milliseconds();
   Trainer trainer(std::move(replicas), data, schedule, std::move(trainer_options));
   const auto began = Clock::now();
   const Trainer::Evaluation evaluation = trainer.evaluate(batches);
@@ -155,7 +151,7 @@ void add_eval(CLI::App& command, int& /*exit*/) {
   command.add_flag("--json", options->json, "Print JSON");
   on_call(command, [options] {
     const auto as_rank = [&] {
-      evaluate(*options, c10d_transport(rendezvous(in_milliseconds(options->run.timeout), say_waiting)));
+      evaluate(*options, c10d_transport(rendezvous(options->run.timeout_in_milliseconds(), say_waiting)));
     };
     if (OwnRanks::is_rank()) {
       OwnRanks::run([&](const std::filesystem::path&, int) { as_rank(); });

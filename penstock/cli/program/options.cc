@@ -65,6 +65,10 @@ void RunOptions::add_to(CLI::App& command) {
       ->check(duration());
 }
 
+std::chrono::milliseconds RunOptions::timeout_in_milliseconds() const {
+  return std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1000));
+}
+
 int RunOptions::stages_wanted() const {
   if (!csv.empty()) return parse_csv(read_file(csv), {.source = csv}).stages();
   return ranks == 0 ? 1 : ranks * find_generator(schedule).default_stages_per_rank();

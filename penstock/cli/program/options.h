@@ -2,6 +2,7 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <chrono>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -36,6 +37,7 @@ struct RunOptions {
   double timeout = 300;
 
   void add_to(CLI::App& command);
+  std::chrono::milliseconds timeout_in_milliseconds() const;
   // How many stages these ranks have, if they were named and nothing else says.
   int stages_wanted() const;
   // The schedule for so many stages. `rows` is how many microbatches the inputs are, or 0 for any number.

@@ -26,10 +26,6 @@ std::string results_of(const std::filesystem::path& folder, int rank) {
   return folder / ("rank-" + std::to_string(rank) + ".safetensors");
 }
 
-std::chrono::milliseconds in_milliseconds(double seconds) {
-  return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
-}
-
 }  // namespace
 
 Pipelined::Pipelined(const Pipe& pipe, const Schedule& schedule, const RunOptions& options, bool backward)
@@ -62,7 +58,7 @@ TensorsByName Pipelined::run_here(const TensorsByName& batch, std::shared_ptr<Tr
     return sum_of_means(output);
   };
   options.shared = pipe_.shared_parameters();
-  options.timeout = in_milliseconds(options_.timeout);
+  options.timeout = options_.timeout_in_milliseconds();
   options.intra_op_threads = options_.threads;
   options.seed = options_.seed;
   Pipeline pipeline(std::move(stages), pipe_.wiring(), schedule_, std::move(options));
@@ -92,7 +88,7 @@ TensorsByName Pipelined::run(const TensorsByName& batch) {
   if (OwnRanks::is_rank()) {
     OwnRanks::run([&](const std::filesystem::path& folder, int rank) {
       const TensorsByName result =
-          run_here(batch, c10d_transport(rendezvous(in_milliseconds(options_.timeout), say_waiting)));
+          run_here(batch, c10d_transport(rendezvous(options_.timeout_in_milliseconds(), say_waiting)));
       write_safetensors(results_of(folder, rank), {result.begin(), result.end()},
                         {{kSeconds, std::to_string(seconds_)}});
     });

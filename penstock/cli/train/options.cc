@@ -259,10 +259,10 @@ json TrainOptions::resolved(const CLI::App& command) const {
   return all;
 }
 
-std::map<std::string, std::string> TrainOptions::shared_by_ranks(const json& configuration) const {
+RankOptions TrainOptions::shared_by_ranks(const json& configuration) const {
   // Options of the coordinator alone, or of each process for itself.
   constexpr std::array kOwn{"output", "keep", "timeout"};
-  std::map<std::string, std::string> shared;
+  RankOptions shared;
   for (const auto& [name, value] : configuration.items()) {
     if (is_one_of(kOwn, name)) continue;
     const bool is_path = is_one_of(kInputPaths, name) || is_one_of(kOutputPaths, name);

@@ -3,7 +3,6 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -16,6 +15,7 @@
 #include "penstock/train/loop.h"
 #include "penstock/train/model.h"
 #include "penstock/train/trainer.h"
+#include "penstock/transport/rank_options.h"
 
 namespace penstock::cli {
 
@@ -66,9 +66,9 @@ struct TrainOptions {
   // Returns the options of this kind of model, data and optimizer by name, with their values; paths are absolute.
   nlohmann::json resolved(const CLI::App& command) const;
 
-  // Returns the options that all ranks of a run must have in common, by name; `configuration` is what resolved() gives.
-  // Paths may differ between hosts, so what counts is that they are given.
-  std::map<std::string, std::string> shared_by_ranks(const nlohmann::json& configuration) const;
+  // Returns the options that all ranks of a run must have in common; `configuration` is what resolved() gives. Paths may
+  // differ between hosts, so what counts is that they are given.
+  RankOptions shared_by_ranks(const nlohmann::json& configuration) const;
 
   bool is_gpt() const { return cut.model.empty(); }
   // Of ranks, and without them the stages of a GPT.

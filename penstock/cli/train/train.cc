@@ -136,7 +136,7 @@ class Run {
     trainer.sharded = options_.shard;
     trainer.seed = options_.run.seed;
     trainer.intra_op_threads = options_.run.threads;
-    trainer.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(options_.run.timeout * 1000));
+    trainer.timeout = options_.run.timeout_in_milliseconds();
     return trainer;
   }
 
@@ -313,11 +313,11 @@ class Run {
 int train(const TrainOptions& options, const nlohmann::json& configuration) {
   // A limit on the size of files is an error of the write, as a full disk is.
   std::signal(SIGXFSZ, SIG_IGN);
-  const auto timeout = std::chrono::milliseconds(static_cast<std::int64_t>(options.run.timeout * 1000));
+  const std::chrono::milliseconds timeout = options.run.timeout_in_milliseconds();
   const auto as_rank = [&] {
-    const std::shared_ptr<Transport> transport = c10d_transport(rendezvous(timeout, say_waiting));
+    const std::shared_ptr<Transport> transport = c10d_transport(
+        rendezvous(timeout, say_waiting), {.agreed = options.shared_by_ranks(configuration)});
     const Agreement agreement(transport.get(), timeout);
-    agreement.require_same_options(options.shared_by_ranks(configuration));
     std::optional<Run> run;
     agreement.fail_together([&] { run.emplace(options, configuration, transport); });
     return run->train(agreement);
