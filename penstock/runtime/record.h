@@ -43,4 +43,10 @@ Timeline timeline_of(const Schedule& schedule, const Record& record);
 Costs costs_of(const Schedule& schedule, const Record& record);
 Costs costs_of(const Schedule& schedule, std::span<const Record> records);
 
+// Simulates the steps that some records of one schedule are of, and returns the simulation with the median bubble. A step
+// is simulated with the times that it had (CostSamples), in another order: means alone would leave out what a rank loses
+// because another one is late now and then, which is most of the bubble where messages take long at times. `records` is not
+// empty.
+Timeline simulate_records(const Schedule& schedule, std::span<const Record> records);
+
 }  // namespace penstock

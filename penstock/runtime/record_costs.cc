@@ -1,8 +1,9 @@
 // Costs out of records.
 #include <algorithm>
-#include <array>
 #include <cstddef>
+#include <cstdint>
 #include <map>
+#include <numeric>
 #include <utility>
 
 #include "penstock/runtime/receives.h"
@@ -15,58 +16,70 @@ double milliseconds(std::int64_t nanoseconds) {
   return static_cast<double>(nanoseconds) / kMillisecond;
 }
 
-class Mean {
- public:
-  void add(double value) {
-    sum_ += value;
-    ++count_;
-  }
-  bool empty() const { return count_ == 0; }
-  double value() const { return sum_ / static_cast<double>(count_); }
+double mean(const std::vector<double>& values) {
+  return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
+}
 
- private:
-  double sum_ = 0;
-  std::size_t count_ = 0;
+// Times of a record, in milliseconds.
+struct Measured {
+  CostSamples samples;
+  // By stage: bytes of the messages with its activations.
+  std::vector<std::vector<double>> bytes;
+  std::vector<double> starts;
+  // By (from rank, to rank) and bytes: from the beginning of a send to the end of its receive, where the receiver waited
+  // from before it was sent.
+  std::map<std::pair<int, int>, std::map<std::int64_t, std::vector<double>>> transit;
 };
 
 constexpr std::size_t kKinds = static_cast<std::size_t>(Computation::ReduceGrad) + 1;
 
-struct LinkMeans {
-  Mean send;
-  Mean post;
-  Mean receive;
-  // By bytes: from the beginning of the send to the end of the receive.
-  std::map<std::int64_t, Mean> transit;
-};
-
-// The means of one record.
-struct Means {
-  // By stage and computation.
-  std::vector<std::array<Mean, kKinds>> actions;
-  std::vector<Mean> bytes;
-  std::vector<double> starts;
-  std::map<std::pair<int, int>, LinkMeans> links;
-};
-
-Means means_of(const Schedule& schedule, const Record& record) {
-  Means means;
-  means.actions.resize(static_cast<std::size_t>(schedule.stages()));
-  means.bytes.resize(static_cast<std::size_t>(schedule.stages()));
+// A pair runs its parts in turn, and has one time for both: each part is taken to have as much of it as its kind takes alone.
+void add_parts_of_pairs(const Schedule& schedule, const Record& record, CostSamples& samples) {
+  const CostSamples alone = samples;
+  const auto usual = [&](const Action& part) {
+    const auto& times = alone.stages[static_cast<std::size_t>(part.stage)];
+    const auto found = times.find(part.computation);
+    return found == times.end() ? duration(part.computation, StageCosts()) : mean(found->second);
+  };
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     const auto actions = schedule.actions(rank);
     const std::vector<ActionRecord>& recorded = record.at(static_cast<std::size_t>(rank));
-    means.starts.push_back(recorded.empty() ? 0 : milliseconds(recorded.front().start));
+    for (std::size_t i = 0; i < recorded.size(); ++i) {
+      if (!actions[i].is_overlap()) continue;
+      const double took = milliseconds(recorded[i].end - recorded[i].start - recorded[i].waited);
+      const double both = usual(actions[i].first()) + usual(actions[i].second());
+      for (const Action& part : {actions[i].first(), actions[i].second()}) {
+        const double share = both > 0 ? usual(part) / both : 0.5;
+        samples.stages[static_cast<std::size_t>(part.stage)][part.computation].push_back(took * share);
+      }
+    }
+  }
+}
+
+Measured measured_in(const Schedule& schedule, const Record& record) {
+  Measured measured;
+  CostSamples& samples = measured.samples;
+  samples.stages.resize(static_cast<std::size_t>(schedule.stages()));
+  measured.bytes.resize(static_cast<std::size_t>(schedule.stages()));
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    const auto actions = schedule.actions(rank);
+    const std::vector<ActionRecord>& recorded = record.at(static_cast<std::size_t>(rank));
+    measured.starts.push_back(recorded.empty() ? 0 : milliseconds(recorded.front().start));
     for (std::size_t i = 0; i < recorded.size(); ++i) {
       const ActionRecord& own = recorded[i];
       const auto stage = static_cast<std::size_t>(actions[i].stage);
-      const auto kind = static_cast<std::size_t>(actions[i].computation);
       const double took = milliseconds(own.end - own.start);
-      if (kind < kKinds) means.actions[stage][kind].add(took - milliseconds(own.waited));
-      if (actions[i].computation == Computation::SendForward) means.bytes[stage].add(static_cast<double>(own.bytes));
-      if (actions[i].is_send()) means.links[{rank, own.peer}].send.add(took);
-      if (actions[i].is_recv()) means.links[{own.peer, rank}].post.add(took);
+      if (static_cast<std::size_t>(actions[i].computation) < kKinds) {
+        samples.stages[stage][actions[i].computation].push_back(took - milliseconds(own.waited));
+      }
+      if (actions[i].computation == Computation::SendForward) {
+        measured.bytes[stage].push_back(static_cast<double>(own.bytes));
+      }
+      if (actions[i].is_send()) samples.links[{rank, own.peer}].send.push_back(took);
+      if (actions[i].is_recv()) samples.links[{own.peer, rank}].post.push_back(took);
     }
   }
+  add_parts_of_pairs(schedule, record, samples);
   // Who asks after it was sent and waits no longer than some other has found it there already.
   std::map<std::pair<int, int>, std::int64_t> least;
   for_each_receive(schedule, record, [&](const Received& one) {
@@ -74,18 +87,19 @@ Means means_of(const Schedule& schedule, const Record& record) {
     if (!is_new) known->second = std::min(known->second, one.taken - one.sent);
   });
   for_each_receive(schedule, record, [&](const Received& one) {
-    LinkMeans& link = means.links[{one.from, one.to}];
-    const std::int64_t fastest = least.at({one.from, one.to});
-    if (one.asked <= one.sent) link.transit[one.bytes].add(milliseconds(one.taken - one.sent));
-    if (one.asked >= one.sent + fastest) link.receive.add(milliseconds(one.taken - one.asked));
+    const std::pair<int, int> ends{one.from, one.to};
+    if (one.asked <= one.sent) measured.transit[ends][one.bytes].push_back(milliseconds(one.taken - one.sent));
+    if (one.asked >= one.sent + least.at(ends)) {
+      samples.links[ends].receive.push_back(milliseconds(one.taken - one.asked));
+    }
   });
   // A link whose receivers never waited from the beginning takes no longer than its fastest message.
   for_each_receive(schedule, record, [&](const Received& one) {
-    LinkMeans& link = means.links[{one.from, one.to}];
-    const std::int64_t fastest = least.at({one.from, one.to});
-    if (link.transit.empty() && one.taken - one.sent == fastest) link.transit[one.bytes].add(milliseconds(fastest));
+    const std::pair<int, int> ends{one.from, one.to};
+    if (one.taken - one.sent != least.at(ends) || measured.transit.contains(ends)) return;
+    measured.transit[ends][one.bytes].push_back(milliseconds(least.at(ends)));
   });
-  return means;
+  return measured;
 }
 
 // Latency and bandwidth from what messages of each size took.
@@ -104,42 +118,44 @@ void fit(LinkCosts& link, const std::map<std::int64_t, std::vector<double>>& by_
   link.latency = std::max(0.0, link.latency - static_cast<double>(fewest) / link.bandwidth);
 }
 
-// One number of each record that has it.
+// Returns the mean of each record that has some values.
 template <class Get>
-std::vector<double> values_of(const std::vector<Means>& all, const Get& get) {
-  std::vector<double> values;
-  for (const Means& means : all) {
-    const Mean mean = get(means);
-    if (!mean.empty()) values.push_back(mean.value());
+std::vector<double> means_of(const std::vector<Measured>& all, const Get& get) {
+  std::vector<double> means;
+  for (const Measured& measured : all) {
+    const std::vector<double> values = get(measured);
+    if (!values.empty()) means.push_back(mean(values));
   }
-  return values;
+  return means;
 }
 
-LinkCosts link_costs(const std::vector<Means>& all, const std::pair<int, int>& ends) {
-  const auto of = [&](Mean LinkMeans::* which) {
-    return median(values_of(all, [&](const Means& means) {
-      const auto found = means.links.find(ends);
-      return found == means.links.end() ? Mean() : found->second.*which;
+LinkCosts link_costs(const std::vector<Measured>& all, const std::pair<int, int>& ends) {
+  const auto of = [&](std::vector<double> CostSamples::Link::* which) {
+    return median(means_of(all, [&](const Measured& measured) {
+      const auto found = measured.samples.links.find(ends);
+      return found == measured.samples.links.end() ? std::vector<double>() : found->second.*which;
     }));
   };
   LinkCosts link;
-  link.send = of(&LinkMeans::send);
-  link.post = of(&LinkMeans::post);
-  link.receive = of(&LinkMeans::receive);
+  link.send = of(&CostSamples::Link::send);
+  link.post = of(&CostSamples::Link::post);
+  link.receive = of(&CostSamples::Link::receive);
   std::map<std::int64_t, std::vector<double>> transit;
-  for (const Means& means : all) {
-    const auto found = means.links.find(ends);
-    if (found == means.links.end()) continue;
-    for (const auto& [bytes, mean] : found->second.transit) transit[bytes].push_back(mean.value());
+  for (const Measured& measured : all) {
+    const auto found = measured.transit.find(ends);
+    if (found == measured.transit.end()) continue;
+    for (const auto& [bytes, times] : found->second) transit[bytes].push_back(mean(times));
   }
   fit(link, transit);
   return link;
 }
 
-StageCosts stage_costs(const std::vector<Means>& all, std::size_t stage) {
+StageCosts stage_costs(const std::vector<Measured>& all, std::size_t stage) {
   const auto of = [&](Computation computation) {
-    return values_of(all,
-                     [&](const Means& means) { return means.actions[stage][static_cast<std::size_t>(computation)]; });
+    return means_of(all, [&](const Measured& measured) {
+      const auto found = measured.samples.stages[stage].find(computation);
+      return found == measured.samples.stages[stage].end() ? std::vector<double>() : found->second;
+    });
   };
   // A full backward is an input and a weight backward; which has what part of it cannot be seen.
   const double half = median(of(Computation::FullBackward)) / 2;
@@ -147,37 +163,77 @@ StageCosts stage_costs(const std::vector<Means>& all, std::size_t stage) {
   costs.forward = median(of(Computation::Forward));
   costs.input = median(of(Computation::InputBackward), half);
   costs.weight = median(of(Computation::WeightBackward), half);
-  costs.bytes_sent = median(values_of(all, [&](const Means& means) { return means.bytes[stage]; }));
+  costs.bytes_sent = median(means_of(all, [&](const Measured& measured) { return measured.bytes[stage]; }));
   costs.unshard = median(of(Computation::Unshard));
   costs.reshard = median(of(Computation::Reshard));
   costs.reduce = median(of(Computation::ReduceGrad));
   return costs;
 }
 
-}  // namespace
-
-Costs costs_of(const Schedule& schedule, std::span<const Record> records) {
-  std::vector<Means> all;
-  for (const Record& record : records) all.push_back(means_of(schedule, record));
+Costs costs_of(const Schedule& schedule, const std::vector<Measured>& all) {
   Costs costs;
   for (int stage = 0; stage < schedule.stages(); ++stage) {
     costs.stages.push_back(stage_costs(all, static_cast<std::size_t>(stage)));
   }
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     std::vector<double> starts;
-    for (const Means& means : all) starts.push_back(means.starts[static_cast<std::size_t>(rank)]);
+    for (const Measured& measured : all) starts.push_back(measured.starts[static_cast<std::size_t>(rank)]);
     costs.starts.push_back(std::max(0.0, median(std::move(starts))));
   }
-  for (const Means& means : all) {
-    for (const auto& [ends, link] : means.links) {
+  for (const Measured& measured : all) {
+    for (const auto& [ends, link] : measured.samples.links) {
       if (!costs.links.contains(ends)) costs.links[ends] = link_costs(all, ends);
     }
   }
   return costs;
 }
 
+std::vector<Measured> measured_in(const Schedule& schedule, std::span<const Record> records) {
+  std::vector<Measured> all;
+  for (const Record& record : records) all.push_back(measured_in(schedule, record));
+  return all;
+}
+
+// Returns the samples with latencies: what messages took without the time for their bytes.
+CostSamples with_latencies(const Measured& measured, const Costs& costs) {
+  CostSamples samples = measured.samples;
+  for (const auto& [ends, by_bytes] : measured.transit) {
+    const double bandwidth = costs.of_link(ends.first, ends.second).bandwidth;
+    for (const auto& [bytes, times] : by_bytes) {
+      const double for_bytes = bandwidth > 0 ? static_cast<double>(bytes) / bandwidth : 0;
+      for (const double time : times) samples.links[ends].latency.push_back(std::max(0.0, time - for_bytes));
+    }
+  }
+  return samples;
+}
+
+}  // namespace
+
+Costs costs_of(const Schedule& schedule, std::span<const Record> records) {
+  return costs_of(schedule, measured_in(schedule, records));
+}
+
 Costs costs_of(const Schedule& schedule, const Record& record) {
   return costs_of(schedule, std::span(&record, 1));
+}
+
+Timeline simulate_records(const Schedule& schedule, std::span<const Record> records) {
+  // Of each record, in different orders.
+  constexpr std::uint64_t kSimulations = 5;
+  const std::vector<Measured> all = measured_in(schedule, records);
+  Costs costs = costs_of(schedule, all);
+  std::vector<Timeline> simulated;
+  for (const Measured& measured : all) {
+    costs.starts = measured.starts;
+    for (double& start : costs.starts) start = std::max(0.0, start);
+    const CostSamples samples = with_latencies(measured, costs);
+    for (std::uint64_t seed = 0; seed < kSimulations; ++seed) {
+      simulated.push_back(simulate(schedule, costs, samples, seed));
+    }
+  }
+  const auto middle = simulated.begin() + static_cast<std::ptrdiff_t>(simulated.size() / 2);
+  std::ranges::nth_element(simulated, middle, {}, &Timeline::bubble);
+  return std::move(*middle);
 }
 
 }  // namespace penstock

@@ -1,10 +1,11 @@
 // Ranks are run one after the other, each as far as what it needs is known; what it is stuck on wakes it again. Times do
-// not depend on the order in which ranks are run.
+// not depend on the order in which ranks are run, except for the choice of samples.
 #include "penstock/schedule/simulate.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <random>
 #include <string>
 #include <utility>
 
@@ -17,14 +18,45 @@ namespace {
 
 enum class Way : std::uint8_t { Forward, Backward };
 
+// Deals out samples at random, each once before any of them comes again.
+class Deck {
+ public:
+  Deck() = default;
+  explicit Deck(std::vector<double> samples) : samples_(std::move(samples)), left_(samples_.size()) {}
+
+  double draw(std::mt19937_64& random, double otherwise) {
+    if (samples_.empty()) return otherwise;
+    if (left_ == 0) left_ = samples_.size();
+    std::swap(samples_[random() % left_], samples_[left_ - 1]);
+    return samples_[--left_];
+  }
+
+ private:
+  std::vector<double> samples_;
+  // The first of them have not been dealt out since all were.
+  std::size_t left_ = 0;
+};
+
 class Simulator {
  public:
-  Simulator(const Schedule& schedule, const Features& features, const Costs& costs)
+  Simulator(const Schedule& schedule, const Features& features, const Costs& costs, const CostSamples& samples,
+            std::uint64_t seed)
       : schedule_(schedule),
         graph_(schedule.graph()),
         implicit_messages_(!features.communication),
-        has_backward_(features.backward) {
+        has_backward_(features.backward),
+        random_(seed) {
     for (int stage = 0; stage < schedule.stages(); ++stage) stage_costs_.push_back(costs.of_stage(stage));
+    for (const auto& by_computation : samples.stages) {
+      auto& decks = stage_decks_.emplace_back();
+      for (const auto& [computation, measured] : by_computation) decks.emplace(computation, Deck(measured));
+    }
+    for (const auto& [ends, link] : samples.links) {
+      link_decks_.emplace(ends, LinkDecks{.latency = Deck(link.latency),
+                                          .send = Deck(link.send),
+                                          .post = Deck(link.post),
+                                          .receive = Deck(link.receive)});
+    }
     for (const Way way : {Way::Forward, Way::Backward}) add_links(way, costs);
     forward_end_.assign(schedule.cells(), kNotYet);
     backward_end_.assign(schedule.cells(), kNotYet);
@@ -57,17 +89,22 @@ class Simulator {
     enum class State : std::uint8_t { Unknown, Sent, Posted, Arrived } state = State::Unknown;
   };
 
+  struct LinkDecks {
+    Deck latency;
+    Deck send;
+    Deck post;
+    Deck receive;
+  };
+
   // An edge in one direction, with the link under it.
   struct Channel {
     int receiver_rank = 0;
     // Index into link_free_, which edges between the same ranks share.
     std::size_t link = 0;
-    double latency = 0;
+    LinkCosts costs;
+    // Null without samples.
+    LinkDecks* decks = nullptr;
     double occupation = 0;
-    // Time of the ranks at its ends.
-    double send = 0;
-    double post = 0;
-    double receive = 0;
     bool crosses = false;
   };
 
@@ -116,11 +153,9 @@ class Simulator {
       const double bytes = costs.of_stage(edge.from).bytes_sent;
       channels.push_back({.receiver_rank = to,
                           .link = link_index_.try_emplace({from, to}, link_index_.size()).first->second,
-                          .latency = link.latency,
+                          .costs = link,
+                          .decks = link_decks_.contains({from, to}) ? &link_decks_.at({from, to}) : nullptr,
                           .occupation = link.bandwidth > 0 ? bytes / link.bandwidth : 0,
-                          .send = link.send,
-                          .post = link.post,
-                          .receive = link.receive,
                           .crosses = from != to});
     }
     link_free_.resize(link_index_.size(), 0);
@@ -168,7 +203,7 @@ class Simulator {
       if (!meet(rank, self, action)) return false;
     } else {
       const double start = self.clock;
-      self.clock += duration(action.computation, stage_costs_[static_cast<std::size_t>(action.stage)]);
+      self.clock += draw_duration(action);
       times(rank).spans.push_back({start, self.clock});
     }
     return true;
@@ -181,14 +216,16 @@ class Simulator {
     int waited_for = kNone;
     if (forwards || makes_input_gradient(part)) {
       const Way way = forwards ? Way::Forward : Way::Backward;
-      for (const int e : forwards ? graph_.in_edges(part.stage) : graph_.out_edges(part.stage)) {
+      const auto& edges = forwards ? graph_.in_edges(part.stage) : graph_.out_edges(part.stage);
+      for (const int e : edges) {
+        if (!channel(way, e).crosses || message_of(way, e, part.microbatch).state == Message::State::Arrived) continue;
+        self.state = Rank::State::WaitsForInput;
+        return false;
+      }
+      for (const int e : edges) {
         if (!channel(way, e).crosses) continue;
         const Message& input = message_of(way, e, part.microbatch);
-        if (input.state != Message::State::Arrived) {
-          self.state = Rank::State::WaitsForInput;
-          return false;
-        }
-        const double taken = std::max(start + channel(way, e).receive, input.time);
+        const double taken = std::max(start + draw(channel(way, e), &LinkDecks::receive, &LinkCosts::receive), input.time);
         if (taken > start) {
           start = taken;
           const Edge& edge = graph_.edges()[static_cast<std::size_t>(e)];
@@ -216,7 +253,7 @@ class Simulator {
     }
     for (const auto& [other, time] : self.met) figures.waiting[other] += time;
     self.met.clear();
-    const double takes = duration(part.computation, costs);
+    const double takes = draw_duration(part);
     self.clock = start + takes;
     self.last_end = self.done = self.clock;
     figures.work += takes;
@@ -231,6 +268,17 @@ class Simulator {
     }
   }
 
+  double draw_duration(const Action& part) {
+    const auto stage = static_cast<std::size_t>(part.stage);
+    const double otherwise = duration(part.computation, stage_costs_[stage]);
+    if (stage >= stage_decks_.size()) return otherwise;
+    const auto deck = stage_decks_[stage].find(part.computation);
+    return deck == stage_decks_[stage].end() ? otherwise : deck->second.draw(random_, otherwise);
+  }
+  double draw(const Channel& over, Deck LinkDecks::* deck, double LinkCosts::* cost) {
+    return over.decks == nullptr ? over.costs.*cost : (over.decks->*deck).draw(random_, over.costs.*cost);
+  }
+
   // Sends what a part has made, and returns the rank's time for that.
   double send_results(const Action& part, double time) {
     double takes = 0;
@@ -238,7 +286,7 @@ class Simulator {
       if (!channel(way, e).crosses) return;
       post(way, e, part.microbatch, 0);
       send(way, e, part.microbatch, time + takes);
-      takes += channel(way, e).send;
+      takes += draw(channel(way, e), &LinkDecks::send, &LinkCosts::send);
     };
     if (is_forward(part)) {
       for (const int e : graph_.out_edges(part.stage)) pass(Way::Forward, e);
@@ -257,14 +305,15 @@ class Simulator {
     if (action.is_recv()) {
       const double start = self.clock;
       post(way, e, action.microbatch, start);
-      self.clock += channel(way, e).post;
+      self.clock += draw(channel(way, e), &LinkDecks::post, &LinkCosts::post);
       return {start, self.clock};
     }
     const double made = (forwards ? forward_end_ : backward_end_)[schedule_.cell(action.stage, action.microbatch)];
     const double time = leaves_pair_early(rank, self, action) ? made : self.clock;
     send(way, e, action.microbatch, time);
-    self.clock += channel(way, e).send;
-    return {time, time + channel(way, e).send};
+    const double takes = draw(channel(way, e), &LinkDecks::send, &LinkCosts::send);
+    self.clock += takes;
+    return {time, time + takes};
   }
 
   // Whether the send stands behind a pair, with messages at most in between, and sends what its first part made.
@@ -288,7 +337,7 @@ class Simulator {
     free = leaves + under.occupation;
     Message& sent = message_of(way, e, microbatch);
     if (sent.state == Message::State::Posted) {
-      sent = {std::max(leaves, sent.time) + under.occupation + under.latency, Message::State::Arrived};
+      sent = {std::max(leaves, sent.time) + in_transit(under), Message::State::Arrived};
       wake(under.receiver_rank);
     } else {
       sent = {leaves, Message::State::Sent};
@@ -299,10 +348,14 @@ class Simulator {
     const Channel& under = channel(way, e);
     Message& posted = message_of(way, e, microbatch);
     if (posted.state == Message::State::Sent) {
-      posted = {std::max(posted.time, time) + under.occupation + under.latency, Message::State::Arrived};
+      posted = {std::max(posted.time, time) + in_transit(under), Message::State::Arrived};
     } else if (posted.state == Message::State::Unknown) {
       posted = {time, Message::State::Posted};
     }
+  }
+
+  double in_transit(const Channel& over) {
+    return over.occupation + draw(over, &LinkDecks::latency, &LinkCosts::latency);
   }
 
   bool meet(int rank, Rank& self, const Action& action) {
@@ -366,6 +419,10 @@ class Simulator {
   const bool has_backward_;
 
   std::vector<StageCosts> stage_costs_;
+  // By stage and computation, and by ranks; empty without samples.
+  std::vector<std::map<Computation, Deck>> stage_decks_;
+  std::map<std::pair<int, int>, LinkDecks> link_decks_;
+  std::mt19937_64 random_;
   std::map<std::pair<int, int>, std::size_t> link_index_;
   std::vector<double> link_free_;
   // By way and edge; by way, edge and microbatch.
@@ -403,9 +460,13 @@ PairSpans split_pair(const Action& pair, const Span& span, const Costs& costs) {
 }
 
 Timeline simulate(const Schedule& schedule, const Costs& costs) {
+  return simulate(schedule, costs, {}, /*seed=*/0);
+}
+
+Timeline simulate(const Schedule& schedule, const Costs& costs, const CostSamples& samples, std::uint64_t seed) {
   const Features features = features_of(schedule);
   if (const auto violation = verify_each_list(schedule, features)) throw ScheduleError(explain(schedule, *violation));
-  return Simulator(schedule, features, costs).run();
+  return Simulator(schedule, features, costs, samples, seed).run();
 }
 
 }  // namespace penstock

@@ -10,10 +10,12 @@
 // receives are always posted.
 #pragma once
 
+#include <cstdint>
 #include <map>
 #include <vector>
 
 #include "penstock/schedule/costs.h"
+#include "penstock/schedule/samples.h"
 #include "penstock/schedule/schedule.h"
 
 namespace penstock {
@@ -56,5 +58,10 @@ double duration(Computation computation, const StageCosts& stage);
 
 // Throws ScheduleError when a list is not as it should be, or the lists do not run to their end; `verify` says why.
 Timeline simulate(const Schedule& schedule, const Costs& costs = {});
+
+// Simulates a step in which times vary. Each action takes one of the samples of its kind, chosen at random, and no sample is
+// chosen again before all others of its kind; where there are none, the action takes what costs say. The same seed gives
+// the same timeline.
+Timeline simulate(const Schedule& schedule, const Costs& costs, const CostSamples& samples, std::uint64_t seed);
 
 }  // namespace penstock

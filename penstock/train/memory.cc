@@ -1,25 +1,119 @@
 #include "penstock/train/memory.h"
 
 #include <c10/core/Allocator.h>
+#include <c10/core/GradMode.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <limits>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <unordered_map>
 
+#include "penstock/transport/outbox.h"
+
 namespace penstock {
+namespace {
+
+// Walks a rank's list and adds up what is alive.
+class MemoryWalk {
+ public:
+  MemoryWalk(const Schedule& schedule, std::span<const StageMemory> stages, bool between_processes)
+      : schedule_(schedule), stages_(stages), between_processes_(between_processes) {
+    double largest = 0;
+    for (const StageMemory& stage : stages) largest = std::max(largest, stage.sent);
+    most_sent_ = std::min(static_cast<double>(Outbox::kFewBytes), largest * static_cast<double>(Outbox::kFewSends));
+  }
+
+  void run(int rank) {
+    for (const Action& action : schedule_.actions(rank)) {
+      for_each_part(action, [&](const Action& part) { run(part); });
+    }
+  }
+  double peak() const { return peak_ + (between_processes_ ? peak_received_ : 0); }
+
+ private:
+  void run(const Action& part) {
+    const StageMemory& stage = of(part.stage);
+    if (part.is_recv()) {
+      received_ += of(edge_under(part).from).sent;
+      peak_received_ = std::max(peak_received_, received_);
+    } else if (part.computation == Computation::SendBackward) {
+      sent_ += of(edge_under(part).from).sent;
+    } else if (part.computation == Computation::Unshard) {
+      alive_ += stage.unsharded;
+    } else if (part.computation == Computation::Reshard) {
+      alive_ -= stage.unsharded;
+    } else if (part.computation == Computation::ReduceGrad) {
+      if (with_gradients_.erase(part.stage) > 0) alive_ -= stage.unsharded;
+    } else if (is_forward(part)) {
+      alive_ += stage.kept;
+      raise(stage.working_forward);
+    } else if (part.is_compute()) {
+      if (makes_weight_gradient(part) && with_gradients_.insert(part.stage).second) alive_ += stage.unsharded;
+      raise(stage.working_backward);
+      const StageGraph& graph = schedule_.graph();
+      if (makes_input_gradient(part)) received_ -= bytes_across(graph.out_edges(part.stage));
+      if (makes_weight_gradient(part)) {
+        received_ -= bytes_across(graph.in_edges(part.stage));
+        alive_ -= stage.kept;
+        // Its output is among what it keeps until now.
+        sent_ += bytes_across(graph.out_edges(part.stage));
+      }
+    }
+  }
+
+  const StageMemory& of(int stage) const { return stages_[static_cast<std::size_t>(stage)]; }
+  void raise(double working) {
+    peak_ = std::max(peak_, alive_ + working + (between_processes_ ? std::min(sent_, most_sent_) : 0));
+  }
+  // Returns the bytes of the messages along those of the edges that lead to another rank.
+  double bytes_across(std::span<const int> edges) const {
+    const Placement& placement = schedule_.placement();
+    double bytes = 0;
+    for (const int edge : edges) {
+      const Edge& ends = schedule_.graph().edges()[static_cast<std::size_t>(edge)];
+      if (placement.rank_of(ends.from) != placement.rank_of(ends.to)) bytes += of(ends.from).sent;
+    }
+    return bytes;
+  }
+
+  const Schedule& schedule_;
+  std::span<const StageMemory> stages_;
+  bool between_processes_;
+  double alive_ = 0;
+  double peak_ = 0;
+  double received_ = 0;
+  double peak_received_ = 0;
+  double sent_ = 0;
+  double most_sent_ = 0;
+  // Stages that have gradients of whole parameters.
+  std::set<int> with_gradients_;
+};
+
+}  // namespace
+
+double predicted_bytes(const Schedule& schedule, int rank, std::span<const StageMemory> stages, bool between_processes) {
+  MemoryWalk walk(schedule, stages, between_processes);
+  walk.run(rank);
+  double bytes = walk.peak();
+  for (const int stage : schedule.placement().stages_of(rank)) bytes += stages[static_cast<std::size_t>(stage)].held;
+  return bytes;
+}
+
+struct MemoryWatch::CountsOfRank {
+  std::atomic<std::int64_t> now = 0;
+  std::atomic<std::int64_t> most = 0;
+  std::atomic<std::int64_t> most_in_action = 0;
+  // Of the first replica alone: threads that have asked which replica they work for.
+  std::atomic<int> threads = 0;
+};
 
 // By replica and rank, and whose each piece of memory is. Pieces lie in several maps, so that ranks seldom meet at one.
 struct MemoryWatch::Counts {
-  struct Rank {
-    std::atomic<std::int64_t> now = 0;
-    std::atomic<std::int64_t> most = 0;
-    // Of the first replica alone: threads that have asked which replica they work for.
-    std::atomic<int> threads = 0;
-  };
   struct Piece {
     // Index into `ranks`.
     int rank = 0;
@@ -33,17 +127,32 @@ struct MemoryWatch::Counts {
   Counts(int of_ranks, int of_stages, int of_replicas)
       : ranks(static_cast<std::size_t>(of_ranks) * static_cast<std::size_t>(of_replicas)),
         kept(static_cast<std::size_t>(of_stages)),
-        ranks_of_replica(of_ranks) {}
+        working_forward(static_cast<std::size_t>(of_stages)),
+        working_backward(static_cast<std::size_t>(of_stages)),
+        ranks_of_replica(of_ranks) {
+    for (auto& working : working_backward) working = kUnknown;
+  }
 
   int index(int rank, int replica) const { return rank < 0 ? -1 : replica * ranks_of_replica + rank; }
 
   void add(int rank, std::int64_t size) {
-    Rank& one = ranks[static_cast<std::size_t>(rank)];
+    CountsOfRank& one = ranks[static_cast<std::size_t>(rank)];
     const std::int64_t now = one.now.fetch_add(size, std::memory_order_relaxed) + size;
-    std::int64_t most = one.most.load(std::memory_order_relaxed);
-    while (now > most && !one.most.compare_exchange_weak(most, now, std::memory_order_relaxed)) {
+    raise(one.most, now);
+    raise(one.most_in_action, now);
+  }
+
+  static void raise(std::atomic<std::int64_t>& most, std::int64_t value) {
+    std::int64_t known = most.load(std::memory_order_relaxed);
+    while (value > known && !most.compare_exchange_weak(known, value, std::memory_order_relaxed)) {
     }
   }
+  static void lower(std::atomic<std::int64_t>& least, std::int64_t value) {
+    std::int64_t known = least.load(std::memory_order_relaxed);
+    while (value < known && !least.compare_exchange_weak(known, value, std::memory_order_relaxed)) {
+    }
+  }
+  static constexpr std::int64_t kUnknown = std::numeric_limits<std::int64_t>::max();
 
   void report(const void* data, std::int64_t size, int rank) {
     Map& map = maps[(reinterpret_cast<std::uintptr_t>(data) >> 8U) % maps.size()];
@@ -61,9 +170,11 @@ struct MemoryWatch::Counts {
     if (size > 0 && rank >= 0) add(rank, size);
   }
 
-  std::vector<Rank> ranks;
+  std::vector<CountsOfRank> ranks;
   // By stage.
   std::vector<std::atomic<std::int64_t>> kept;
+  std::vector<std::atomic<std::int64_t>> working_forward;
+  std::vector<std::atomic<std::int64_t>> working_backward;
   std::array<Map, 16> maps;
   int ranks_of_replica;
 };
@@ -126,19 +237,33 @@ void MemoryWatch::watch(ActionFunctions& functions) {
   functions.before = [this](int rank, const Action&) {
     const int replica = replica_here(rank);
     before = now(rank, replica);
+    at(rank, replica).most_in_action.store(before, std::memory_order_relaxed);
     // An action that failed has left its own.
     scope.reset();
     scope.emplace(*this, rank, replica);
   };
   functions.after = [this](int rank, const Action& action) {
     scope.reset();
-    if (action.computation != Computation::Forward) return;
-    std::atomic<std::int64_t>& kept = counts_->kept[static_cast<std::size_t>(action.stage)];
-    const std::int64_t now_kept = now(rank, replica_here(rank)) - before;
-    std::int64_t known = kept.load(std::memory_order_relaxed);
-    while (now_kept > known && !kept.compare_exchange_weak(known, now_kept, std::memory_order_relaxed)) {
-    }
+    // An evaluation keeps nothing, and its microbatches may be larger.
+    if (!action.is_compute() || !c10::GradMode::is_enabled()) return;
+    const auto stage = static_cast<std::size_t>(action.stage);
+    const int replica = replica_here(rank);
+    const std::int64_t left = now(rank, replica);
+    if (action.computation == Computation::Forward) Counts::raise(counts_->kept[stage], left - before);
+    const std::int64_t most = at(rank, replica).most_in_action.load(std::memory_order_relaxed);
+    const std::int64_t working = most - std::max(before, left);
+    if (is_forward(action)) Counts::raise(counts_->working_forward[stage], working);
+    if (makes_input_gradient(action)) Counts::lower(counts_->working_backward[stage], working);
   };
+}
+
+std::int64_t MemoryWatch::working_forward(int stage) const {
+  return counts_->working_forward[static_cast<std::size_t>(stage)].load(std::memory_order_relaxed);
+}
+
+std::int64_t MemoryWatch::working_backward(int stage) const {
+  const std::int64_t least = counts_->working_backward[static_cast<std::size_t>(stage)].load(std::memory_order_relaxed);
+  return least == Counts::kUnknown ? 0 : least;
 }
 
 std::int64_t MemoryWatch::kept(int stage) const {
@@ -155,7 +280,11 @@ std::int64_t MemoryWatch::most(int rank) const {
 }
 
 std::int64_t MemoryWatch::now(int rank, int replica) const {
-  return counts_->ranks[static_cast<std::size_t>(counts_->index(rank, replica))].now.load(std::memory_order_relaxed);
+  return at(rank, replica).now.load(std::memory_order_relaxed);
+}
+
+MemoryWatch::CountsOfRank& MemoryWatch::at(int rank, int replica) const {
+  return counts_->ranks[static_cast<std::size_t>(counts_->index(rank, replica))];
 }
 
 }  // namespace penstock

@@ -40,6 +40,19 @@ Kwargs kwargs_of(const Batch& batch) {
   return found == batch.kwargs.end() ? Kwargs() : found->second;
 }
 
+// Bytes of the largest message with activations of a stage.
+double bytes_sent(const Schedule& schedule, const Record& record, int stage) {
+  const int rank = schedule.placement().rank_of(stage);
+  const auto actions = schedule.actions(rank);
+  const std::vector<ActionRecord>& recorded = record[static_cast<std::size_t>(rank)];
+  std::int64_t bytes = 0;
+  for (std::size_t i = 0; i < recorded.size(); ++i) {
+    const bool is_sent = actions[i].computation == Computation::SendForward && actions[i].stage == stage;
+    if (is_sent) bytes = std::max(bytes, recorded[i].bytes);
+  }
+  return static_cast<double>(bytes);
+}
+
 }  // namespace
 
 Trainer::Trainer(std::vector<std::unique_ptr<Model>> replicas, const Data& data, const Schedule& schedule,
@@ -403,33 +416,41 @@ std::vector<Record> Trainer::records() {
 std::vector<RankMemory> Trainer::memory() {
   const Schedule& schedule = pipeline_->schedule();
   const auto ranks = static_cast<std::size_t>(schedule.ranks());
-  const auto stages = static_cast<std::size_t>(schedule.stages());
-  // By rank what it had, and then by stage its parameters with all that belongs to them, and what a microbatch keeps.
-  std::vector<double> known(ranks + 2 * stages, 0);
-  const std::span<double> most = std::span(known).first(ranks);
-  const std::span<double> held = std::span(known).subspan(ranks, stages);
-  const std::span<double> kept = std::span(known).subspan(ranks + stages);
+  std::vector<double> most(ranks, 0);
+  std::vector<StageMemory> stages(static_cast<std::size_t>(schedule.stages()));
   for (const Own& own : own_) {
     if (own.replica != 0) continue;
-    const int rank = schedule.placement().rank_of(own.stage->stage_index());
-    const auto stage = static_cast<std::size_t>(own.stage->stage_index());
+    const int index = own.stage->stage_index();
+    const int rank = schedule.placement().rank_of(index);
     most[static_cast<std::size_t>(rank)] = memory_here(rank);
-    kept[stage] = static_cast<double>(memory_.kept(own.stage->stage_index()));
+    StageMemory& stage = stages[static_cast<std::size_t>(index)];
+    stage.kept = static_cast<double>(memory_.kept(index));
+    stage.working_forward = static_cast<double>(memory_.working_forward(index));
+    stage.working_backward = static_cast<double>(memory_.working_backward(index));
+    if (!records_.empty()) stage.sent = bytes_sent(schedule, records_.back(), index);
     for (const auto& [name, parameter] : own.stage->parameters()) {
-      held[stage] += 2.0 * static_cast<double>(parameter.nbytes());
+      stage.held += 2.0 * static_cast<double>(parameter.nbytes());
     }
-    for (const auto& [name, state] : own.optimizer.state()) held[stage] += static_cast<double>(state.nbytes());
+    for (const auto& [name, state] : own.optimizer.state()) stage.held += static_cast<double>(state.nbytes());
+    if (!options_.sharded || num_replicas_ == 1) continue;
+    for (const auto& [name, parameter] : own.stage->module().parameters) {
+      stage.unsharded += static_cast<double>(parameter.nbytes());
+    }
   }
-  std::ranges::copy(summed(known), known.begin());
-  Costs costs;
-  for (const double bytes : kept) costs.stages.push_back({.bytes_kept = bytes});
-  const Timeline simulated = simulate(schedule, costs);
+  // What each process knows of its own.
+  std::vector<double*> places;
+  for (double& bytes : most) places.push_back(&bytes);
+  for (StageMemory& stage : stages) {
+    for (double* place : {&stage.held, &stage.unsharded, &stage.kept, &stage.working_forward, &stage.working_backward,
+                          &stage.sent}) {
+      places.push_back(place);
+    }
+  }
+  sum_in_place(places);
   std::vector<RankMemory> memory(ranks);
   for (std::size_t rank = 0; rank < ranks; ++rank) {
-    double predicted = simulated.ranks[rank].peak_bytes;
-    for (const int stage : schedule.placement().stages_of(static_cast<int>(rank))) {
-      predicted += held[static_cast<std::size_t>(stage)];
-    }
+    const double predicted =
+        predicted_bytes(schedule, static_cast<int>(rank), stages, /*between_processes=*/options_.transport != nullptr);
     memory[rank] = {.measured = static_cast<std::int64_t>(most[rank]),
                     .predicted = static_cast<std::int64_t>(predicted)};
   }

@@ -191,6 +191,7 @@ class Trainer {
   void finish(const std::function<std::unique_ptr<Work>()>& begin) const;
   // What all processes know: numbers that each of them has added to what others have left at 0.
   std::vector<double> summed(std::vector<double> numbers);
+  void sum_in_place(const std::vector<double*>& places);
   Batch own_part(const Batch& batch) const;
   // The microbatches of a batch that is split into `replicas` and then into microbatches, as the pipeline does it. Throws
   // DataError, which names the batch, for one that cannot be split.

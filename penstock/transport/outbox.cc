@@ -9,10 +9,6 @@
 namespace penstock {
 namespace {
 
-// When more than this is under way, the reaper looks for what has been taken and frees it. Below, that waits for the end
-// of the step: it costs a thread's wake-up.
-constexpr std::size_t kFewSends = 32;
-constexpr std::size_t kFewBytes = std::size_t{4} << 20U;
 // When more than this is under way, a send waits.
 constexpr std::size_t kManySends = 128;
 constexpr std::size_t kManyBytes = std::size_t{64} << 20U;

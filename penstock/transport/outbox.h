@@ -24,6 +24,11 @@ using DataBackends = std::array<c10::intrusive_ptr<c10d::Backend>, 2>;
 
 class Outbox {
  public:
+  // When more than this is under way, the reaper looks for what has been taken and frees it. Below, that waits for the end
+  // of the step: it costs a thread's wake-up.
+  static constexpr std::size_t kFewSends = 32;
+  static constexpr std::size_t kFewBytes = std::size_t{4} << 20U;
+
   Outbox(Control& control, DataBackends backends, Step& step);
   // What is under way is dropped.
   ~Outbox();

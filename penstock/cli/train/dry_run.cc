@@ -9,7 +9,6 @@
 
 #include "penstock/cli/train/numbers.h"
 #include "penstock/runtime/record.h"
-#include "penstock/schedule/simulate.h"
 
 namespace penstock::cli {
 namespace {
@@ -35,7 +34,7 @@ void dry_run(Trainer& trainer, const std::vector<Batch>& held_out, const TrainOp
   if (!trainer.speaks()) return;
 
   const Schedule& schedule = trainer.pipeline().schedule();
-  const Timeline simulated = simulate(schedule, costs_of(schedule, records));
+  const Timeline simulated = simulate_records(schedule, records);
   for (std::size_t stage = 0; stage < sizes.size(); ++stage) {
     std::cout << (stage == 0 ? "cut          stage " : "             stage ") << stage << " on rank "
               << schedule.placement().rank_of(static_cast<int>(stage)) << ": " << sizes[stage].parameters

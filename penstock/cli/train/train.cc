@@ -250,7 +250,7 @@ class Run {
     for (const Record& record : records) bubbles.push_back(timeline_of(schedule, record).bubble);
     const Timeline measured = timeline_of(schedule, records.back());
     const Costs costs = costs_of(schedule, records);
-    const Timeline simulated = simulate(schedule, costs);
+    const Timeline simulated = simulate_records(schedule, records);
     const std::vector<double>& losses = progress.losses();
     const std::string page = path("timeline.html");
     write_output(page, [&](std::ostream& out) {
