@@ -26,7 +26,7 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 
 constexpr const char* kFormat = "penstock checkpoint";
-constexpr int kVersion = 1;
+constexpr int kVersion = 2;
 constexpr const char* kManifest = "manifest.json";
 constexpr std::string_view kPrefix = "step-";
 constexpr std::string_view kUnfinished = ".unfinished-";

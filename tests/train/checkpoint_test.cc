@@ -186,7 +186,7 @@ TEST_F(Checkpoints, ThatAreDamagedAreRefused) {
       file("manifest.json") + ": is damaged: it is not JSON.");
   damaged(
       "manifest.json", [](std::string& bytes) { bytes = R"({"format": "penstock checkpoint", "version": 9})"; },
-      file("manifest.json") + ": is of version 9; version 1 is what can be read.");
+      file("manifest.json") + ": is of version 9; version 2 is what can be read.");
   damaged(
       "manifest.json", [](std::string& bytes) { bytes = "{}"; },
       file("manifest.json") + ": is not that of a Penstock checkpoint.");
