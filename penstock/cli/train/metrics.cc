@@ -5,6 +5,7 @@
 
 #include <cerrno>
 #include <filesystem>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string_view>
@@ -46,7 +47,9 @@ void MetricsFile::cut(std::int64_t step) {
     if (end != std::string_view::npos && has_step && parsed["step"].get<std::int64_t>() <= step) {
       kept.append(line).append("\n");
       // A loss that is not finite is null in JSON.
-      if (parsed.contains("loss") && parsed["loss"].is_number()) losses_.push_back(parsed["loss"].get<double>());
+      if (const auto loss = parsed.find("loss"); loss != parsed.end()) {
+        losses_.push_back(loss->is_number() ? loss->get<double>() : std::numeric_limits<double>::quiet_NaN());
+      }
     } else {
       ++removed_;
     }

@@ -21,7 +21,7 @@ class MetricsFile {
   // Appends a line, in one write. Throws std::runtime_error.
   void write(const std::string& line);
 
-  // Losses of the steps that the file had, without those that were not finite.
+  // Losses of the steps that the file had; NaN where one was not finite.
   const std::vector<double>& losses() const { return losses_; }
   // Number of lines that the constructor removed.
   std::int64_t removed() const { return removed_; }
