@@ -6,8 +6,7 @@
 
 namespace penstock::cli {
 
-// Exit code of a process that was interrupted: 130 after SIGINT and 143 after SIGTERM, as shells have it; 130 also for a
-// rank that stops because another one was interrupted.
+// Exit code of a process that was interrupted: 130 after SIGINT and 143 after SIGTERM, as shells have it.
 int interruption_code();
 
 // The first one is counted, and a second one ends the process at once. Those that come within a moment of each other are

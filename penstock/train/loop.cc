@@ -2,8 +2,8 @@
 
 namespace penstock {
 
-bool train(Trainer& trainer, std::int64_t steps, const std::vector<Batch>& held_out, const LoopOptions& options,
-           const LoopEvents& events) {
+int train(Trainer& trainer, std::int64_t steps, const std::vector<Batch>& held_out, const LoopOptions& options,
+          const LoopEvents& events) {
   std::int64_t saved_at = trainer.steps_done();
   const auto save = [&] {
     if (options.checkpoint.empty() || saved_at == trainer.steps_done()) return;
@@ -19,20 +19,20 @@ bool train(Trainer& trainer, std::int64_t steps, const std::vector<Batch>& held_
   const auto is_due = [&](std::int64_t every) { return every > 0 && trainer.steps_done() % every == 0; };
   // What cannot be evaluated is found before the first step, not after the last.
   if (trainer.steps_done() < steps && !held_out.empty()) trainer.evaluate({held_out.front()}, options.eval_outputs);
+  if (events.starting) events.starting();
   while (trainer.steps_done() < steps) {
-    const bool wants_to_stop = events.wants_to_stop && events.wants_to_stop();
-    const StepReport report = trainer.step(wants_to_stop);
+    const StepReport report = trainer.step(events.stop_code ? events.stop_code() : 0);
     if (events.stepped) events.stepped(report);
-    if (report.somebody_wants_to_stop) {
+    if (report.stop_code != 0) {
       save();
-      return false;
+      return report.stop_code;
     }
     if (is_due(options.checkpoint_every)) save();
     if (is_due(options.eval_every) && trainer.steps_done() < steps) evaluate();
   }
   save();
   evaluate();
-  return true;
+  return 0;
 }
 
 }  // namespace penstock

@@ -29,13 +29,15 @@ struct LoopEvents {
   // The loss of what is held out, and the outputs for it.
   std::function<void(std::int64_t step, const Trainer::Evaluation& evaluation)> evaluated;
   std::function<void(std::int64_t step, const std::string& path)> saved;
-  // Asked after every step. When one process wants it, all stop.
-  std::function<bool()> wants_to_stop;
+  // Called on all processes after the trial evaluation, before the first step. What it throws ends the run.
+  std::function<void()> starting;
+  // Asked before every step. A code that is not 0 stops all processes after that step.
+  std::function<int()> stop_code;
 };
 
-// Returns whether all `steps` have been done; otherwise the run was stopped. Before the first step, one held-out batch is
-// evaluated, so that what cannot be evaluated is an error then.
-bool train(Trainer& trainer, std::int64_t steps, const std::vector<Batch>& held_out, const LoopOptions& options,
-           const LoopEvents& events);
+// Returns 0 when all `steps` have been done, or the code that the run was stopped with. Before the first step, one held-out
+// batch is evaluated, so that what cannot be evaluated is an error then.
+int train(Trainer& trainer, std::int64_t steps, const std::vector<Batch>& held_out, const LoopOptions& options,
+          const LoopEvents& events);
 
 }  // namespace penstock

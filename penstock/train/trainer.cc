@@ -151,19 +151,20 @@ Batch Trainer::own_part(const Batch& batch) const {
   return split_batch(batch, {}, num_replicas_, "replicas")[static_cast<std::size_t>(replica_of(0))];
 }
 
-StepReport Trainer::step(bool wants_to_stop) {
+StepReport Trainer::step(int stop_code) {
   const auto began = Clock::now();
   const IntraOpThreads threads(options_.intra_op_threads);
   // Ranks let go of what is made here.
   const MemoryWatch::Scope nobody(memory_, -1);
   StepReport report{.step = steps_done_ + 1};
-  save_buffers();
+  SavedState buffers = saved_buffers();
   try {
     const StepBatches batches = batches_of_step();
     for (const Batch& batch : batches.batches) report.size += data_.size_of(batch);
     Figures figures = run_batches(batches);
     figures.squares = squares_of_gradients();
-    figures.wants_to_stop = wants_to_stop ? 1 : 0;
+    const auto process = options_.transport == nullptr ? 0 : static_cast<std::size_t>(options_.transport->rank());
+    figures.stop_codes[process] = stop_code;
     sum_up(figures);
     double sum = 0;
     std::size_t next = 0;
@@ -173,7 +174,8 @@ StepReport Trainer::step(bool wants_to_stop) {
     report.loss = sum / batches.weight;
     report.gradient_norm = std::sqrt(std::accumulate(figures.squares.begin(), figures.squares.end(), 0.0));
     report.bubble = figures.whole > 0 ? 1 - figures.computed / figures.whole : 0;
-    report.somebody_wants_to_stop = figures.wants_to_stop > 0;
+    const auto stop = std::ranges::find_if(figures.stop_codes, [](double code) { return code != 0; });
+    if (stop != figures.stop_codes.end()) report.stop_code = static_cast<int>(*stop);
     for (const double bytes : figures.memory) report.memory.push_back(static_cast<std::int64_t>(bytes));
     if (!std::isfinite(report.loss) || !std::isfinite(report.gradient_norm)) {
       report.skipped = nonfinite_in(batches, figures);
@@ -190,7 +192,7 @@ StepReport Trainer::step(bool wants_to_stop) {
     }
   } catch (...) {
     drop_gradients();
-    restore_buffers();
+    buffers.restore();
     throw;
   }
   report.learning_rate = options_.learning_rate.at(steps_done_, options_.steps);
@@ -203,7 +205,7 @@ StepReport Trainer::step(bool wants_to_stop) {
   } else {
     ++skipped_in_a_row_;
     drop_gradients();
-    restore_buffers();
+    buffers.restore();
   }
   ++steps_done_;
   report.seconds = std::chrono::duration<double>(Clock::now() - began).count();
@@ -265,6 +267,8 @@ Trainer::Figures Trainer::run_batches(const StepBatches& batches) {
   const auto replicas = static_cast<std::size_t>(num_replicas_);
   const std::size_t count = batches.batches.size();
   Figures figures{.losses = std::vector<double>(count * replicas * microbatches, 0),
+                  .stop_codes = std::vector<double>(
+                      options_.transport == nullptr ? 1 : static_cast<std::size_t>(options_.transport->ranks()), 0),
                   .memory = std::vector<double>(static_cast<std::size_t>(schedule.ranks()), 0)};
   for (std::size_t part = 0; part < count; ++part) {
     const std::vector<Share>& shares = batches.shares[part];
@@ -309,7 +313,12 @@ void Trainer::sum_up(Figures& figures) {
   for (double& loss : figures.losses) places.push_back(&loss);
   for (double& square : figures.squares) places.push_back(&square);
   for (double& bytes : figures.memory) places.push_back(&bytes);
-  for (double* one : {&figures.computed, &figures.whole, &figures.wants_to_stop}) places.push_back(one);
+  for (double& code : figures.stop_codes) places.push_back(&code);
+  for (double* one : {&figures.computed, &figures.whole}) places.push_back(one);
+  sum_in_place(places);
+}
+
+void Trainer::sum_in_place(const std::vector<double*>& places) {
   std::vector<double> numbers;
   for (const double* place : places) numbers.push_back(*place);
   numbers = summed(std::move(numbers));

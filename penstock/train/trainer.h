@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "penstock/runtime/pipeline.h"
+#include "penstock/stage/saved_state.h"
 #include "penstock/train/checkpoint.h"
 #include "penstock/train/data.h"
 #include "penstock/train/memory.h"
@@ -79,7 +80,8 @@ struct StepReport {
   double bubble = 0;
   // Bytes of each rank of the first replica, at most so far.
   std::vector<std::int64_t> memory = {};
-  bool somebody_wants_to_stop = false;
+  // The stop code of the lowest rank that asked all processes to stop after this step; 0 if none did.
+  int stop_code = 0;
 };
 
 struct StageSize {
@@ -99,9 +101,9 @@ class Trainer {
   Trainer& operator=(const Trainer&) = delete;
 
   std::int64_t steps_done() const { return steps_done_; }
-  // Throws PipelineError, DataError and NonFiniteError, after which the trainer is as it was before the step. What one
-  // process wants is told to all.
-  StepReport step(bool wants_to_stop = false);
+  // Throws PipelineError, DataError and NonFiniteError, after which the trainer is as it was before the step. A stop code
+  // that is not 0 asks all processes to stop after the step: it reaches them in StepReport::stop_code.
+  StepReport step(int stop_code = 0);
 
   struct Evaluation {
     // The mean over all that the batches count; NaN if nothing counts.
@@ -174,7 +176,8 @@ class Trainer {
     // How long ranks computed, and how long they could have.
     double computed = 0;
     double whole = 0;
-    double wants_to_stop = 0;
+    // By process.
+    std::vector<double> stop_codes;
     // By rank of the first replica.
     std::vector<double> memory;
   };
@@ -209,10 +212,8 @@ class Trainer {
   std::string nonfinite_in(const StepBatches& batches, const Figures& figures);
   // The stage of each parameter of the model. All processes ask.
   std::vector<int> stages_of_parameters();
-  // Copies buffers before a step, and restores them. Batch normalisation changes its own without counting their version
-  // up, so all are copied.
-  void save_buffers();
-  void restore_buffers();
+  // Returns a copy of all buffers: batch normalisation changes its own without counting their version up.
+  SavedState saved_buffers() const;
   // Throws CheckpointError, which names the first parameter of this process that is not finite.
   void require_finite_parameters(const std::string& path) const;
   std::vector<std::optional<std::size_t>> positions_in(const PipelineStage& stage, std::int64_t replica) const;
@@ -234,8 +235,6 @@ class Trainer {
   std::int64_t steps_done_ = 0;
   std::deque<Record> records_;
   int skipped_in_a_row_ = 0;
-  // Buffers of this process, and their copies of before the step.
-  std::vector<std::pair<at::Tensor, at::Tensor>> saved_buffers_;
 };
 
 }  // namespace penstock

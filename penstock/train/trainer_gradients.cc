@@ -164,23 +164,12 @@ std::string Trainer::nonfinite_in(const StepBatches& batches, const Figures& fig
          " is not finite; the losses are.";
 }
 
-void Trainer::save_buffers() {
-  const c10::NoGradGuard no_grad;
-  if (saved_buffers_.empty()) {
-    for (const Own& own : own_) {
-      for (const auto& [name, buffer] : own.stage->module().buffers) {
-        saved_buffers_.emplace_back(buffer, at::empty_like(buffer));
-      }
-    }
+SavedState Trainer::saved_buffers() const {
+  SavedState saved;
+  for (const Own& own : own_) {
+    for (const auto& [name, buffer] : own.stage->module().buffers) saved.add_values(buffer);
   }
-  for (const auto& [buffer, copy] : saved_buffers_) copy.copy_(buffer);
-}
-
-void Trainer::restore_buffers() {
-  const c10::NoGradGuard no_grad;
-  for (const auto& [buffer, copy] : saved_buffers_) {
-    if (!at::equal(buffer, copy)) buffer.copy_(copy);
-  }
+  return saved;
 }
 
 void Trainer::require_finite_parameters(const std::string& path) const {

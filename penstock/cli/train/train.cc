@@ -87,17 +87,21 @@ class Run {
     }
 
     std::optional<Progress> progress;
-    agreement.fail_together([&] {
-      if (!is_coordinator()) return;
-      if (options_.overwrite) directories->clear();
-      write_output(directories->file("config.json"), [&](std::ostream& out) { out << configuration_.dump(2) << "\n"; });
-      introduce(trainer);
-      progress.emplace(directories->metrics(), trainer.steps_done(), options_.steps, options_.log_every,
-                       setup_.data->unit());
-    });
-    const LoopEvents events = events_of(progress);
-    catch_interruptions();
-    const bool is_done = penstock::train(trainer, options_.steps, held_out_,
+    LoopEvents events = events_of(progress);
+    // What an earlier run has left goes when nothing stands in the way of the first step.
+    events.starting = [&] {
+      agreement.fail_together([&] {
+        if (!is_coordinator()) return;
+        if (options_.overwrite) directories->clear();
+        write_output(directories->file("config.json"),
+                     [&](std::ostream& out) { out << configuration_.dump(2) << "\n"; });
+        introduce(trainer);
+        progress.emplace(directories->metrics(), trainer.steps_done(), options_.steps, options_.log_every,
+                         setup_.data->unit());
+      });
+      catch_interruptions();
+    };
+    const int stop_code = penstock::train(trainer, options_.steps, held_out_,
                                          {.eval_every = options_.eval_every,
                                           .eval_outputs = sums() != nullptr,
                                           .checkpoint = options_.checkpoint,
@@ -106,7 +110,7 @@ class Run {
                                           .configuration = configuration_.dump()},
                                          events);
     summarize(trainer, progress);
-    if (is_done) {
+    if (stop_code == 0) {
       show_what_it_learnt(trainer, progress);
       return kYes;
     }
@@ -114,7 +118,7 @@ class Run {
       progress->say("stopped after step " + std::to_string(trainer.steps_done()) +
                     (options_.checkpoint.empty() ? "." : "; --resume continues from here."));
     }
-    return interruption_code();
+    return stop_code;
   }
 
  private:
@@ -207,8 +211,8 @@ class Run {
 
   LoopEvents events_of(std::optional<Progress>& progress) {
     LoopEvents events;
-    events.wants_to_stop = [] { return interruptions() > 0; };
-    if (!progress) return events;
+    events.stop_code = [] { return interruptions() > 0 ? interruption_code() : 0; };
+    if (!is_coordinator()) return events;
     events.stepped = [&](const StepReport& report) { progress->stepped(report); };
     events.evaluated = [&](std::int64_t step, const Trainer::Evaluation& evaluation) {
       if (sums() != nullptr) {
