@@ -107,8 +107,9 @@ soak: build cpus ## what takes long: other CPUs, sanitizers, whole grids on proc
 	@PENSTOCK_GRID=whole PENSTOCK=build/release/bin/penstock PENSTOCK_ZOO=build/soak/zoo PENSTOCK_PROGRAMS=build/soak/programs \
 	  tests/settings python3 tests/cli/program_test.py OnProcesses
 	@PENSTOCK_KILLS=100 build/release/bin/penstock_runtime_test --gtest_filter='LostRank*'
-	@PENSTOCK_GRID=whole PENSTOCK_KILLS=100 PENSTOCK=$(CURDIR)/build/release/bin/penstock PENSTOCK_PROGRAMS=$(CURDIR)/build/soak/programs \
-	  PEER_PYTHON=$(CURDIR)/tests/reference_python tests/settings python3 tests/cli/train_test.py Checkpoints Sameness
+	@export PENSTOCK_GRID=whole PENSTOCK_KILLS=100 PENSTOCK=$(CURDIR)/build/release/bin/penstock \
+	  PENSTOCK_PROGRAMS=$(CURDIR)/build/soak/programs PEER_PYTHON=$(CURDIR)/tests/reference_python; \
+	tests/settings python3 tests/cli/train_test.py Sameness && tests/settings python3 tests/cli/train_files_test.py Checkpoints
 	@$(MAKE) fuzz FUZZ_RUNS=1000000
 	@PENSTOCK_CASES=200000 build/release/bin/penstock_schedule_test --gtest_filter='Mutation*'
 

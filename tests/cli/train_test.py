@@ -1,111 +1,15 @@
-"""penstock train, generate and launch, as a user calls them. PENSTOCK names the command, PENSTOCK_PROGRAMS what models.py
-has written, and PEER_PYTHON a Python with torch; with PENSTOCK_KILLS=N, N runs are killed, and with
-PENSTOCK_GRID=whole every schedule runs on processes too."""
+"""penstock train, generate and launch, as a user calls them: what is computed and said. See train_case.py."""
 
 import json
 import os
-import pathlib
-import random
 import re
-import resource
 import shutil
 import signal
 import socket
 import subprocess
-import tempfile
-import time
 import unittest
 
-PENSTOCK = os.environ["PENSTOCK"]
-PROGRAMS = os.environ["PENSTOCK_PROGRAMS"]
-PEER_PYTHON = os.environ["PEER_PYTHON"]
-WHOLE_GRID = os.environ.get("PENSTOCK_GRID") == "whole"
-KILLS = int(os.environ.get("PENSTOCK_KILLS", "3"))
-
-# Small enough for a test, with dropout and clipping on.
-SMALL = ["--digits", 1, "--rows", 8, "--layers", 6, "--width", 16, "--heads", 2, "--dropout", 0.1, "--clip", 0.5]
-
-
-def children_of(process):
-    found = []
-    for status in pathlib.Path("/proc").glob("[0-9]*/stat"):
-        try:
-            # The name, in brackets, may have anything in it.
-            if int(status.read_text().rpartition(")")[2].split()[1]) == process:
-                found.append(int(status.parent.name))
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return found
-
-
-def is_running(process):
-    try:
-        return pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-class Case(unittest.TestCase):
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = pathlib.Path(folder.name)
-
-    def penstock(self, *words, code=0, environment=None):
-        result = subprocess.run([PENSTOCK, *map(str, words)], cwd=self.folder, capture_output=True, text=True, timeout=300,
-                                env={**os.environ, **(environment or {})})
-        self.assertEqual(result.returncode, code, (words, result.stdout, result.stderr))
-        return result
-
-    def train(self, *words, output="run", **options):
-        """Trains anew, unless it resumes."""
-        anew = [] if "--resume" in words else ["--overwrite"]
-        return self.penstock("train", "--output", output, *anew, *words, **options).stdout
-
-    def python(self, script, *words):
-        """Runs a script with torch and the tests' own save_tensors."""
-        begin = "import sys, torch\nsys.path.append(sys.argv[1])\nfrom exporting import save_tensors\ntorch.manual_seed(0)\n"
-        tests = pathlib.Path(__file__).parent.parent / "program"
-        subprocess.run([PEER_PYTHON, "-W", "ignore", "-c", begin + script, tests, *words], cwd=self.folder, check=True,
-                       timeout=120)
-
-    def write_batches(self):
-        """Batches for pair.pt2, in microbatches of 3 rows: three to train on, and one that is held out."""
-        (self.folder / "data").mkdir()
-        self.python("""
-for i in range(3):
-    x = torch.randn(12, 4)
-    save_tensors({"args.0": x, "target": x @ torch.ones(4, 2)}, f"data/batch-{i}.safetensors")
-save_tensors({"args.0": x, "target": x @ torch.ones(4, 2)}, "data/eval-0.safetensors")
-""")
-
-    def losses(self, output="run"):
-        lines = (self.folder / output / "metrics.jsonl").read_text().splitlines()
-        return {line["step"]: line["loss"] for line in map(json.loads, lines) if "loss" in line}
-
-    def begun(self, words, after, start=("train",)):
-        """A training that has done some steps."""
-        process = subprocess.Popen([PENSTOCK, *map(str, start), "--output", "run", *map(str, words)], cwd=self.folder,
-                                   stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        metrics = self.folder / "run/metrics.jsonl"
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and (not metrics.exists() or len(metrics.read_text().splitlines()) < after):
-            time.sleep(0.001)
-        return process
-
-    def assert_ended(self, processes):
-        deadline = time.monotonic() + 20
-        while any(map(is_running, processes)) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        self.assertFalse(any(map(is_running, processes)))
-
-    def names_in(self, directory):
-        return sorted(one.name for one in (self.folder / directory).iterdir())
-
-    def assert_refused(self, *words, message):
-        result = self.penstock(*words, code=2)
-        self.assertIn(message, result.stderr)
-        self.assertEqual(result.stderr.count("penstock: "), 1)
+from train_case import Case, PEER_PYTHON, PENSTOCK, PROGRAMS, SMALL, WHOLE_GRID
 
 
 class Training(Case):
@@ -176,16 +80,6 @@ class Training(Case):
                 self.assertAlmostEqual(loss, losses[step], delta=1e-2 * losses[step])
         self.assert_refused("generate", "kept", "x", message="is of an exported model, which writes no text by itself.")
 
-    def batches(self, **files):
-        """Batches of the given names, each a Python expression for its tensors."""
-        script = "import sys, torch\nsys.path.append(sys.argv[1])\nfrom exporting import save_tensors\ntorch.manual_seed(0)\n"
-        for name, tensors in files.items():
-            script += f"save_tensors({tensors}, sys.argv[2] + '/{name}.safetensors')\n"
-        data = self.folder / "data"
-        data.mkdir(exist_ok=True)
-        tests = pathlib.Path(__file__).parent.parent / "program"
-        subprocess.run([PEER_PYTHON, "-W", "ignore", "-c", script, tests, data], check=True, timeout=120)
-
     def test_evaluates_a_model_that_gives_its_loss(self):
         script = """
 import sys, torch
@@ -202,16 +96,6 @@ torch.export.save(torch.export.export(Loss().train(), (torch.ones(3, 4), torch.o
         self.batches(batch0=batch, eval0=batch)
         text = self.train("loss.pt2", "--data", "data", "--loss", "output", "--steps", 2, "--microbatches", 4)
         self.assertRegex(text, r"step 2: held out, loss [\d.]+\n")
-
-    def test_tries_an_evaluation_before_the_first_step(self):
-        x = '"args.0": torch.randn(12, 4)'
-        self.batches(batch0="{" + x + ', "target": torch.zeros(12, dtype=torch.int64)}',
-                     eval0="{" + x + ', "target": torch.full((12,), 5)}')
-        result = self.penstock("train", f"{PROGRAMS}/pair.pt2", "--data", "data", "--loss", "cross_entropy", "--steps", 2,
-                               "--microbatches", 4, "--output", "run", code=2)
-        self.assertIn("data/eval0.safetensors, rows 0 to 2: rank 1, stage 1, 1F0 (microbatch 0): Target 5 is out of bounds.",
-                      result.stderr)
-        self.assertEqual(self.losses(), {})
 
     def test_names_the_file_and_the_rows_of_bad_data(self):
         def refused(message, loss, **files):
@@ -350,283 +234,6 @@ class Sameness(Case):
                     self.assertAlmostEqual(loss, self.losses("one")[step], delta=1e-4)
 
 
-class Checkpoints(Case):
-    def test_a_run_goes_on_with_other_ranks(self):
-        common = [*SMALL, "--steps", 8, "--microbatches", 8]
-        self.train(*common, output="whole")
-        words = [*common, "--checkpoint-every", 2, "--keep", 2]
-        result = self.interrupted([*words, "--checkpoint", "kept"], after=3)
-        self.assertIn("stopped after step", result)
-        for more in (["--ranks", 4, "--schedule", "GPipe"], ["--transport", "gloo", "--schedule", "ZBVZeroBubble"]):
-            shutil.copytree(self.folder / "kept", self.folder / "again")
-            shutil.copytree(self.folder / "run", self.folder / "other")
-            self.train(*words, "--resume", "--checkpoint", "again", *more, output="other")
-            self.assertEqual(self.losses("other"), self.losses("whole"))
-            shutil.rmtree(self.folder / "again")
-            shutil.rmtree(self.folder / "other")
-
-    def test_a_run_that_is_done_has_nothing_to_do(self):
-        words = [*SMALL, "--checkpoint", "kept"]
-        self.train(*words, "--steps", 3)
-        before = {one: one.read_bytes() for one in self.folder.rglob("*") if one.is_file()}
-        for steps in (3, 2):
-            for transport in ("threads", "gloo"):
-                text = self.train(*words, "--steps", steps, "--resume", "--transport", transport)
-                self.assertEqual(text, f"nothing to do: step 3 of {steps} is done.\n  Hint: --steps N continues with more steps.\n")
-        self.assertEqual({one: one.read_bytes() for one in self.folder.rglob("*") if one.is_file()}, before)
-
-    def interrupted(self, words, after):
-        """Sends Ctrl-C after some steps."""
-        process = self.begun(words, after)
-        process.send_signal(signal.SIGINT)
-        text, _ = process.communicate(timeout=60)
-        # It may have been done already.
-        self.assertIn(process.returncode, (0, 130))
-        return text + ("stopped after step" if process.returncode == 0 else "")
-
-    def test_an_interrupted_run_leaves_a_checkpoint_and_its_timeline(self):
-        words = [*SMALL, "--steps", 100000, "--microbatches", 8, "--checkpoint", "kept", "--overwrite"]
-        for start in (["train"], ["train", "--transport", "gloo"], ["launch", "--processes", 2, "train"]):
-            for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
-                with self.subTest(start=start, signal=number):
-                    shutil.rmtree(self.folder / "run", ignore_errors=True)
-                    process = self.begun(words, after=2, start=start)
-                    ranks = children_of(process.pid)
-                    process.send_signal(number)
-                    text, _ = process.communicate(timeout=60)
-                    self.assertEqual(process.returncode, code, text)
-                    self.assert_ended(ranks)
-                    done = int(re.search(r"stopped after step (\d+); --resume continues from here\.\n", text)[1])
-                    self.assertEqual(self.names_in("kept"), [f"step-{done:08}"])
-                    self.assertRegex(text, "throughput +[^0]")
-                    self.assertIn('"name":"measured"', (self.folder / "run/timeline.html").read_text())
-                    self.assertEqual(list(self.losses())[-1], done)
-
-    def test_processes_end_with_the_one_that_has_started_them(self):
-        words = [*SMALL, "--steps", 100000, "--microbatches", 8, "--transport", "gloo", "--checkpoint", "kept"]
-        process = self.begun(words, after=2)
-        ranks = children_of(process.pid)
-        self.assertEqual(len(ranks), 2)
-        process.kill()
-        process.communicate(timeout=60)
-        self.assertEqual(process.returncode, -9)
-        self.assert_ended(ranks)
-        self.assertEqual(list((self.folder / "kept").glob("step-*")), [])
-
-    def test_a_run_that_is_killed_at_any_moment_goes_on_to_the_same_losses(self):
-        common = [*SMALL, "--steps", 60, "--microbatches", 8]
-        self.train(*common, output="whole")
-        whole = self.losses("whole")
-        seed = random.randrange(10**6)
-        draw = random.Random(seed)
-        words = [*common, "--checkpoint", "kept", "--checkpoint-every", 2, "--resume"]
-        for kill in range(KILLS):
-            with self.subTest(kill=kill, seed=seed):
-                process = subprocess.Popen([PENSTOCK, "train", "--output", "run", *map(str, words)], cwd=self.folder,
-                                           stdout=subprocess.DEVNULL)
-                time.sleep(draw.uniform(0.2, 1.5))
-                process.kill()
-                process.wait(timeout=60)
-                # What there is, is whole.
-                kept = self.folder / "kept"
-                for one in kept.glob("step-*") if kept.exists() else []:
-                    self.assertTrue((one / "manifest.json").exists())
-        self.train(*words)
-        self.assertEqual(self.losses(), whole)
-        self.assertEqual([one.name for one in (self.folder / "kept").iterdir() if one.name.startswith(".")], [])
-
-    def test_one_that_is_damaged_or_of_another_model_is_refused(self):
-        words = [*SMALL, "--steps", 2, "--checkpoint", "kept", "--checkpoint-every", 1]
-        self.train(*words)
-        self.assert_refused("train", *words, "--resume", "--length", 7, "--data", __file__,
-                            message="is of another model.\n  It is of:  GPT, 6 layers of width 16 ")
-        self.assert_refused("train", *words, "--resume", "--optimizer", "sgd",
-                            message="has what adamw remembers, and the optimizer is sgd.\n  Hint: --optimizer adamw continues it.")
-        damaged = self.folder / "kept/step-00000002/weights-0.safetensors"
-        content = bytearray(damaged.read_bytes())
-        content[-1] ^= 1
-        damaged.write_bytes(content)
-        self.assert_refused("train", *words, "--resume", message="weights-0.safetensors: is damaged: its bytes do not have")
-        # The older one is good.
-        (self.folder / "kept/step-00000002").rename(self.folder / "aside")
-        self.train(*words, "--resume")
-
-    def test_one_of_another_exported_model_is_refused_in_ten_lines(self):
-        self.python("""
-def export(layers, width, name):
-    model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(layers)])
-    model = torch.nn.Sequential(torch.nn.Linear(4, width), model, torch.nn.Linear(width, 2)).train()
-    torch.export.save(torch.export.export(model, (torch.randn(3, 4),)), name)
-export(40, 8, "model.pt2")
-export(41, 8, "longer.pt2")
-export(40, 9, "wider.pt2")
-""")
-        self.write_batches()
-        words = ["--data", "data", "--loss", "mse", "--microbatches", 4, "--checkpoint", "kept"]
-        self.train("model.pt2", *words, "--steps", 1)
-        it_is = "step-00000001: is of another model.\n  It is of:  an exported model with 84 parameters of 2938 elements\n"
-        for name, differences in (
-                ("longer", "  1.40.bias: only in this model\n  1.40.weight: only in this model\n"),
-                ("wider", "  0.bias: [8] in the checkpoint, [9] in this model\n")):
-            for transport in ("threads", "gloo"):
-                result = self.penstock("train", f"{name}.pt2", *words, "--steps", 2, "--resume", "--transport", transport,
-                                       code=2)
-                self.assertIn(it_is, result.stderr)
-                self.assertIn(differences, result.stderr)
-                self.assertLessEqual(len(result.stderr.splitlines()), 10, result.stderr)
-        self.train("model.pt2", *words, "--steps", 2, "--resume")
-
-    def test_python_opens_them(self):
-        self.train(*SMALL, "--steps", 1, "--checkpoint", "kept")
-        script = "import json, safetensors; print(sorted(safetensors.safe_open('kept/step-00000001/weights-0.safetensors', 'pt').keys())[0])"
-        found = subprocess.run([PEER_PYTHON, "-W", "ignore", "-c", script], cwd=self.folder, capture_output=True, text=True, timeout=120)
-        self.assertEqual(found.stdout, "blocks.0.before_attention.bias\n", found.stderr)
-
-
-class Directories(Case):
-    def test_what_an_earlier_run_has_left_is_refused_or_overwritten(self):
-        words = ["--digits", 1, "--rows", 8, "--layers", 2, "--width", 16, "--heads", 2, "--checkpoint", "kept"]
-        self.train(*words, "--steps", 6, "--checkpoint-every", 2)
-        before = self.names_in("kept")
-        metrics = (self.folder / "run/metrics.jsonl").read_bytes()
-        hint = "\n  Hint: --resume continues that run, --overwrite begins anew, "
-        for transport in ("threads", "gloo"):
-            self.assert_refused("train", *words, "--steps", 3, "--output", "other", "--transport", transport,
-                                message="kept: has checkpoints of an earlier run, the last of them step-00000006."
-                                + hint + "--checkpoint DIR writes elsewhere.")
-            self.assert_refused("train", "--steps", 3, "--output", "run", "--transport", transport,
-                                message="run/metrics.jsonl: has the metrics of an earlier run."
-                                + hint + "--output DIR writes elsewhere.")
-        self.assertEqual(self.names_in("kept"), before)
-        self.assertEqual((self.folder / "run/metrics.jsonl").read_bytes(), metrics)
-        # A directory that was made for a run that did not begin is removed.
-        self.assertFalse((self.folder / "other").exists())
-        text = self.train(*words, "--steps", 3)
-        self.assertIn("step 3: checkpoint in kept/step-00000003\n", text)
-        self.assertEqual(self.names_in("kept"), ["step-00000003"])
-        self.assertEqual(list(self.losses()), [1, 2, 3])
-        self.assertIn("continues after step 3\n", self.train(*words, "--steps", 4, "--resume"))
-
-    def test_one_checkpoint_is_not_a_directory_of_them(self):
-        self.train(*SMALL, "--steps", 1, "--checkpoint", "kept")
-        self.assert_refused("train", *SMALL, "--steps", 2, "--resume", "--checkpoint", "kept/step-00000001",
-                            message="kept/step-00000001: is a checkpoint, expected the directory that checkpoints are "
-                            "written to.\n  Hint: --checkpoint kept\n")
-
-    def test_metrics_of_later_steps_are_removed_and_the_rest_stays(self):
-        words = [*SMALL, "--steps", 4, "--checkpoint", "kept"]
-        self.train(*SMALL, "--steps", 2, "--checkpoint", "kept")
-        metrics = self.folder / "run/metrics.jsonl"
-        kept = metrics.read_text()
-        # A loss that is not a number, steps after the checkpoint, and what a killed process has left.
-        kept = kept.replace('"loss":', '"loss":null,"was":', 1)
-        metrics.write_text(kept + '{"step": 3, "loss": 1.0}\n{"step": 4, "lo')
-        text = self.train(*words, "--resume")
-        self.assertIn("run/metrics.jsonl: 2 lines after step 2 removed\n", text)
-        self.assertTrue(metrics.read_text().startswith(kept))
-        self.assertEqual(list(self.losses()), [1, 2, 3, 4])
-
-    def test_two_runs_do_not_share_a_directory(self):
-        words = [*SMALL, "--steps", 100000, "--microbatches", 8]
-        for transport in ("threads", "gloo"):
-            with self.subTest(transport=transport):
-                shutil.rmtree(self.folder / "run", ignore_errors=True)
-                first = self.begun([*words, "--overwrite", "--checkpoint", "kept", "--transport", transport], after=2)
-                try:
-                    # The coordinator holds the locks.
-                    owners = [first.pid] if transport == "threads" else children_of(first.pid)
-                    end = ".\n  Hint: wait until it ends, or choose another directory."
-                    for more in (["--output", "run"], ["--output", "other", "--checkpoint", "kept"],
-                                 ["--output", "run", "--checkpoint", "run"]):
-                        result = self.penstock("train", *SMALL, "--steps", 3, *more, "--overwrite", code=2)
-                        found = re.search(r"(\w+): another run writes to it: process (\d+)" + re.escape(end), result.stderr)
-                        self.assertTrue(found, result.stderr)
-                        self.assertIn(int(found[2]), owners)
-                finally:
-                    first.kill()
-                    first.communicate(timeout=60)
-                self.assert_ended(owners)
-                # The lock went with the process.
-                self.train(*SMALL, "--steps", 1, "--checkpoint", "kept")
-                self.assertEqual(self.names_in("kept"), ["step-00000001"])
-                self.assertFalse((self.folder / "other").exists())
-
-    def test_output_and_checkpoints_may_be_one_directory(self):
-        self.train(*SMALL, "--steps", 1, "--checkpoint", "run")
-        self.assertEqual(self.names_in("run"), ["config.json", "metrics.jsonl", "step-00000001", "timeline.html"])
-
-
-class Preflight(Case):
-    """What is found before the first step."""
-
-    def assert_nothing_ran(self, *words, message, output="run", **options):
-        result = self.penstock("train", "--output", output, *words, code=2, **options)
-        self.assertRegex(result.stderr, message)
-        self.assertNotIn("loss", result.stdout)
-        return result
-
-    def test_directories_that_cannot_be_written_to(self):
-        (self.folder / "file").write_text("")
-        for option in ("--output", "--checkpoint"):
-            for path, message in (("file", "file: is not a directory.\n  Hint: choose another path, or remove the file."),
-                                  ("/proc/none", "/proc/none: could not be created: /proc/none: No such file")):
-                self.assert_refused("train", *SMALL, option, path, message=message)
-
-    def test_a_disk_that_is_too_small(self):
-        # More checkpoints than any disk has room for.
-        many = 10**9
-        self.assert_nothing_ran(*SMALL, "--checkpoint", "kept", "--checkpoint-every", 1, "--steps", many, "--keep", many,
-                                message=r"kept: has [\d.]+ MB free, and 1000000001 checkpoints take about [\d.]+ MB\.\n"
-                                r"  Hint: free some space, choose a directory on another disk, or keep fewer checkpoints\.")
-        self.assertEqual(list(self.folder.iterdir()), [])
-
-    def test_every_batch_and_every_evaluation(self):
-        self.write_batches()
-        words = [os.path.join(PROGRAMS, "pair.pt2"), "--data", "data", "--loss", "mse", "--steps", 1, "--microbatches", 4]
-        good = (self.folder / "data/batch-2.safetensors").read_bytes()
-        for name in ("batch-2", "eval-0"):
-            file = self.folder / f"data/{name}.safetensors"
-            for tensors, message in (
-                    ('"args.0": torch.ones(12, 5), "target": torch.ones(12, 2)', "dimension 1: found 5, expected 4"),
-                    ('"args.0": torch.ones(12, 4).double(), "target": torch.ones(12, 2)', "found dtype float64, expected float32"),
-                    ('"args.0": torch.ones(2, 4), "target": torch.ones(2, 2)', "can be split into 2 only, and there are 4 micro"),
-                    ('"args.0": torch.ones(12, 4)', "has no 'target', which --loss mse compares"),
-                    ('"x": torch.ones(12, 4), "target": torch.ones(12, 2)', "the input 'args.0' is missing; given are x")):
-                with self.subTest(name=name, tensors=tensors):
-                    self.python(f"save_tensors({{{tensors}}}, 'data/{name}.safetensors')")
-                    self.assert_nothing_ran(*words, message=f"data/{name}.safetensors(, rows 0 to 2)?: .*" + message)
-            file.write_bytes(good[:100])
-            self.assert_nothing_ran(*words, message=f"data/{name}.safetensors: ")
-            file.write_bytes(good)
-        self.assertFalse((self.folder / "run").exists())
-
-    def test_a_dry_run_shows_what_a_run_would_take_and_writes_nothing(self):
-        for more in ([], ["--transport", "gloo"], ["--data-parallel", 2, "--shard"]):
-            text = self.penstock("train", *SMALL, "--steps", 500, "--microbatches", 4, "--checkpoint", "kept", "--dry-run",
-                                 *more).stdout
-            self.assertRegex(text, r"2 stages on 2 ranks \((threads|processes)\), 1F1B, 4 microbatches")
-            self.assertRegex(text, r"\ncut +stage 0 on rank 0: \d+ parameters, [\d.]+ k elements\n +stage 1 on rank 1: ")
-            self.assertRegex(text, r"\nbubble +[\d.]+ % measured, [\d.]+ % simulated\n")
-            self.assertRegex(text, r"\nmemory +rank 0: [\d.]+ [kM]B measured, [\d.]+ [kM]B predicted\n +rank 1: ")
-            self.assertRegex(text, r"\ntime +[\d.e-]+ s a step, about \d+:\d\d for 500 steps\n")
-            self.assertRegex(text, r"\ncheckpoint +[\d.]+ [kM]B, of which the last 3 stay\nNothing was written\.\n$")
-            self.assertEqual(list(self.folder.iterdir()), [])
-
-    # A process that may write files of some bytes alone, which is what a full disk is like.
-    def test_a_disk_that_becomes_full_leaves_no_part_of_a_checkpoint(self):
-        def limit():
-            resource.setrlimit(resource.RLIMIT_FSIZE, (32768, 32768))
-
-        for transport in ("threads", "gloo"):
-            result = subprocess.run([PENSTOCK, "train", *map(str, SMALL), "--steps", "2", "--checkpoint", "kept", "--output",
-                                     "run-" + transport, "--transport", transport], cwd=self.folder, capture_output=True,
-                                    text=True, timeout=300, preexec_fn=limit)
-            self.assertEqual(result.returncode, 2, result)
-            self.assertRegex(result.stderr, r"kept/\.unfinished-step-00000002/weights-\d\.safetensors: could not be written: "
-                             "File too large")
-            self.assertEqual(self.names_in("."), ["run-gloo", "run-threads"] if transport == "gloo" else ["run-threads"])
-
-
 class Configuration(Case):
     def test_says_what_was_chosen_and_nothing_else(self):
         self.write_batches()
@@ -706,18 +313,37 @@ class Configuration(Case):
 
 
 class Processes(Case):
+    def start_ranks(self, *options):
+        """Starts a rank with each of these lists of options, as a scheduler would."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        started = []
+        for rank, words in enumerate(options):
+            environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(len(options)), "MASTER_ADDR": "127.0.0.1",
+                           "MASTER_PORT": str(port)}
+            started.append(subprocess.Popen([PENSTOCK, "train", *map(str, [*SMALL, *words])], cwd=self.folder,
+                                            env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True))
+        return started
+
+    def test_all_ranks_end_with_the_code_of_the_one_that_was_stopped(self):
+        words = ["--steps", 100000, "--checkpoint", "kept", "--output", "run"]
+        for stopped in (0, 1):
+            for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+                with self.subTest(rank=stopped, signal=number):
+                    shutil.rmtree(self.folder / "run", ignore_errors=True)
+                    shutil.rmtree(self.folder / "kept", ignore_errors=True)
+                    ranks = self.start_ranks(words, words)
+                    self.wait_for_steps(2)
+                    ranks[stopped].send_signal(number)
+                    for rank in ranks:
+                        _, text = rank.communicate(timeout=60)
+                        self.assertEqual(rank.returncode, code, text)
+                    self.assertEqual(len(self.names_in("kept")), 1)
+
     def test_ranks_with_other_options_are_told_apart(self):
         def ranks(*options):
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            started = []
-            for rank, words in enumerate(options):
-                environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(len(options)), "MASTER_ADDR": "127.0.0.1",
-                               "MASTER_PORT": str(port)}
-                started.append(subprocess.Popen([PENSTOCK, "train", *map(str, [*SMALL, "--steps", 2, *words])],
-                                                cwd=self.folder, env=environment, stderr=subprocess.PIPE,
-                                                stdout=subprocess.DEVNULL, text=True))
+            started = self.start_ranks(*(["--steps", 2, *words] for words in options))
             return [(one.communicate(timeout=120)[1], one.returncode) for one in started]
 
         for text, code in ranks(["--learning-rate", 0.1], ["--learning-rate", 0.2, "--output", "elsewhere"]):

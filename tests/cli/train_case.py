@@ -1,0 +1,110 @@
+"""What the tests of penstock train have in common. PENSTOCK names the command, PENSTOCK_PROGRAMS the directory that models.py
+has written, and PEER_PYTHON a Python with torch; with PENSTOCK_KILLS=N, N runs are killed, and with PENSTOCK_GRID=whole every
+schedule runs on processes too."""
+
+import json
+import os
+import pathlib
+import subprocess
+import tempfile
+import time
+import unittest
+
+PENSTOCK = os.environ["PENSTOCK"]
+PROGRAMS = os.environ["PENSTOCK_PROGRAMS"]
+PEER_PYTHON = os.environ["PEER_PYTHON"]
+WHOLE_GRID = os.environ.get("PENSTOCK_GRID") == "whole"
+KILLS = int(os.environ.get("PENSTOCK_KILLS", "3"))
+
+# Small enough for a test, with dropout and clipping on.
+SMALL = ["--digits", 1, "--rows", 8, "--layers", 6, "--width", 16, "--heads", 2, "--dropout", 0.1, "--clip", 0.5]
+
+
+def children_of(process):
+    found = []
+    for status in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # The name, in brackets, may have anything in it.
+            if int(status.read_text().rpartition(")")[2].split()[1]) == process:
+                found.append(int(status.parent.name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def is_running(process):
+    try:
+        return pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+class Case(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+
+    def penstock(self, *words, code=0, environment=None):
+        result = subprocess.run([PENSTOCK, *map(str, words)], cwd=self.folder, capture_output=True, text=True, timeout=300,
+                                env={**os.environ, **(environment or {})})
+        self.assertEqual(result.returncode, code, (words, result.stdout, result.stderr))
+        return result
+
+    def train(self, *words, output="run", **options):
+        """Trains anew, unless it resumes."""
+        anew = [] if "--resume" in words else ["--overwrite"]
+        return self.penstock("train", "--output", output, *anew, *words, **options).stdout
+
+    def python(self, script, *words):
+        """Runs a script with torch and the tests' own save_tensors."""
+        begin = "import sys, torch\nsys.path.append(sys.argv[1])\nfrom exporting import save_tensors\ntorch.manual_seed(0)\n"
+        tests = pathlib.Path(__file__).parent.parent / "program"
+        subprocess.run([PEER_PYTHON, "-W", "ignore", "-c", begin + script, tests, *words], cwd=self.folder, check=True,
+                       timeout=120)
+
+    def batches(self, **files):
+        """Writes batches of the given names, each a Python expression for its tensors."""
+        (self.folder / "data").mkdir(exist_ok=True)
+        self.python("".join(f"save_tensors({tensors}, 'data/{name}.safetensors')\n" for name, tensors in files.items()))
+
+    def write_batches(self):
+        """Batches for pair.pt2, in microbatches of 3 rows: three to train on, and one that is held out."""
+        (self.folder / "data").mkdir()
+        self.python("""
+for i in range(3):
+    x = torch.randn(12, 4)
+    save_tensors({"args.0": x, "target": x @ torch.ones(4, 2)}, f"data/batch-{i}.safetensors")
+save_tensors({"args.0": x, "target": x @ torch.ones(4, 2)}, "data/eval-0.safetensors")
+""")
+
+    def losses(self, output="run"):
+        lines = (self.folder / output / "metrics.jsonl").read_text().splitlines()
+        return {line["step"]: line["loss"] for line in map(json.loads, lines) if "loss" in line}
+
+    def begun(self, words, after, start=("train",)):
+        """A training that has done some steps."""
+        process = subprocess.Popen([PENSTOCK, *map(str, start), "--output", "run", *map(str, words)], cwd=self.folder,
+                                   stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self.wait_for_steps(after)
+        return process
+
+    def wait_for_steps(self, count):
+        metrics = self.folder / "run/metrics.jsonl"
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and (not metrics.exists() or len(metrics.read_text().splitlines()) < count):
+            time.sleep(0.001)
+
+    def assert_ended(self, processes):
+        deadline = time.monotonic() + 20
+        while any(map(is_running, processes)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.assertFalse(any(map(is_running, processes)))
+
+    def names_in(self, directory):
+        return sorted(one.name for one in (self.folder / directory).iterdir())
+
+    def assert_refused(self, *words, message):
+        result = self.penstock(*words, code=2)
+        self.assertIn(message, result.stderr)
+        self.assertEqual(result.stderr.count("penstock: "), 1)
