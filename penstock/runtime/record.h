@@ -38,8 +38,8 @@ Timeline timeline_of(const Schedule& schedule, const Record& record);
 
 // Returns what the simulator needs to repeat what ran, in milliseconds: what each stage's actions took, when each rank
 // began, and for each link its latency and bandwidth, and the time of its ranks. Each is the mean of a record and, of several
-// records of one schedule, the median of these. A message's latency shows where its receiver waited for it from before it
-// was sent; the bandwidth where messages of different sizes went over one link, and is otherwise part of the latency.
+// records of one schedule, the median of these. A message's latency shows where its receiver waited for it; the
+// bandwidth where messages of different sizes went over one link, and is otherwise part of the latency.
 Costs costs_of(const Schedule& schedule, const Record& record);
 Costs costs_of(const Schedule& schedule, std::span<const Record> records);
 

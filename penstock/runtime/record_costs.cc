@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
+#include <limits>
 #include <map>
 #include <numeric>
 #include <utility>
@@ -26,8 +28,7 @@ struct Measured {
   // By stage: bytes of the messages with its activations.
   std::vector<std::vector<double>> bytes;
   std::vector<double> starts;
-  // By (from rank, to rank) and bytes: from the beginning of a send to the end of its receive, where the receiver waited
-  // from before it was sent.
+  // By (from rank, to rank) and bytes: from the beginning of a send to the end of its receive. See add_messages.
   std::map<std::pair<int, int>, std::map<std::int64_t, std::vector<double>>> transit;
 };
 
@@ -56,6 +57,46 @@ void add_parts_of_pairs(const Schedule& schedule, const Record& record, CostSamp
   }
 }
 
+// Adds the transit times of messages and the times to take one that has arrived. Of a message that its receiver waited for,
+// the transit is seen. Of one that was there before, only a bound is seen: it is taken to have been as fast as messages
+// within that bound usually are. Leaving such messages out would make late ones look more frequent than they are.
+void add_messages(const Schedule& schedule, const Record& record, Measured& measured) {
+  std::map<std::pair<int, int>, std::vector<Received>> by_link;
+  for_each_receive(schedule, record, [&](const Received& one) { by_link[{one.from, one.to}].push_back(one); });
+  for (const auto& [ends, messages] : by_link) {
+    std::int64_t fastest = std::numeric_limits<std::int64_t>::max();
+    for (const Received& one : messages) fastest = std::min(fastest, one.taken - one.sent);
+    const auto may_have_arrived = [&](const Received& one) { return one.asked >= one.sent + fastest; };
+    std::vector<double> takes;
+    for (const Received& one : messages) {
+      if (may_have_arrived(one)) takes.push_back(milliseconds(one.taken - one.asked));
+    }
+    // Taking a message is quick; a receiver that spends much longer waits for one that is late.
+    const double longest_take = 3 * median(takes);
+
+    auto& transit = measured.transit[ends];
+    std::vector<const Received*> arrived;
+    for (const Received& one : messages) {
+      const double take = milliseconds(one.taken - one.asked);
+      if (may_have_arrived(one) && take <= longest_take) {
+        measured.samples.links[ends].receive.push_back(take);
+        arrived.push_back(&one);
+      } else {
+        transit[one.bytes].push_back(milliseconds(one.taken - one.sent));
+      }
+    }
+    const auto seen = transit;
+    for (const Received* one : arrived) {
+      const double bound = milliseconds(one->asked - one->sent);
+      std::vector<double> within;
+      if (const auto found = seen.find(one->bytes); found != seen.end()) {
+        std::ranges::copy_if(found->second, std::back_inserter(within), [&](double time) { return time <= bound; });
+      }
+      transit[one->bytes].push_back(median(std::move(within), std::min(bound, milliseconds(fastest))));
+    }
+  }
+}
+
 Measured measured_in(const Schedule& schedule, const Record& record) {
   Measured measured;
   CostSamples& samples = measured.samples;
@@ -80,25 +121,7 @@ Measured measured_in(const Schedule& schedule, const Record& record) {
     }
   }
   add_parts_of_pairs(schedule, record, samples);
-  // Who asks after it was sent and waits no longer than some other has found it there already.
-  std::map<std::pair<int, int>, std::int64_t> least;
-  for_each_receive(schedule, record, [&](const Received& one) {
-    const auto [known, is_new] = least.try_emplace({one.from, one.to}, one.taken - one.sent);
-    if (!is_new) known->second = std::min(known->second, one.taken - one.sent);
-  });
-  for_each_receive(schedule, record, [&](const Received& one) {
-    const std::pair<int, int> ends{one.from, one.to};
-    if (one.asked <= one.sent) measured.transit[ends][one.bytes].push_back(milliseconds(one.taken - one.sent));
-    if (one.asked >= one.sent + least.at(ends)) {
-      samples.links[ends].receive.push_back(milliseconds(one.taken - one.asked));
-    }
-  });
-  // A link whose receivers never waited from the beginning takes no longer than its fastest message.
-  for_each_receive(schedule, record, [&](const Received& one) {
-    const std::pair<int, int> ends{one.from, one.to};
-    if (one.taken - one.sent != least.at(ends) || measured.transit.contains(ends)) return;
-    measured.transit[ends][one.bytes].push_back(milliseconds(least.at(ends)));
-  });
+  add_messages(schedule, record, measured);
   return measured;
 }
 

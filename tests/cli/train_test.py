@@ -28,6 +28,15 @@ class Training(Case):
         self.assertIn('"name":"simulated"', page)
         self.assertIn('"curve":{"first":1,"name":"Loss"', page)
 
+    def test_predicts_the_memory_of_process_ranks_within_ten_percent(self):
+        for schedule in ("1F1B", "ZBVZeroBubble"):
+            text = self.train("--rows", 32, "--layers", 4, "--width", 64, "--steps", 3, "--ranks", 2, "--schedule", schedule,
+                              "--transport", "gloo")
+            ranks = re.findall(r"rank \d: ([\d.]+) MB measured, ([\d.]+) MB predicted", text)
+            self.assertEqual(len(ranks), 2, text)
+            for measured, predicted in ranks:
+                self.assertAlmostEqual(float(predicted), float(measured), delta=0.1 * float(measured))
+
     def test_names_places_in_the_file_of_a_schedule(self):
         (self.folder / "stuck.csv").write_text("# Stuck.\n0F0,0B0,0F1,0B1\n\n1F1,1F0,1B0,1B1\n")
         self.assert_refused("train", *SMALL, "--steps", 1, "--csv", "stuck.csv",

@@ -3,6 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <set>
+#include <vector>
 
 #include "penstock/schedule/csv.h"
 #include "penstock/schedule/generators.h"
@@ -59,6 +62,35 @@ TEST(Simulator, TakesCostsByStageAndByLink) {
   costs.links[{0, 1}] = {.latency = 0.5};
   const Timeline timeline = simulate(parse_csv("0F0\n1F0\n2F0\n"), costs);
   EXPECT_EQ(timeline.makespan, 2 + 0.5 + 5 + 1);
+}
+
+// Each action takes a sample of its kind, and no sample serves twice while another one has not served.
+TEST(Simulator, DrawsEverySampleBeforeAnyOneAgain) {
+  const Schedule schedule = parse_csv("0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n");
+  Costs costs;
+  costs.stage.input = costs.stage.weight = 10;
+  const CostSamples samples{.stages = {{{Computation::Forward, {1, 2, 4, 8}}}}, .links = {}};
+  std::set<std::vector<double>> orders;
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    const Timeline timeline = simulate(schedule, costs, samples, seed);
+    // There are no samples of backwards.
+    EXPECT_EQ(timeline.makespan, 1 + 2 + 4 + 8 + 4 * 20) << seed;
+    std::vector<double> order;
+    for (std::size_t i = 0; i < 4; ++i) order.push_back(timeline.ranks[0].spans[i].end - timeline.ranks[0].spans[i].start);
+    orders.insert(order);
+    EXPECT_EQ(simulate(schedule, costs, samples, seed).ranks[0].spans[1].end, timeline.ranks[0].spans[1].end) << seed;
+  }
+  EXPECT_GT(orders.size(), 5U);
+}
+
+TEST(Simulator, DrawsTheTimesOfMessages) {
+  CostSamples samples;
+  samples.links[{0, 1}] = {.latency = {0, 6}, .send = {0.5}, .post = {}, .receive = {}};
+  const Schedule schedule = lower(parse_csv("0F0,0F1\n1F0,1F1\n"));
+  std::set<double> found;
+  for (std::uint64_t seed = 0; seed < 20; ++seed) found.insert(simulate(schedule, {}, samples, seed).makespan);
+  // The second is late: it leaves at 2.5. The first is late: it leaves at 1, and both wait for it.
+  EXPECT_EQ(found, (std::set<double>{2.5 + 6 + 1, 1 + 6 + 1 + 1}));
 }
 
 TEST(Simulator, RunsThePartsOfAPairInTurnEachReleasingAtItsOwnEnd) {

@@ -319,15 +319,22 @@ TEST(LearningRate, FallsToItsMinimum) {
   }
 }
 
-TEST(Trainer, KnowsWhatRanksKeep) {
-  const auto trainer = trainer_of({.schedule = "GPipe", .ranks = 2});
-  losses_of(*trainer, 3);
-  const std::vector<RankMemory> memory = trainer->memory();
-  ASSERT_EQ(memory.size(), 2U);
-  for (const RankMemory& rank : memory) {
-    EXPECT_GT(rank.measured, 0);
-    EXPECT_GT(rank.predicted, rank.measured / 2);
-    EXPECT_LT(rank.predicted, rank.measured * 2);
+TEST(Trainer, PredictsTheMemoryOfRanksWithinTenPercent) {
+  for (const Case& setup : {Case{.schedule = "GPipe", .ranks = 2}, Case{.schedule = "1F1B", .ranks = 2},
+                            Case{.schedule = "Interleaved1F1B", .ranks = 2, .stages_per_rank = 2},
+                            Case{.schedule = "ZBVZeroBubble", .ranks = 2, .stages_per_rank = 2},
+                            Case{.schedule = "1F1B", .ranks = 2, .replicas = 2},
+                            Case{.schedule = "1F1B", .ranks = 2, .replicas = 2, .sharded = true}}) {
+    SCOPED_TRACE(setup.schedule + ", replicas " + std::to_string(setup.replicas) + (setup.sharded ? ", sharded" : ""));
+    const auto trainer = trainer_of(setup);
+    losses_of(*trainer, 3);
+    const std::vector<RankMemory> memory = trainer->memory();
+    ASSERT_EQ(memory.size(), 2U);
+    for (const RankMemory& rank : memory) {
+      const auto measured = static_cast<double>(rank.measured);
+      EXPECT_GT(measured, 0);
+      EXPECT_NEAR(static_cast<double>(rank.predicted), measured, 0.1 * measured);
+    }
   }
 }
 
@@ -344,8 +351,6 @@ TEST(Trainer, KnowsWhatRanksOfReplicasKeep) {
     // Half as many microbatches of the same size, with all the parameters.
     EXPECT_LT(memory[rank].predicted, whole[rank].predicted) << rank;
     EXPECT_GT(memory[rank].predicted, whole[rank].predicted / 2) << rank;
-    EXPECT_GT(memory[rank].predicted, memory[rank].measured * 3 / 4) << rank;
-    EXPECT_LT(memory[rank].predicted, memory[rank].measured * 4 / 3) << rank;
   }
 }
 
