@@ -225,7 +225,8 @@ class Simulator {
       for (const int e : edges) {
         if (!channel(way, e).crosses) continue;
         const Message& input = message_of(way, e, part.microbatch);
-        const double taken = std::max(start + draw(channel(way, e), &LinkDecks::receive, &LinkCosts::receive), input.time);
+        const double taken =
+            std::max(start + draw(channel(way, e), &LinkDecks::receive, &LinkCosts::receive), input.time);
         if (taken > start) {
           start = taken;
           const Edge& edge = graph_.edges()[static_cast<std::size_t>(e)];

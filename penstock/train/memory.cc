@@ -96,7 +96,8 @@ class MemoryWalk {
 
 }  // namespace
 
-double predicted_bytes(const Schedule& schedule, int rank, std::span<const StageMemory> stages, bool between_processes) {
+double predicted_bytes(const Schedule& schedule, int rank, std::span<const StageMemory> stages,
+                       bool between_processes) {
   MemoryWalk walk(schedule, stages, between_processes);
   walk.run(rank);
   double bytes = walk.peak();

@@ -450,8 +450,8 @@ std::vector<RankMemory> Trainer::memory() {
   std::vector<double*> places;
   for (double& bytes : most) places.push_back(&bytes);
   for (StageMemory& stage : stages) {
-    for (double* place : {&stage.held, &stage.unsharded, &stage.kept, &stage.working_forward, &stage.working_backward,
-                          &stage.sent}) {
+    for (double* place :
+         {&stage.held, &stage.unsharded, &stage.kept, &stage.working_forward, &stage.working_backward, &stage.sent}) {
       places.push_back(place);
     }
   }

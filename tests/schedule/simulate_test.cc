@@ -76,7 +76,8 @@ TEST(Simulator, DrawsEverySampleBeforeAnyOneAgain) {
     // There are no samples of backwards.
     EXPECT_EQ(timeline.makespan, 1 + 2 + 4 + 8 + 4 * 20) << seed;
     std::vector<double> order;
-    for (std::size_t i = 0; i < 4; ++i) order.push_back(timeline.ranks[0].spans[i].end - timeline.ranks[0].spans[i].start);
+    for (std::size_t i = 0; i < 4; ++i)
+      order.push_back(timeline.ranks[0].spans[i].end - timeline.ranks[0].spans[i].start);
     orders.insert(order);
     EXPECT_EQ(simulate(schedule, costs, samples, seed).ranks[0].spans[1].end, timeline.ranks[0].spans[1].end) << seed;
   }

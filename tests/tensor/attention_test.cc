@@ -296,13 +296,8 @@ TEST_F(AttentionTest, HasTheSameBitsOnAnyNumberOfThreads) {
   for (const std::int64_t size : {8, 32, 64}) {
     for (const std::int64_t length : {33, 200}) {
       SCOPED_TRACE("size " + std::to_string(size) + ", length " + std::to_string(length));
-      const Shape shape = {.batch = 2,
-                           .heads = 4,
-                           .kv_heads = 2,
-                           .q_len = length,
-                           .kv_len = length,
-                           .size = size,
-                           .value_size = size};
+      const Shape shape = {
+          .batch = 2, .heads = 4, .kv_heads = 2, .q_len = length, .kv_len = length, .size = size, .value_size = size};
       const Inputs inputs = inputs_of(shape, at::kFloat);
       const BlockMask mask = *named_mask("window", shape, 32);
       const auto attend = [&] {

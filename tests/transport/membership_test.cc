@@ -78,8 +78,8 @@ TEST(Membership, IsOfRanksWithTheSameNumberOfRanks) {
         thrown_by([&] { require_all_ranks(*store, {.rank = rank, .ranks = 2 + rank, .timeout = kLong}); });
   });
   for (const Thrown& one : found) {
-    EXPECT_EQ(one.what, std::string("the ranks have different options.\n  WORLD_SIZE: 3 on rank 1, 2 on rank 0") +
-                            kOptionsHint);
+    EXPECT_EQ(one.what,
+              std::string("the ranks have different options.\n  WORLD_SIZE: 3 on rank 1, 2 on rank 0") + kOptionsHint);
   }
 }
 

@@ -102,13 +102,13 @@ class Run {
       catch_interruptions();
     };
     const int stop_code = penstock::train(trainer, options_.steps, held_out_,
-                                         {.eval_every = options_.eval_every,
-                                          .eval_outputs = sums() != nullptr,
-                                          .checkpoint = options_.checkpoint,
-                                          .checkpoint_every = options_.checkpoint_every,
-                                          .keep = options_.keep,
-                                          .configuration = configuration_.dump()},
-                                         events);
+                                          {.eval_every = options_.eval_every,
+                                           .eval_outputs = sums() != nullptr,
+                                           .checkpoint = options_.checkpoint,
+                                           .checkpoint_every = options_.checkpoint_every,
+                                           .keep = options_.keep,
+                                           .configuration = configuration_.dump()},
+                                          events);
     summarize(trainer, progress);
     if (stop_code == 0) {
       show_what_it_learnt(trainer, progress);
@@ -319,8 +319,8 @@ int train(const TrainOptions& options, const nlohmann::json& configuration) {
   std::signal(SIGXFSZ, SIG_IGN);
   const std::chrono::milliseconds timeout = options.run.timeout_in_milliseconds();
   const auto as_rank = [&] {
-    const std::shared_ptr<Transport> transport = c10d_transport(
-        rendezvous(timeout, say_waiting), {.agreed = options.shared_by_ranks(configuration)});
+    const std::shared_ptr<Transport> transport =
+        c10d_transport(rendezvous(timeout, say_waiting), {.agreed = options.shared_by_ranks(configuration)});
     const Agreement agreement(transport.get(), timeout);
     std::optional<Run> run;
     agreement.fail_together([&] { run.emplace(options, configuration, transport); });
