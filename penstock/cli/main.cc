@@ -9,6 +9,7 @@
 
 #include "penstock/cli/command.h"
 #include "penstock/cli/load.h"
+#include "penstock/cli/terminal.h"
 #include "penstock/schedule/nearest.h"
 
 namespace penstock::cli {
@@ -82,6 +83,7 @@ int run(int argc, char** argv) {
 }  // namespace penstock::cli
 
 int main(int argc, char** argv) {
+  const penstock::cli::PrintableOutput printable;
   try {
     return penstock::cli::run(argc, argv);
   } catch (const std::bad_alloc&) {

@@ -86,37 +86,6 @@ void write_output(const std::string& path, const std::function<void(std::ostream
   aside.sync_and_rename(target);
 }
 
-std::string printable(std::string_view text) {
-  const auto byte = [&](std::size_t at) { return at < text.size() ? static_cast<unsigned char>(text[at]) : 0U; };
-  std::string result;
-  for (std::size_t at = 0; at < text.size();) {
-    const unsigned first = byte(at);
-    // How long a character is by its first byte; 0 for one that cannot be first, or would be too long for what it says.
-    const std::size_t size = first < 0x80   ? 1
-                             : first < 0xc2 ? 0
-                             : first < 0xe0 ? 2
-                             : first < 0xf0 ? 3
-                             : first < 0xf5 ? 4
-                                            : 0;
-    bool is_good = size > 0 && (first >= 0x20 || first == '\n' || first == '\t') && first != 0x7f;
-    for (std::size_t i = 1; i < size; ++i) is_good = is_good && (byte(at + i) & 0xc0U) == 0x80;
-    // What has a shorter form, surrogates, what is beyond all characters, and the other control characters.
-    const unsigned second = byte(at + 1);
-    is_good = is_good && !(first == 0xe0 && second < 0xa0) && !(first == 0xed && second >= 0xa0) &&
-              !(first == 0xf0 && second < 0x90) && !(first == 0xf4 && second >= 0x90) &&
-              !(first == 0xc2 && second < 0xa0);
-    if (is_good) {
-      result += text.substr(at, size);
-      at += size;
-      continue;
-    }
-    constexpr std::string_view kDigits = "0123456789abcdef";
-    result += {'\\', 'x', kDigits[first >> 4U], kDigits[first & 15U]};
-    ++at;
-  }
-  return result;
-}
-
 void require_folder(const std::string& path) {
   if (std::filesystem::is_directory(path)) fail(path, "is a folder; give the name of a file.");
   const std::filesystem::path folder = std::filesystem::path(path).parent_path();

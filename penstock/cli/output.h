@@ -4,16 +4,12 @@
 #include <functional>
 #include <iosfwd>
 #include <string>
-#include <string_view>
 
 namespace penstock::cli {
 
 // Calls write(stream) with standard output when `path` is empty or "-". Otherwise writes a file beside `path` and renames
 // it once all is on the disk; on failure it is removed. Throws std::runtime_error, which names the file.
 void write_output(const std::string& path, const std::function<void(std::ostream&)>& write);
-
-// Text for a terminal: what is no UTF-8, and control characters but for new lines and tabs, as "\\x9b".
-std::string printable(std::string_view text);
 
 // Throws std::runtime_error unless the folder is there that a file is to be written to: before the work, and not after it.
 void require_folder(const std::string& path);

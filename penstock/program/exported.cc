@@ -303,7 +303,7 @@ Exported read_exported(const Archive& archive) {
   }
   const std::string record = "models/" + model_name(archive) + ".json";
   const std::string where = archive.name() + ": " + record;
-  const json program = parse_json(archive.text(record), where);
+  const json program = parse_exported_json(archive.text(record), where);
   Exported exported;
   try {
     if (!program.is_object()) throw ProgramError(where + ": should be an object.");

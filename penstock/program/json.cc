@@ -6,11 +6,10 @@
 #include <sstream>
 
 #include "penstock/program/error.h"
+#include "penstock/schedule/json.h"
 
 namespace penstock {
 namespace {
-
-constexpr int kDeepest = 512;
 
 // What an exporter calls numbers that need not be whole.
 constexpr std::string_view kFloats[] = {"as_float", "as_floats", "as_float_lists", "real", "imag"};
@@ -21,18 +20,14 @@ class Check {
  public:
   explicit Check(const std::string& where) : where_(where) {}
 
-  bool operator()(int depth, nlohmann::json::parse_event_t event, const nlohmann::json& parsed) {
+  void operator()(int depth, nlohmann::json::parse_event_t event, const nlohmann::json& parsed) {
     using Event = nlohmann::json::parse_event_t;
-    if (depth > kDeepest) {
-      throw ProgramError(where_ + ": is nested more than " + std::to_string(kDeepest) + " deep.");
-    }
     const auto at = static_cast<std::size_t>(depth);
     if (event == Event::key)
       floats_[at] = std::ranges::find(kFloats, parsed.get_ref<const std::string&>()) != std::end(kFloats);
     if (event == Event::array_start) floats_[at + 1] = floats_[at];
     if (event == Event::object_start) floats_[at + 1] = false;
     if (event == Event::value && parsed.is_number_float() && !floats_[at]) require_whole(parsed.get<double>());
-    return true;
   }
 
  private:
@@ -46,16 +41,16 @@ class Check {
 
   const std::string& where_;
   // By depth: whether a number there belongs to one of those.
-  std::array<bool, kDeepest + 2> floats_ = {};
+  std::array<bool, kDeepestJson + 2> floats_ = {};
 };
 
 }  // namespace
 
-nlohmann::json parse_json(std::string_view text, const std::string& where) {
+nlohmann::json parse_exported_json(std::string_view text, const std::string& where) {
   try {
-    return nlohmann::json::parse(text, Check(where));
-  } catch (const nlohmann::json::exception& error) {
-    throw ProgramError(where + ": is not JSON: " + error.what());
+    return parse_json(text, Check(where));
+  } catch (const JsonError& error) {
+    throw ProgramError(where + ": " + error.what());
   }
 }
 

@@ -83,7 +83,7 @@ class TreeSpecReader {
     if (context.is_string()) {
       const auto text = context.get<std::string>();
       if (!json::accept(text)) return std::nullopt;
-      context = parse_json(text, where_);
+      context = parse_exported_json(text, where_);
     }
     if (context.is_object() && context.contains("dict_context")) context = context["dict_context"];
     if (are_keys(context, count)) return context;
@@ -99,7 +99,7 @@ class TreeSpecReader {
 };
 
 TreeSpec TreeSpec::parse(std::string_view text, const std::string& where) {
-  const json parsed = parse_json(text, where);
+  const json parsed = parse_exported_json(text, where);
   if (!parsed.is_array() || parsed.size() != 2 || !parsed[0].is_number_integer()) {
     throw ProgramError(where + ": should be a version and a tree.");
   }

@@ -40,7 +40,7 @@ void read_index(const Archive& archive, const std::string& folder, const std::st
   const std::string record = folder + index;
   if (!archive.contains(record)) return;
   const std::string where = archive.name() + ": " + record;
-  const json parsed = parse_json(archive.text(record), where);
+  const json parsed = parse_exported_json(archive.text(record), where);
   // By the file and what is said of the tensor: what is said twice is one.
   std::map<std::pair<std::string, std::string>, at::Tensor> tensors;
   if (!parsed.is_object() || !parsed.contains("config") || !parsed["config"].is_object()) {

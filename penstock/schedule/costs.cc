@@ -7,6 +7,7 @@
 #include <set>
 
 #include "penstock/schedule/error.h"
+#include "penstock/schedule/json.h"
 #include "penstock/schedule/nearest.h"
 
 namespace penstock {
@@ -113,9 +114,9 @@ Costs parse_costs(std::string_view text, const std::string& source, const Costs&
   const CostsReader reader(source);
   json root;
   try {
-    root = json::parse(text);
-  } catch (const json::exception& error) {
-    throw ScheduleError(source + ": this is not JSON that can be read: " + error.what() +
+    root = parse_json(text);
+  } catch (const JsonError& error) {
+    throw ScheduleError(source + ": " + error.what() +
                         "\n  Hint: {\"version\": 1, \"stages\": [{\"forward\": 1}]}");
   }
   reader.require_keys(root, "the file", {"version", "stages", "links"});

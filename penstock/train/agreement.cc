@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 
+#include "penstock/schedule/json.h"
 #include "penstock/tensor/reason.h"
 
 namespace penstock {
@@ -63,7 +64,7 @@ void Agreement::require_same_options(const RankOptions& options) const {
   if (everyone_ == nullptr) return;
   using nlohmann::json;
   std::vector<RankOptions> by_rank;
-  for (const std::string& text : gather(json(options).dump())) by_rank.push_back(json::parse(text).get<RankOptions>());
+  for (const std::string& text : gather(json(options).dump())) by_rank.push_back(parse_json(text).get<RankOptions>());
   if (const auto difference = difference_between(by_rank)) throw AgreementError(difference->message);
 }
 

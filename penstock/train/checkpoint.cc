@@ -11,11 +11,13 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <optional>
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <system_error>
 #include <utility>
 
+#include "penstock/schedule/json.h"
 #include "penstock/tensor/aside_file.h"
 #include "penstock/tensor/mapped_file.h"
 
@@ -141,9 +143,9 @@ json description_of(const fs::path& file) {
 json read_json(const fs::path& path) {
   std::ifstream in(path, std::ios::binary);
   const std::string text{std::istreambuf_iterator<char>(in), {}};
-  json parsed = json::parse(text, nullptr, /*allow_exceptions=*/false);
-  if (parsed.is_discarded() || !parsed.is_object()) fail(path.string(), "is damaged: it is not JSON.");
-  return parsed;
+  std::optional<json> parsed = try_parse_json(text);
+  if (!parsed || !parsed->is_object()) fail(path.string(), "is damaged: it is not JSON.");
+  return *std::move(parsed);
 }
 
 }  // namespace
@@ -183,7 +185,7 @@ void CheckpointWriter::finish(const CheckpointInfo& info, int parts, int keep) c
     json files = json::array();
     for (int part = 0; part < parts; ++part) {
       std::ifstream in(unfinished / part_name(part));
-      const json described = json::parse(in, nullptr, /*allow_exceptions=*/false);
+      const json described = try_parse_json(std::string{std::istreambuf_iterator<char>(in), {}}).value_or(json());
       if (!described.is_array())
         fail((unfinished / part_name(part)).string(), "is missing: a rank has not written its part.");
       for (const json& file : described) files.push_back(file);
@@ -192,7 +194,7 @@ void CheckpointWriter::finish(const CheckpointInfo& info, int parts, int keep) c
                            {"version", kVersion},
                            {"step", info.step},
                            {"model", info.model},
-                           {"configuration", json::parse(info.configuration)},
+                           {"configuration", parse_json(info.configuration)},
                            {"non_persistent_buffers", info.non_persistent_buffers},
                            {"files", files}};
     write_file(unfinished / kManifest, manifest.dump(2) + "\n");

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "penstock/schedule/json.h"
 #include "penstock/tensor/safetensors.h"
 
 namespace penstock {
@@ -30,7 +31,7 @@ void read_file(const std::string& path, std::map<std::string, at::Tensor>& tenso
 std::map<std::string, std::vector<std::string>> read_index(const std::string& path) {
   std::ifstream in(path, std::ios::binary);
   const std::string text{std::istreambuf_iterator<char>(in), {}};
-  const json index = json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const json index = try_parse_json(text).value_or(json());
   if (!index.is_object() || !index.contains("weight_map") || !index["weight_map"].is_object()) {
     fail(path, "is no index of weights: it should be JSON with a \"weight_map\" of file names by tensor.");
   }

@@ -175,7 +175,7 @@ TEST(Reading, RefusesNumbersThatAreTooLargeForWhereTheyStand) {
   // As a mask has it.
   model = small_model();
   model["graph_module"]["metadata"]["as_floats"] = {-3.4028234663852886e+38, {1e300}};
-  EXPECT_NO_THROW(parse_json(model.dump(), "small"));
+  EXPECT_NO_THROW(parse_exported_json(model.dump(), "small"));
 }
 
 TEST(Reading, RefusesAHundredMegabytesOfBrackets) {

@@ -215,8 +215,9 @@ TEST(Costs, AreReadFromAFile) {
 
 TEST(Costs, NameWhatIsWrongInAFile) {
   const std::vector<std::pair<std::string, std::string>> cases = {
-      {"{\n]", "costs.json: this is not JSON that can be read"},
-      {R"({"version": 1, "stages": [{"forward": 1e999}]})", "costs.json: this is not JSON that can be read"},
+      {std::string(200000, '['), "costs.json: is nested more than 512 deep."},
+      {"{\n]", "costs.json: is not JSON: "},
+      {R"({"version": 1, "stages": [{"forward": 1e999}]})", "costs.json: is not JSON: "},
       {"[]", "costs.json: the file should be an object, but is array"},
       {"{}", "costs.json: version should be 1, but is missing"},
       {R"({"version": 2})", "version should be 1, but is 2"},

@@ -185,6 +185,9 @@ TEST_F(Checkpoints, ThatAreDamagedAreRefused) {
       "manifest.json", [](std::string& bytes) { bytes.resize(20); },
       file("manifest.json") + ": is damaged: it is not JSON.");
   damaged(
+      "manifest.json", [](std::string& bytes) { bytes = std::string(200000, '['); },
+      file("manifest.json") + ": is damaged: it is not JSON.");
+  damaged(
       "manifest.json", [](std::string& bytes) { bytes = R"({"format": "penstock checkpoint", "version": 9})"; },
       file("manifest.json") + ": is of version 9; version 2 is what can be read.");
   damaged(

@@ -12,6 +12,7 @@
 #include "penstock/cli/program/commands.h"
 #include "penstock/program/archive.h"
 #include "penstock/program/program.h"
+#include "penstock/schedule/json.h"
 #include "penstock/tensor/safetensors.h"
 #include "penstock/train/weight_files.h"
 
@@ -37,7 +38,7 @@ NamedTensors state_dict_of(const WeightFiles& weights) {
 // Returns the exported model that the run of a checkpoint has trained.
 std::string model_of(const WeightFiles& weights) {
   std::string model;
-  if (weights.checkpoint) model = nlohmann::json::parse(weights.checkpoint->configuration).value("model", "");
+  if (weights.checkpoint) model = parse_json(weights.checkpoint->configuration).value("model", "");
   if (!model.empty() && fs::exists(model)) return model;
   throw std::runtime_error(
       weights.path +

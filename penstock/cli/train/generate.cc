@@ -9,6 +9,7 @@
 #include "penstock/cli/program/commands.h"
 #include "penstock/cli/program/options.h"
 #include "penstock/schedule/generators.h"
+#include "penstock/schedule/json.h"
 #include "penstock/train/checkpoint.h"
 #include "penstock/train/data.h"
 #include "penstock/train/model.h"
@@ -19,7 +20,7 @@ namespace {
 
 // The GPT of a checkpoint, as its configuration has it.
 GptOptions gpt_of(const Checkpoint& checkpoint) {
-  const auto configuration = nlohmann::json::parse(checkpoint.info().configuration);
+  const auto configuration = parse_json(checkpoint.info().configuration);
   if (!configuration.value("model", "").empty()) {
     throw std::runtime_error(checkpoint.path() +
                              ": is of an exported model, which writes no text by itself.\n  Hint: "
@@ -69,7 +70,7 @@ void add_generate(CLI::App& command, int& /*exit*/) {
     for (int stage = 0; stage < options->ranks; ++stage) stages.push_back(model->build_stage(stage));
     Pipeline pipeline(std::move(stages),
                       generate("ForwardOnly", {.ranks = options->ranks, .stages_per_rank = 1, .microbatches = 1}));
-    std::cout << printable(write_text(pipeline, gpt.length, options->text, options->write)) << "\n";
+    std::cout << write_text(pipeline, gpt.length, options->text, options->write) << "\n";
   });
 }
 

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "penstock/cli/output.h"
+#include "penstock/schedule/json.h"
 
 namespace penstock::cli {
 namespace {
@@ -42,7 +43,7 @@ void MetricsFile::cut(std::int64_t step) {
   for (std::string_view rest = text; !rest.empty();) {
     const std::size_t end = rest.find('\n');
     const std::string_view line = rest.substr(0, end);
-    const json parsed = json::parse(line, nullptr, /*allow_exceptions=*/false);
+    const json parsed = try_parse_json(line).value_or(json());
     const bool has_step = parsed.is_object() && parsed.contains("step") && parsed["step"].is_number_integer();
     if (end != std::string_view::npos && has_step && parsed["step"].get<std::int64_t>() <= step) {
       kept.append(line).append("\n");

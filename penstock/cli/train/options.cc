@@ -9,6 +9,7 @@
 #include "penstock/cli/checks.h"
 #include "penstock/cli/output.h"
 #include "penstock/schedule/generators.h"
+#include "penstock/schedule/json.h"
 #include "penstock/schedule/nearest.h"
 
 namespace penstock::cli {
@@ -38,8 +39,14 @@ std::vector<CLI::ConfigItem> read_items(const std::string& path) {
   const std::string text = read_file(path);
   std::vector<CLI::ConfigItem> items;
   if (std::filesystem::path(path).extension() == ".json") {
-    const json parsed = json::parse(text, nullptr, /*allow_exceptions=*/false);
-    if (!parsed.is_object()) throw std::runtime_error(path + ": is not JSON, or no object: {\"steps\": 1000, …}.");
+    const json parsed = [&] {
+      try {
+        return parse_json(text);
+      } catch (const JsonError& error) {
+        throw std::runtime_error(path + ": " + error.what());
+      }
+    }();
+    if (!parsed.is_object()) throw std::runtime_error(path + ": is not a JSON object: {\"steps\": 1000, …}.");
     for (const auto& [name, value] : parsed.items()) {
       CLI::ConfigItem item;
       item.name = name;
@@ -62,7 +69,7 @@ json value_of(const CLI::Option& option) {
   // A flag, which may be on by default.
   if (option.get_expected_max() == 0) return option.count() > 0 ? option.as<bool>() : words.front() == "true";
   const auto one = [](const std::string& word) {
-    const json parsed = json::parse(word, nullptr, /*allow_exceptions=*/false);
+    const json parsed = try_parse_json(word).value_or(json());
     return parsed.is_number() || parsed.is_boolean() ? parsed : json(word);
   };
   if (option.get_expected_max() == 1) return words.empty() ? json() : one(words.front());

@@ -12,6 +12,7 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "penstock/cli/terminal.h"
 #include "penstock/schedule/costs.h"
 
 namespace penstock::cli {
@@ -43,7 +44,7 @@ Progress::~Progress() {
 
 void Progress::clear_line() {
   if (!has_line_) return;
-  std::cout << "\r\x1b[K" << std::flush;
+  erase_line();
   has_line_ = false;
 }
 
@@ -82,7 +83,8 @@ void Progress::stepped(const StepReport& report) {
                 static_cast<long long>(steps_), report.loss, short_number(rates_.back()).c_str(), unit_.c_str(),
                 100 * report.bubble, by_rank.c_str(), clock_text(left).c_str());
   if (terminal_) {
-    std::cout << "\r\x1b[K" << line.data() << std::flush;
+    erase_line();
+    std::cout << line.data() << std::flush;
     has_line_ = true;
     if (leaves_lines_ && report.step % log_every_ == 0) {
       std::cout << std::endl;

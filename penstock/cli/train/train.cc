@@ -20,6 +20,7 @@
 #include "penstock/cli/train/progress.h"
 #include "penstock/schedule/draw.h"
 #include "penstock/schedule/generators.h"
+#include "penstock/schedule/json.h"
 #include "penstock/train/agreement.h"
 #include "penstock/train/write_text.h"
 #include "penstock/transport/c10d.h"
@@ -148,7 +149,7 @@ class Run {
   void resume(Trainer& trainer) const {
     if (!last_checkpoint(options_.checkpoint)) return;
     const Checkpoint checkpoint(options_.checkpoint);
-    const auto before = nlohmann::json::parse(checkpoint.info().configuration).value("optimizer", "");
+    const auto before = parse_json(checkpoint.info().configuration).value("optimizer", "");
     if (before != options_.optimizer.name) {
       throw CheckpointError(checkpoint.path() + ": has what " + before + " remembers, and the optimizer is " +
                             options_.optimizer.name + ".\n  Hint: --optimizer " + before + " continues it.");
@@ -243,7 +244,7 @@ class Run {
     if (is_text) sample = write_text(trainer.writing_pipeline(), options_.length, "", {.seed = options_.run.seed});
     if (!progress) return;
     if (sums() != nullptr) show_sums(*progress);
-    if (is_text) progress->say("A sample:\n" + printable(sample));
+    if (is_text) progress->say("A sample:\n" + sample);
   }
 
   // Throughput, bubble and memory, and the page.
@@ -299,7 +300,7 @@ class Run {
       const Batch alone{.args = {batch.args[0].toTensor().narrow(0, row, 1)},
                         .kwargs = {},
                         .target = batch.target.toTensor().narrow(0, row, 1)};
-      text += "  " + printable(sums()->written(batch, output, row)) +
+      text += "  " + sums()->written(batch, output, row) +
               (sums()->right_sums(alone, one) == 1 ? "" : "   wrong") + "\n";
     }
     progress.say(text);
