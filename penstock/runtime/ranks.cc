@@ -58,7 +58,16 @@ Ranks::~Ranks() {
   at_exit_.reset();
   if (!unsettled_) return;
   threads_.join();
-  report_on_abort(false);
+  // Operators do not work any more while the process exits.
+  if (ExitHook::is_exiting()) {
+    report_on_abort(false);
+    return;
+  }
+  try {
+    rollback_unsettled();
+  } catch (const std::exception& error) {
+    TORCH_WARN("a step that was abandoned could not be rolled back: ", reason_of(error));
+  }
 }
 
 int Ranks::replicas() const {
@@ -512,6 +521,11 @@ void Ranks::fail(const Running& running) {
 }
 
 void Ranks::settle() {
+  rollback_unsettled();
+  if (are_threads()) connect();
+}
+
+void Ranks::rollback_unsettled() {
   unsettled_ = false;
   report_on_abort(false);
   std::shared_ptr<Running> failed;
@@ -521,7 +535,6 @@ void Ranks::settle() {
   }
   rollback(*failed->step);
   failed->step->works.clear();
-  if (are_threads()) connect();
 }
 
 }  // namespace penstock

@@ -57,7 +57,7 @@ class Ranks {
   // The stages of each replica of this process: all, or those of its one rank. Throws PipelineError when they are not
   // those of the schedule, or the ranks do not agree.
   Ranks(std::vector<std::vector<PipelineStage>> stages, const Schedule& schedule, RanksOptions options);
-  // Waits for actions of an abandoned step.
+  // Waits for actions of an abandoned step, and rolls it back.
   ~Ranks();
   Ranks(const Ranks&) = delete;
   Ranks& operator=(const Ranks&) = delete;
@@ -156,8 +156,9 @@ class Ranks {
   // Begins the step on all stages, and saves what it may change. Throws PipelineError, with nothing changed.
   void begin(StepRun& step);
   void rollback(StepRun& step);
-  // Rolls a failed step back. All of its actions have returned, and abandon_mutex_ is locked.
+  // Rolls a failed step back, and connects the ranks anew. All of its actions have returned, and abandon_mutex_ is locked.
   void settle();
+  void rollback_unsettled();
 
   const Schedule* schedule_;
   RanksOptions options_;

@@ -116,8 +116,7 @@ Costs parse_costs(std::string_view text, const std::string& source, const Costs&
   try {
     root = parse_json(text);
   } catch (const JsonError& error) {
-    throw ScheduleError(source + ": " + error.what() +
-                        "\n  Hint: {\"version\": 1, \"stages\": [{\"forward\": 1}]}");
+    throw ScheduleError(source + ": " + error.what() + "\n  Hint: {\"version\": 1, \"stages\": [{\"forward\": 1}]}");
   }
   reader.require_keys(root, "the file", {"version", "stages", "links"});
   const json version = root.value("version", json());

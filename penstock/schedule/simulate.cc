@@ -192,11 +192,11 @@ class Simulator {
       double second_start = 0;
       if (!compute(rank, self, action.second(), second_start)) return false;
       self.first_part_done = false;
-      times(rank).spans.push_back({self.pair_start, self.clock});
+      times(rank).spans.push_back({self.pair_start, self.last_end});
     } else if (action.is_compute()) {
       double start = 0;
       if (!compute(rank, self, action, start)) return false;
-      times(rank).spans.push_back({start, self.clock});
+      times(rank).spans.push_back({start, self.last_end});
     } else if (action.is_message()) {
       times(rank).spans.push_back(pass_message(rank, self, action));
     } else if (action.computation == Computation::SumShared) {

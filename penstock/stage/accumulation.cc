@@ -60,12 +60,14 @@ AccumulatedGradients::Parts AccumulatedGradients::left_of(std::size_t parameter)
   if (!parts.waiting.defined() || !gradient.defined()) return {.reduced = gradient};
   // All that is there is what waits.
   if (parts.shown.is_same(parts.waiting)) return {.waiting = gradient};
-  const bool untouched =
-      gradient.is_same(parts.shown) && !gradient.is_inference() && version_of(gradient) == parts.version;
-  if (untouched) return parts;
-  if (is_zero(gradient)) return {.reduced = gradient};
-  // Written to, but with the same values, as clipping may do.
-  if (same_values(gradient, sum_of(parameter, parts))) return parts;
+  const bool is_as_left = same_values(gradient, sum_of(parameter, parts));
+  const bool is_counted =
+      !gradient.is_same(parts.shown) || gradient.is_inference() || version_of(gradient) != parts.version;
+  // A write through .data() is not counted, so values decide. A gradient that was zero already is cleared by a write that
+  // is counted.
+  if (is_zero(gradient) && (!is_as_left || is_counted)) return {.reduced = gradient};
+  // Untouched, or written to with the same values, as clipping may do.
+  if (is_as_left) return parts;
   throw StageError(
       parameters_[parameter].name +
       ": .grad was changed while it holds what a step without a reduction has contributed; expected it to be "

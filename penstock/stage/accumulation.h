@@ -6,6 +6,9 @@
 // by zeroing it in place, clears both, for that parameter alone. Any other change is taken as it is, where .grad holds
 // either what was reduced or what was not. Where it is a sum of both, or shows only a shard's part of what waits, the parts
 // cannot be told from it any more, and the next step is refused.
+//
+// Autograd does not count writes through .data(), so these show only where they change values: a shard that has no elements,
+// or whose gradient is zero, does not show that it was cleared so. zero_() and setting .grad to none always do.
 #pragma once
 
 #include <ATen/core/Tensor.h>

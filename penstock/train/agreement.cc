@@ -9,6 +9,7 @@
 
 #include "penstock/schedule/json.h"
 #include "penstock/tensor/reason.h"
+#include "penstock/transport/gate.h"
 
 namespace penstock {
 Agreement::Agreement(Transport* transport, std::chrono::milliseconds timeout) : timeout_(timeout) {
@@ -19,7 +20,7 @@ Agreement::Agreement(Transport* transport, std::chrono::milliseconds timeout) : 
 }
 
 std::vector<std::string> Agreement::gather(const std::string& text) const {
-  const Deadline deadline = Clock::now() + timeout_;
+  const Deadline deadline = deadline_after(timeout_);
   const at::Tensor sizes = at::zeros({everyone_->size()}, at::kLong);
   sizes[everyone_->member()] = static_cast<std::int64_t>(text.size());
   everyone_->all_reduce({sizes})->wait(deadline);

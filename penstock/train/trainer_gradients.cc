@@ -116,8 +116,6 @@ void Trainer::scale_gradients(double factor) {
 void Trainer::drop_gradients() {
   for (const Own& own : own_) {
     for (const auto& [name, parameter] : own.stage->parameters()) parameter.mutable_grad().reset();
-    // Of shards, what was not reduced lies in the whole.
-    for (const auto& [name, parameter] : own.stage->module().parameters) parameter.mutable_grad().reset();
   }
 }
 

@@ -21,6 +21,7 @@ namespace {
 constexpr int kBacklog = 1024;
 constexpr Clock::duration kBetweenAttempts = std::chrono::milliseconds(20);
 constexpr Clock::duration kBetweenLooks = std::chrono::milliseconds(50);
+constexpr Clock::duration kConnecting = std::chrono::seconds(2);
 
 struct FreeAddresses {
   void operator()(addrinfo* list) const { freeaddrinfo(list); }
@@ -48,13 +49,23 @@ std::chrono::milliseconds until(Deadline deadline) {
   return std::clamp(left, std::chrono::milliseconds(0), std::chrono::milliseconds(1'000'000));
 }
 
-// Why a connection cannot be made; empty when it can.
-std::string try_to_connect(const Descriptor& socket, const addrinfo& address, Deadline deadline) {
+using OnWaiting = std::function<void(const std::string& why)>;
+
+// Returns why a connection cannot be made, or nothing when it is there. An address that does not answer has a while, so
+// that other addresses of the same name are tried in time.
+std::string try_to_connect(const Descriptor& socket, const addrinfo& address, Deadline deadline,
+                           const OnWaiting& on_waiting) {
   if (!socket.is_open()) return system_reason(errno);
   if (::connect(socket.number(), address.ai_addr, address.ai_addrlen) == 0) return "";
   if (errno != EINPROGRESS) return system_reason(errno);
+  const Deadline end = std::min<Deadline>(deadline, Clock::now() + kConnecting);
   pollfd waiting{.fd = socket.number(), .events = POLLOUT, .revents = 0};
-  if (::poll(&waiting, 1, static_cast<int>(until(deadline).count())) <= 0) return system_reason(ETIMEDOUT);
+  for (;;) {
+    const Deadline look = std::min<Deadline>(end, Clock::now() + kBetweenLooks);
+    if (::poll(&waiting, 1, static_cast<int>(until(look).count())) > 0) break;
+    if (Clock::now() >= end) return system_reason(ETIMEDOUT);
+    on_waiting(system_reason(ETIMEDOUT));
+  }
   int error = 0;
   socklen_t size = sizeof error;
   ::getsockopt(socket.number(), SOL_SOCKET, SO_ERROR, &error, &size);
@@ -63,7 +74,7 @@ std::string try_to_connect(const Descriptor& socket, const addrinfo& address, De
 
 // Reads up to `size` bytes into the answer.
 void read_answer(const Descriptor& socket, std::size_t size, Deadline deadline, Answer& answer,
-                 const std::function<void(const std::string& why)>& on_waiting) {
+                 const OnWaiting& on_waiting) {
   std::array<char, 64> buffer{};
   while (answer.bytes.size() < size) {
     pollfd waiting{.fd = socket.number(), .events = POLLIN, .revents = 0};
@@ -130,7 +141,7 @@ Answer ask(const std::string& address, int port, const std::string& question, st
     const Addresses all = resolve(address, port, SOCK_STREAM, answer.why);
     for (const addrinfo* one = all.get(); one != nullptr; one = one->ai_next) {
       const Descriptor socket = socket_for(*one);
-      answer.why = try_to_connect(socket, *one, deadline);
+      answer.why = try_to_connect(socket, *one, deadline, on_waiting);
       if (!answer.why.empty()) continue;
       answer.connected = true;
       // The few bytes of a question fit into the buffer of a new connection.

@@ -350,6 +350,11 @@ class Processes(Case):
                         self.assertEqual(rank.returncode, code, text)
                     self.assertEqual(len(self.names_in("kept")), 1)
 
+    def test_a_timeout_may_be_as_long_as_one_likes(self):
+        for timeout in ("1e10", "1e300"):
+            for transport in ("threads", "gloo"):
+                self.train(*SMALL, "--steps", 1, "--ranks", 2, "--transport", transport, "--timeout", timeout)
+
     def test_ranks_with_other_options_are_told_apart(self):
         def ranks(*options):
             started = self.start_ranks(*(["--steps", 2, *words] for words in options))

@@ -49,6 +49,14 @@ TEST(Simulator, LetsALinkCarryOneMessageAtATime) {
   EXPECT_EQ(timeline.ranks[1].spans[1].start, 7);
 }
 
+TEST(Simulator, EndsAnActionBeforeItsSend) {
+  Costs costs;
+  costs.link.send = 5;
+  const Timeline timeline = simulate(parse_csv("0F0,0F1\n1F0,1F1\n"), costs);
+  EXPECT_EQ(timeline.ranks[0].spans[0].end, 1);
+  EXPECT_EQ(timeline.ranks[0].spans[1].start, 6);
+}
+
 TEST(Simulator, MovesAMessageOnlyWhenItsReceiveIsPosted) {
   const Timeline late = simulate(parse_csv("0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F0,1F0,1RECV_F1,1F1\n"), with_link(0.5));
   EXPECT_EQ(late.ranks[1].spans[3].start, 3);

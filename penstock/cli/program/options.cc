@@ -1,10 +1,13 @@
 #include "penstock/cli/program/options.h"
 
+#include <algorithm>
+
 #include "penstock/cli/checks.h"
 #include "penstock/cli/output.h"
 #include "penstock/program/error.h"
 #include "penstock/schedule/csv.h"
 #include "penstock/schedule/generators.h"
+#include "penstock/transport/gate.h"
 
 namespace penstock::cli {
 
@@ -66,7 +69,9 @@ void RunOptions::add_to(CLI::App& command) {
 }
 
 std::chrono::milliseconds RunOptions::timeout_in_milliseconds() const {
-  return std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1000));
+  // Longer than any run, and short enough to be counted in milliseconds.
+  const double longest = std::chrono::duration<double>(kForever).count();
+  return std::chrono::ceil<std::chrono::milliseconds>(std::chrono::duration<double>(std::min(timeout, longest)));
 }
 
 int RunOptions::stages_wanted() const {

@@ -300,8 +300,8 @@ class Run {
       const Batch alone{.args = {batch.args[0].toTensor().narrow(0, row, 1)},
                         .kwargs = {},
                         .target = batch.target.toTensor().narrow(0, row, 1)};
-      text += "  " + sums()->written(batch, output, row) +
-              (sums()->right_sums(alone, one) == 1 ? "" : "   wrong") + "\n";
+      text +=
+          "  " + sums()->written(batch, output, row) + (sums()->right_sums(alone, one) == 1 ? "" : "   wrong") + "\n";
     }
     progress.say(text);
   }
