@@ -125,7 +125,10 @@ void Code::Plan::run(const Call& call, std::vector<c10::IValue>& places, torch::
     for (const auto& [index, operand] : call.in_evaluation->operands) stack[index] = operand;
   }
   if (const auto* handle = std::get_if<c10::OperatorHandle>(&node.function)) {
-    if (training || !call.in_evaluation || !call.in_evaluation->skipped) handle->callBoxed(&stack);
+    if (training || !call.in_evaluation || !call.in_evaluation->skipped) {
+      if (node.check != nullptr) node.check(stack);
+      handle->callBoxed(&stack);
+    }
   } else {
     c10::IValue result = std::get<Arithmetic>(node.function)(stack);
     stack.clear();

@@ -25,7 +25,8 @@ constexpr int kSchemaMajor = 8;
 
 class Reader {
  public:
-  Reader(std::string where, Exported& exported) : nodes_(std::move(where), exported.graph), exported_(&exported) {}
+  Reader(std::string where, Exported& exported, const AllowedOperators& allowed)
+      : nodes_(std::move(where), exported.graph, allowed), exported_(&exported) {}
 
   void read(const json& module) {
     read_interface(module.at("module_call_graph"));
@@ -297,7 +298,7 @@ void check_version(const json& program, const std::string& where) {
 
 }  // namespace
 
-Exported read_exported(const Archive& archive) {
+Exported read_exported(const Archive& archive, const AllowedOperators& allowed) {
   if (archive.contains("byteorder") && archive.text("byteorder") != "little") {
     throw ProgramError(archive.name() + ": was written on a machine with another order of bytes.");
   }
@@ -314,7 +315,7 @@ Exported read_exported(const Archive& archive) {
       known.least = constraint.get_min_val().value_or(known.least);
       known.most = constraint.get_max_val().value_or(known.most);
     }
-    Reader(where, exported).read(program.at("graph_module"));
+    Reader(where, exported, allowed).read(program.at("graph_module"));
     exported.effects = effects_of(exported.graph);
     take_assignments(exported);
   } catch (const ProgramError&) {

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "penstock/program/allowed_operators.h"
 #include "penstock/program/archive.h"
 #include "penstock/program/effects.h"
 #include "penstock/program/graph.h"
@@ -62,7 +63,7 @@ struct Exported {
 
 // Throws ProgramError for what cannot be read: damaged, of another version, or with something that cannot be run, which
 // is named with the module that it came from.
-Exported read_exported(const Archive& archive);
+Exported read_exported(const Archive& archive, const AllowedOperators& allowed);
 
 // Parameters, buffers and constants by their names. What is one tensor in the model is one here, under all its names. With
 // `records`, returns there the records of the archive that they lie in, as bytes that share their memory.

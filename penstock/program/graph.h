@@ -12,6 +12,7 @@
 #include <variant>
 #include <vector>
 
+#include "penstock/program/operator_checks.h"
 #include "penstock/program/size_expression.h"
 
 namespace penstock {
@@ -106,6 +107,8 @@ struct Node {
   std::variant<c10::OperatorHandle, Arithmetic> function;
   // Of an operator: one for each argument of its schema.
   std::vector<Operand> operands = {};
+  // Called with the arguments before the operator is; may be null.
+  ArgumentCheck check = nullptr;
   std::vector<Result> results = {};
   // The innermost call that it belongs to, or -1.
   int call = -1;

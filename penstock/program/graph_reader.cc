@@ -126,10 +126,6 @@ void GraphReader::read_node(const json& described, Scope& scope, int region) {
   node.name = read.get_name().value_or("");
   const auto stack = read.get_metadata().find("nn_module_stack");
   if (stack != read.get_metadata().end()) node.call = read_call(stack->second);
-  if (!may_be_called(target)) {
-    throw ProgramError(describe(*graph_, node) +
-                       ": reaches beyond the program, to files, other processes or bare memory; it is not run.");
-  }
   const auto function = find_function(target);
   if (!function) {
     throw ProgramError(describe(*graph_, node) +
@@ -138,6 +134,17 @@ void GraphReader::read_node(const json& described, Scope& scope, int region) {
                             : ": there is no such operator in this process.\n  Hint: an operator of another library is "
                               "there once that is loaded; one of another version of PyTorch has to be exported with "
                               "2.13."));
+  }
+  if (const auto* handle = std::get_if<c10::OperatorHandle>(&*function)) {
+    const c10::OperatorName& name = handle->operator_name();
+    if (!allowed_->contains(name)) {
+      throw ProgramError(
+          describe(*graph_, node) +
+          ": is not an operator that programs may call: those only compute on their arguments.\n  Hint: " +
+          "if you trust this model and this operator, allow it (--allow-operator " + c10::toString(name) +
+          ", ProgramOptions::allowed_operators).");
+    }
+    node.check = find_argument_check(name);
   }
   node.function = *function;
   node.operands = operands_of(read, node, scope);

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/program/allowed_operators.h"
 #include "penstock/program/error.h"
 #include "penstock/program/graph.h"
 #include "penstock/program/operands.h"
@@ -15,8 +16,9 @@ namespace penstock {
 
 class GraphReader {
  public:
-  // `where` begins every error.
-  GraphReader(std::string where, Graph& graph) : where_(std::move(where)), graph_(&graph) {}
+  // `where` begins every error. The graph and the allowed operators outlive the reader.
+  GraphReader(std::string where, Graph& graph, const AllowedOperators& allowed)
+      : where_(std::move(where)), graph_(&graph), allowed_(&allowed) {}
 
   // What a graph says of its tensors, until they come.
   void declare(const nlohmann::json& graph);
@@ -53,6 +55,7 @@ class GraphReader {
 
   std::string where_;
   Graph* graph_;
+  const AllowedOperators* allowed_;
   // By the calls around them and their keys.
   std::unordered_map<std::string, int> calls_;
   // Of the graph that is read and those around it: types of tensors by their names.

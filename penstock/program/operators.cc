@@ -68,15 +68,6 @@ Operand list_of(Operand operand, const c10::Argument& argument, Operand::ListKin
 
 }  // namespace
 
-bool may_be_called(std::string_view target) {
-  constexpr auto kRefused = std::to_array<std::string_view>(
-      {"torch.ops.aten.from_file.", "torch.ops.c10d.", "torch.ops._c10d_functional.", "torch.ops.c10d_functional.",
-       "torch.ops._c10d_functional_autograd.", "torch.ops.symm_mem.", "torch.ops.inductor.", "torch.ops.profiler.",
-       "torch.ops.aten._from_file.", "torch.ops.prim.", "torch.ops.static_runtime."});
-  return std::none_of(kRefused.begin(), kRefused.end(),
-                      [&](std::string_view prefix) { return target.starts_with(prefix); });
-}
-
 std::optional<std::variant<c10::OperatorHandle, Arithmetic>> find_function(std::string_view target) {
   if (const Arithmetic arithmetic = find_arithmetic(target)) return arithmetic;
   constexpr std::string_view kPrefix = "torch.ops.";

@@ -14,10 +14,6 @@
 
 namespace penstock {
 
-// Whether a program may call it: an export comes from anybody, and some operators open files, talk to other processes or
-// take memory as it is.
-bool may_be_called(std::string_view target);
-
 // By the export's name for it; none for one that is not there.
 std::optional<std::variant<c10::OperatorHandle, Arithmetic>> find_function(std::string_view target);
 

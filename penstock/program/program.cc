@@ -152,10 +152,10 @@ void refuse_written_views(const Program::State& state) {
   }
 }
 
-std::shared_ptr<Program::State> read_state(const Archive& archive) {
+std::shared_ptr<Program::State> read_state(const Archive& archive, const ProgramOptions& options) {
   auto state = std::make_shared<Program::State>();
   state->name = archive.name();
-  state->exported = std::make_shared<Exported>(read_exported(archive));
+  state->exported = std::make_shared<Exported>(read_exported(archive, AllowedOperators(options.allowed_operators)));
   state->weights = read_weights(archive, &state->weight_records);
   for (const ProgramInput& input : state->exported->inputs) {
     const bool has_tensor = input.kind == ProgramInput::Kind::Parameter || input.kind == ProgramInput::Kind::Buffer ||
@@ -228,9 +228,9 @@ Part::Write Program::State::write_of(const ProgramOutput& output) const {
   return write;
 }
 
-Program::Program(const std::string& path) : Program(Archive(path)) {}
+Program::Program(const std::string& path, const ProgramOptions& options) : Program(Archive(path), options) {}
 
-Program::Program(const Archive& archive) : state_(read_state(archive)) {}
+Program::Program(const Archive& archive, const ProgramOptions& options) : state_(read_state(archive, options)) {}
 
 // A microbatch of a batch of numbers is a tensor of one element, where the program takes a number.
 c10::IValue Program::State::number_for(const ProgramInput& input, const c10::IValue& given) const {

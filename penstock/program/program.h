@@ -26,11 +26,17 @@
 
 namespace penstock {
 
+struct ProgramOptions {
+  // Operators that the program may call besides those that only compute on their arguments, such as those of a library that
+  // you have loaded: "library::name" for all overloads, or "library::name.overload".
+  std::vector<std::string> allowed_operators = {};
+};
+
 class Program {
  public:
   // Throws ProgramError, which names the file and what is wrong in it.
-  explicit Program(const std::string& path);
-  explicit Program(const Archive& archive);
+  explicit Program(const std::string& path, const ProgramOptions& options = {});
+  explicit Program(const Archive& archive, const ProgramOptions& options = {});
 
   // The model's output. Arguments are checked against the shapes of the export. Throws ProgramError, which names the
   // argument, or the node that failed.

@@ -288,13 +288,37 @@ TEST(Reading, RefusesAnAutocastToADtypeThatThereIsNot) {
 }
 
 // What is run stays in memory.
-TEST(Reading, RefusesOperatorsThatOpenFiles) {
-  json model = small_model();
+TEST(Reading, RefusesOperatorsThatReachBeyondTheProgram) {
   const json name = {{"as_string", "/nowhere/that/there/is"}};
-  nodes_of(model).push_back(node("file", "torch.ops.aten.from_file.default",
-                                 {{"filename", name}, {"shared", {{"as_bool", true}}}, {"size", {{"as_int", 4}}}},
-                                 json::array({tensor_argument("file")})));
-  expect_model_refused(model, ": node 2 'file': ");
+  const std::vector<std::pair<std::string, json>> file{
+      {"filename", name}, {"shared", {{"as_bool", true}}}, {"size", {{"as_int", 4}}}};
+  // With and without the name of an overload.
+  for (const char* target : {"torch.ops.aten.from_file.default", "torch.ops.aten.from_file"}) {
+    json model = small_model();
+    nodes_of(model).push_back(node("file", target, file, json::array({tensor_argument("file")})));
+    expect_model_refused(model, std::string(": node 2 'file': node 'file' (") + target +
+                                    ") of module 'layer' (torch.nn.modules.linear.Linear): is not an operator that "
+                                    "programs may call: those only compute on their "
+                                    "arguments.\n  Hint: if you trust this model and this operator, allow it "
+                                    "(--allow-operator aten::from_file, ProgramOptions::allowed_operators).");
+  }
+  json model = small_model();
+  std::vector<std::pair<std::string, json>> text{{"s", {{"as_string", "hello"}}}};
+  nodes_of(model).push_back(node("say", "torch.ops.aten._print", text, json::array()));
+  expect_model_refused(model,
+                       ": node 2 'say': node 'say' (torch.ops.aten._print) of module 'layer' "
+                       "(torch.nn.modules.linear.Linear): is not an operator that programs may call");
+}
+
+TEST(Reading, TakesOperatorsThatTheUserAllows) {
+  json model = small_model();
+  const std::vector<std::pair<std::string, json>> text{{"s", {{"as_string", "hello"}}}};
+  nodes_of(model).push_back(node("say", "torch.ops.aten._print", text, json::array()));
+  const std::string bytes = zipped(small_records(model));
+  const Archive archive(bytes, "small");
+  EXPECT_THROW(Program{archive}, ProgramError);
+  const Program program(archive, {.allowed_operators = {"aten::_print"}});
+  EXPECT_EQ(program.graph().nodes.size(), 3U);
 }
 
 }  // namespace

@@ -78,7 +78,7 @@ void add_check(CLI::App& command, int& exit) {
   options->weights.add_to(command, "Weights to compare with instead of the model's own");
   on_call(command, [options, &exit] {
     if (!options->dump.empty()) require_folder(options->dump);
-    Program program = read_program(options->cut.model, options->weights.read());
+    Program program = read_program(options->cut, options->weights.read());
     if (options->eval) program.eval();
     const Pipe pipe = options->cut.cut(program, options->run.stages_wanted());
     TensorsByName batch;

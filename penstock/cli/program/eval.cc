@@ -97,7 +97,7 @@ struct Metrics {
 
 // Evaluates in this process: on all ranks, or on the one of the transport. The rank that has the last stage prints.
 void evaluate(const EvalOptions& options, std::shared_ptr<Transport> transport) {
-  Program program = read_program(options.cut.model, options.weights.read());
+  Program program = read_program(options.cut, options.weights.read());
   program.eval();
   const CountingData data(batch_files(options.data, program, options.files));
   const std::vector<Batch> batches = data.held_out();
@@ -157,7 +157,7 @@ void add_eval(CLI::App& command, int& /*exit*/) {
       OwnRanks::run([&](const std::filesystem::path&, int) { as_rank(); });
     }
     if (options->run.transport == "threads") return evaluate(*options, nullptr);
-    const Program program = read_program(options->cut.model, options->weights.read());
+    const Program program = read_program(options->cut, options->weights.read());
     OwnRanks ranks(options->run.make(options->cut.cut(program, options->run.stages_wanted()).num_stages(), 0).ranks());
     ranks.wait(Clock::now() + std::chrono::hours(24));
   });

@@ -10,6 +10,7 @@
 
 #include "penstock/cli/output.h"
 #include "penstock/cli/program/commands.h"
+#include "penstock/cli/program/options.h"
 #include "penstock/program/archive.h"
 #include "penstock/program/program.h"
 #include "penstock/schedule/json.h"
@@ -61,6 +62,7 @@ void add_export(CLI::App& command, int& /*exit*/) {
     std::string output;
     std::string model;
     std::string pt2;
+    std::vector<std::string> allowed_operators;
   };
   const auto options = std::make_shared<Options>();
   command
@@ -77,6 +79,7 @@ void add_export(CLI::App& command, int& /*exit*/) {
       .add_option("--model", options->model, "The exported model that --pt2 is a copy of; by default that of the run")
       ->option_text("MODEL.pt2")
       ->needs(pt2);
+  add_allowed_operators(command, options->allowed_operators);
   on_call(command, [options] {
     if (options->output.empty() && options->pt2.empty()) {
       throw std::runtime_error("there is nothing to write.\n  Hint: -o model.safetensors, --pt2 trained.pt2, or both.");
@@ -96,7 +99,7 @@ void add_export(CLI::App& command, int& /*exit*/) {
       const std::string model = options->model.empty() ? model_of(weights) : options->model;
       require_other_file(options->pt2, model);
       archive.emplace(model);
-      program.emplace(*archive);
+      program.emplace(*archive, ProgramOptions{.allowed_operators = options->allowed_operators});
       program->load_state_dict({weights.tensors.begin(), weights.tensors.end()}, weights.path);
     }
     if (!options->output.empty()) {

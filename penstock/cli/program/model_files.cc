@@ -18,8 +18,8 @@ std::optional<WeightFiles> WeightsOption::read() const {
   return path.empty() ? std::nullopt : std::optional(read_weight_files(path));
 }
 
-Program read_program(const std::string& model, const std::optional<WeightFiles>& weights) {
-  Program program(model);
+Program read_program(const CutOptions& cut, const std::optional<WeightFiles>& weights) {
+  Program program(cut.model, cut.program());
   if (weights) program.load_state_dict({weights->tensors.begin(), weights->tensors.end()}, weights->path);
   return program;
 }

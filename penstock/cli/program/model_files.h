@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 
+#include "penstock/cli/program/options.h"
 #include "penstock/program/inputs.h"
 #include "penstock/program/program.h"
 #include "penstock/train/weight_files.h"
@@ -22,7 +23,7 @@ struct WeightsOption {
 };
 
 // Reads an exported model, and loads the weights if there are any. Throws ProgramError, with what differs, unless they fit.
-Program read_program(const std::string& model, const std::optional<WeightFiles>& weights);
+Program read_program(const CutOptions& cut, const std::optional<WeightFiles>& weights = std::nullopt);
 
 // Reads the inputs of all microbatches, args.0, kwargs.mask, …, from a file that may have been written for training: without
 // its target.

@@ -11,6 +11,14 @@
 
 namespace penstock::cli {
 
+void add_allowed_operators(CLI::App& command, std::vector<std::string>& names) {
+  command
+      .add_option("--allow-operator", names,
+                  "Operators that the model may call besides those that only compute on their arguments")
+      ->option_text("LIBRARY::NAME…")
+      ->expected(1, CLI::detail::expected_max_vector_size);
+}
+
 void CutOptions::add_to(CLI::App& command, bool required) {
   command.add_option("MODEL.pt2", model, "What torch.export.save has written")->required(required);
   auto* const places = command
@@ -23,6 +31,7 @@ void CutOptions::add_to(CLI::App& command, bool required) {
       ->option_text("N")
       ->check(whole_number())
       ->excludes(places);
+  add_allowed_operators(command, allowed_operators);
 }
 
 Pipe CutOptions::cut(const Program& program, int otherwise) const {

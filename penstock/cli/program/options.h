@@ -13,16 +13,21 @@
 
 namespace penstock::cli {
 
+// Adds --allow-operator.
+void add_allowed_operators(CLI::App& command, std::vector<std::string>& names);
+
 // CUT: where to cut a model.
 struct CutOptions {
   std::string model;
   std::vector<std::string> at;
   int stages = 0;
+  std::vector<std::string> allowed_operators;
 
   void add_to(CLI::App& command, bool required = true);
   // At the places that were named and the model's own marks; in so many stages; without a word, at the marks, or in
   // `otherwise` stages if there are none.
   Pipe cut(const Program& program, int otherwise = 1) const;
+  ProgramOptions program() const { return {.allowed_operators = allowed_operators}; }
 };
 
 // RUN: how to run it.

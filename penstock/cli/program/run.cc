@@ -32,7 +32,7 @@ void add_run(CLI::App& command, int& /*exit*/) {
   options->weights.add_to(command, "Weights to run with instead of the model's own");
   on_call(command, [options] {
     require_folder(options->output);
-    Program program = read_program(options->cut.model, options->weights.read());
+    Program program = read_program(options->cut, options->weights.read());
     program.eval();
     const Pipe pipe = options->cut.cut(program, options->run.stages_wanted());
     const TensorsByName batch = read_inputs(options->inputs);

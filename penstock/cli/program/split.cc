@@ -9,6 +9,7 @@
 #include "penstock/cli/checks.h"
 #include "penstock/cli/output.h"
 #include "penstock/cli/program/commands.h"
+#include "penstock/cli/program/model_files.h"
 #include "penstock/cli/program/options.h"
 #include "penstock/cli/program/picture.h"
 
@@ -62,7 +63,7 @@ void add_split(CLI::App& command, int& /*exit*/) {
       ->excludes(json);
   command.add_option("-o,--output", options->output, "Write to a file")->option_text("FILE");
   on_call(command, [options] {
-    const Pipe pipe = options->cut.cut(Program(options->cut.model));
+    const Pipe pipe = options->cut.cut(read_program(options->cut));
     write_output(options->output, [&](std::ostream& out) {
       if (options->json) {
         write_json(out, pipe.info());

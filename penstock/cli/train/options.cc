@@ -315,7 +315,7 @@ TrainSetup set_up(const TrainOptions& options, int replicas) {
                                "safetensors files: args.0, kwargs.mask, target.");
     }
     for (int i = 0; i < replicas; ++i) {
-      Program program = read_program(options.cut.model, weights);
+      Program program = read_program(options.cut, weights);
       program.train();
       if (bfloat16) program.set_autocast(at::kBFloat16);
       if (i == 0) setup.program = program;
