@@ -102,6 +102,14 @@ bool Archive::contains(std::string_view record) const {
   return content_->places.contains(record);
 }
 
+std::uint32_t Archive::checksum() const {
+  std::string text;
+  for (const auto& [name, record] : content_->places) {
+    text += name + " " + std::to_string(record.size) + " " + std::to_string(record.checksum) + "\n";
+  }
+  return static_cast<std::uint32_t>(crc32_z(0, reinterpret_cast<const Bytef*>(text.data()), text.size()));
+}
+
 std::string_view Archive::view(const std::string& record) const {
   const auto found = content_->places.find(record);
   if (found == content_->places.end()) throw ProgramError(content_->name + ": has no record " + record + ".");

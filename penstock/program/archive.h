@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <string>
@@ -35,6 +36,9 @@ class Archive {
   // they are not those that were written.
   std::string text(const std::string& record) const;
   at::Tensor bytes(const std::string& record) const;
+
+  // Returns a checksum of all records: names, sizes and the checksums that the archive has of their bytes. No bytes are read.
+  std::uint32_t checksum() const;
 
   // Writes a copy in which these records have other bytes, as many as before, with their checksums. All else is the same, so
   // every record keeps its place and alignment. `path` is replaced when all is on the disk. Throws ProgramError.

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <initializer_list>
 #include <map>
@@ -102,10 +103,18 @@ void check_batch_norm(Arguments arguments) {
   }
 }
 
-// Normalises with statistics, which have to be there.
+// There are no statistics but those of the batch.
+void check_batch_norm_of_batch(Arguments arguments) {
+  check_batch_norm(arguments);
+  require(arguments[3].toBool(), "without training there should be a running mean and variance.");
+}
+
+// Without training, or without being asked, statistics have to be there.
 void check_batch_norm_statistics(Arguments arguments) {
   check_batch_norm(arguments);
-  require(has_tensor(arguments[3]) && has_tensor(arguments[4]), "there should be a running mean and variance.");
+  const bool trains = arguments[5].isBool() && arguments[5].toBool();
+  require(trains || (has_tensor(arguments[3]) && has_tensor(arguments[4])),
+          "there should be a running mean and variance.");
 }
 
 void check_embedding_bag(Arguments arguments) {
@@ -240,6 +249,19 @@ void check_weight_norm(Arguments arguments) {
       "there should be a magnitude for each index of the dimension, of the weight's type.");
 }
 
+// A scale other than that of the sizes reads beyond the input.
+void check_antialias(Arguments arguments) {
+  const at::Tensor& input = arguments[0].toTensor();
+  const std::vector<std::int64_t> output = arguments[1].toIntVector();
+  require(input.dim() == 4 && output.size() == 2, "the input should be images, and the output size two numbers.");
+  for (std::size_t i = 0; i < 2; ++i) {
+    if (arguments[3 + i].isNone()) continue;
+    const double scaled =
+        static_cast<double>(input.size(static_cast<std::int64_t>(2 + i))) * arguments[3 + i].toDouble();
+    require(std::abs(scaled - static_cast<double>(output[i])) <= 1, "scales should be those of the sizes.");
+  }
+}
+
 // Classes that are not there read beyond the probabilities.
 void check_ctc(Arguments arguments) {
   const at::Tensor& log_probabilities = arguments[0].toTensor();
@@ -253,7 +275,7 @@ void check_segment_reduce(Arguments arguments) {
   arguments[6] = false;
 }
 
-// By name, or by name and overload.
+// By name, or by name and overload; a name that ends in a dot is that of the overload without a name.
 const std::map<std::string_view, ArgumentCheck>& checks() {
   static const std::map<std::string_view, ArgumentCheck> all{
       {"aten::as_strided", check_as_strided},
@@ -268,9 +290,10 @@ const std::map<std::string_view, ArgumentCheck>& checks() {
       {"aten::sparse_csc_tensor.ccol_row_value_size", check_compressed<at::kSparseCsc>},
       {"aten::sparse_bsr_tensor.crow_col_value_size", check_compressed<at::kSparseBsr>},
       {"aten::sparse_bsc_tensor.ccol_row_value_size", check_compressed<at::kSparseBsc>},
-      {"aten::native_batch_norm", check_batch_norm},
-      {"aten::_native_batch_norm_legit", check_batch_norm},
-      {"aten::_native_batch_norm_legit_functional", check_batch_norm},
+      {"aten::native_batch_norm", check_batch_norm_statistics},
+      {"aten::_native_batch_norm_legit", check_batch_norm_statistics},
+      {"aten::_native_batch_norm_legit.no_stats", check_batch_norm_of_batch},
+      {"aten::_native_batch_norm_legit_functional", check_batch_norm_statistics},
       {"aten::_native_batch_norm_legit_no_training", check_batch_norm},
       {"aten::_batch_norm_with_update", check_batch_norm},
       {"aten::_batch_norm_with_update_functional", check_batch_norm},
@@ -300,6 +323,8 @@ const std::map<std::string_view, ArgumentCheck>& checks() {
       {"aten::ctc_loss", check_ctc},
       {"aten::_ctc_loss", check_ctc},
       {"aten::segment_reduce", check_segment_reduce},
+      {"aten::_upsample_bicubic2d_aa.", check_antialias},
+      {"aten::_upsample_bilinear2d_aa.", check_antialias},
   };
   return all;
 }
