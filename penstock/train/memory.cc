@@ -33,7 +33,9 @@ class MemoryWalk {
       for_each_part(action, [&](const Action& part) { run(part); });
     }
   }
-  double peak() const { return peak_ + (between_processes_ ? peak_received_ : 0); }
+  // Bytes of messages that are kept for later ones.
+  double kept_messages() const { return between_processes_ ? peak_received_ : 0; }
+  double peak() const { return peak_ + kept_messages(); }
 
  private:
   void run(const Action& part) {
@@ -44,16 +46,23 @@ class MemoryWalk {
     } else if (part.computation == Computation::SendBackward) {
       sent_ += of(edge_under(part).from).sent;
     } else if (part.computation == Computation::Unshard) {
+      // Shards are gathered into a buffer first.
+      raise(2 * stage.unsharded);
       alive_ += stage.unsharded;
     } else if (part.computation == Computation::Reshard) {
       alive_ -= stage.unsharded;
     } else if (part.computation == Computation::ReduceGrad) {
-      if (with_gradients_.erase(part.stage) > 0) alive_ -= stage.unsharded;
+      // Whole gradients are copied into one buffer, which stays until the end of the step, as does their shard.
+      if (stage.unsharded == 0 || with_gradients_.erase(part.stage) == 0) return;
+      raise(stage.unsharded);
+      alive_ += stage.gradients;
     } else if (is_forward(part)) {
       alive_ += stage.kept;
       raise(stage.working_forward);
     } else if (part.is_compute()) {
-      if (makes_weight_gradient(part) && with_gradients_.insert(part.stage).second) alive_ += stage.unsharded;
+      if (makes_weight_gradient(part) && with_gradients_.insert(part.stage).second) {
+        alive_ += stage.unsharded > 0 ? stage.unsharded : stage.gradients;
+      }
       raise(stage.working_backward);
       const StageGraph& graph = schedule_.graph();
       if (makes_input_gradient(part)) received_ -= bytes_across(graph.out_edges(part.stage));
@@ -100,9 +109,15 @@ double predicted_bytes(const Schedule& schedule, int rank, std::span<const Stage
                        bool between_processes) {
   MemoryWalk walk(schedule, stages, between_processes);
   walk.run(rank);
-  double bytes = walk.peak();
-  for (const int stage : schedule.placement().stages_of(rank)) bytes += stages[static_cast<std::size_t>(stage)].held;
-  return bytes;
+  double held = 0;
+  double gradients = 0;
+  double working_update = 0;
+  for (const int stage : schedule.placement().stages_of(rank)) {
+    held += stages[static_cast<std::size_t>(stage)].held;
+    gradients += stages[static_cast<std::size_t>(stage)].gradients;
+    working_update = std::max(working_update, stages[static_cast<std::size_t>(stage)].working_update);
+  }
+  return held + std::max(walk.peak(), gradients + working_update + walk.kept_messages());
 }
 
 struct MemoryWatch::CountsOfRank {
@@ -130,6 +145,7 @@ struct MemoryWatch::Counts {
         kept(static_cast<std::size_t>(of_stages)),
         working_forward(static_cast<std::size_t>(of_stages)),
         working_backward(static_cast<std::size_t>(of_stages)),
+        working_update(static_cast<std::size_t>(of_stages)),
         ranks_of_replica(of_ranks) {
     for (auto& working : working_backward) working = kUnknown;
   }
@@ -176,6 +192,7 @@ struct MemoryWatch::Counts {
   std::vector<std::atomic<std::int64_t>> kept;
   std::vector<std::atomic<std::int64_t>> working_forward;
   std::vector<std::atomic<std::int64_t>> working_backward;
+  std::vector<std::atomic<std::int64_t>> working_update;
   std::array<Map, 16> maps;
   int ranks_of_replica;
 };
@@ -184,7 +201,7 @@ namespace {
 
 // Of a thread, for libtorch's allocator to report to.
 template <class Counts>
-struct Reporter final : c10::MemoryReportingInfoBase {
+struct Reporter : c10::MemoryReportingInfoBase {
   Reporter(std::shared_ptr<Counts> to, int of) : counts(std::move(to)), rank(of) {}
 
   void reportMemoryUsage(void* data, std::int64_t size, std::size_t /*allocated*/, std::size_t /*reserved*/,
@@ -196,6 +213,35 @@ struct Reporter final : c10::MemoryReportingInfoBase {
   std::shared_ptr<Counts> counts;
   int rank;
 };
+
+// Also counts what is allocated while it is there, and is freed or not.
+template <class Counts>
+struct MeasuringReporter final : Reporter<Counts> {
+  using Reporter<Counts>::Reporter;
+
+  void reportMemoryUsage(void* data, std::int64_t size, std::size_t allocated, std::size_t reserved,
+                         c10::Device device) override {
+    Reporter<Counts>::reportMemoryUsage(data, size, allocated, reserved, device);
+    if (size > 0) {
+      pieces[data] = size;
+      most = std::max(most, now += size);
+    } else if (const auto piece = pieces.find(data); piece != pieces.end()) {
+      now -= piece->second;
+      pieces.erase(piece);
+    }
+  }
+
+  std::unordered_map<const void*, std::int64_t> pieces;
+  std::int64_t now = 0;
+  std::int64_t most = 0;
+};
+
+// Returns true when PyTorch's profiler has the reports of this thread for itself.
+template <class Counts>
+bool is_profiled() {
+  const auto* const around = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE);
+  return around != nullptr && dynamic_cast<const Reporter<Counts>*>(around) == nullptr;
+}
 
 }  // namespace
 
@@ -210,13 +256,26 @@ MemoryWatch::MemoryWatch(int ranks, int stages, int replicas)
 MemoryWatch::~MemoryWatch() = default;
 
 MemoryWatch::Scope::Scope(MemoryWatch& watch, int rank, int replica) {
-  // PyTorch's profiler has it for itself.
-  const auto* const around = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE);
-  if (around != nullptr && dynamic_cast<const Reporter<Counts>*>(around) == nullptr) return;
+  if (is_profiled<Counts>()) return;
   guard_ =
       std::make_unique<Guard>(std::make_shared<Reporter<Counts>>(watch.counts_, watch.counts_->index(rank, replica)));
 }
 MemoryWatch::Scope::~Scope() = default;
+
+void MemoryWatch::measure_update(int stage, int rank, int replica, const std::function<void()>& update) {
+  if (is_profiled<Counts>()) return update();
+  const auto reporter = std::make_shared<MeasuringReporter<Counts>>(counts_, counts_->index(rank, replica));
+  {
+    const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, reporter);
+    update();
+  }
+  Counts::raise(counts_->working_update[static_cast<std::size_t>(stage)], reporter->most - reporter->now);
+}
+
+void MemoryWatch::adopt(const at::Tensor& tensor, int rank, int replica) {
+  const auto bytes = static_cast<std::int64_t>(tensor.storage().nbytes());
+  if (bytes > 0) counts_->report(tensor.storage().data(), bytes, counts_->index(rank, replica));
+}
 
 int MemoryWatch::replica_here(int rank) {
   struct Place {
@@ -265,6 +324,10 @@ std::int64_t MemoryWatch::working_forward(int stage) const {
 std::int64_t MemoryWatch::working_backward(int stage) const {
   const std::int64_t least = counts_->working_backward[static_cast<std::size_t>(stage)].load(std::memory_order_relaxed);
   return least == Counts::kUnknown ? 0 : least;
+}
+
+std::int64_t MemoryWatch::working_update(int stage) const {
+  return counts_->working_update[static_cast<std::size_t>(stage)].load(std::memory_order_relaxed);
 }
 
 std::int64_t MemoryWatch::kept(int stage) const {

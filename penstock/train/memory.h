@@ -2,7 +2,10 @@
 // made, wherever it goes and whoever lets go of it, as far as that happens in a scope.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -19,8 +22,10 @@ struct RankMemory {
 
 // Memory of a stage, in bytes.
 struct StageMemory {
-  // Parameters, their gradients and the optimizer's state, all the time.
+  // Parameters and the optimizer's state, all the time.
   double held = 0;
+  // Gradients of these, from the first backward on; of shards from REDUCE_GRAD on.
+  double gradients = 0;
   // Parameters that are put together out of shards: twice from the first backward to REDUCE_GRAD, for their gradients.
   double unsharded = 0;
   // A microbatch from its forward to its weight gradient.
@@ -28,11 +33,13 @@ struct StageMemory {
   // Needed while a forward or a backward runs, beyond what was there before it and what it leaves.
   double working_forward = 0;
   double working_backward = 0;
+  // The same for the step of the optimizer.
+  double working_update = 0;
   // The message with its output, or with the gradient of that.
   double sent = 0;
 };
 
-// Returns what a rank has at most while it runs its list of a lowered schedule. Between processes messages are copied:
+// Returns what a rank has at most while it runs its list of a lowered schedule, or while its optimizer steps. Between processes messages are copied:
 //   - A received activation counts from its RECV_F to its weight gradient, and a received gradient from its RECV_B to its
 //     backward. The memory is kept for later messages, so its peak counts all the time.
 //   - What was sent stays until the end of the step, up to the limits of the send queue.
@@ -62,6 +69,12 @@ class MemoryWatch {
   // Puts each action of a pipeline's ranks into its rank's scope. Replicas are told apart by their threads.
   void watch(ActionFunctions& functions);
 
+  // Calls `update`, the step of a stage's optimizer, and measures what it has for a while.
+  void measure_update(int stage, int rank, int replica, const std::function<void()>& update);
+
+  // Counts the memory of a tensor as the rank's, whoever has allocated it.
+  void adopt(const at::Tensor& tensor, int rank, int replica);
+
   // At most at one time, in the replica that had the most.
   std::int64_t most(int rank) const;
   // What a forward of this stage has left behind, at most, in a step with backwards.
@@ -70,6 +83,8 @@ class MemoryWatch {
   // at least, as the first one of a step also makes the gradients.
   std::int64_t working_forward(int stage) const;
   std::int64_t working_backward(int stage) const;
+  // What an update of this stage had for a while, at most, beyond what it left.
+  std::int64_t working_update(int stage) const;
 
  private:
   struct CountsOfRank;

@@ -184,6 +184,9 @@ void Trainer::load(const Checkpoint& checkpoint) {
   checkpoint.require_model(tensors);
   const c10::NoGradGuard no_grad;
   for (Own& own : own_) {
+    // The optimizer's state is the rank's.
+    const int rank = pipeline_->schedule().placement().rank_of(own.stage->stage_index());
+    const MemoryWatch::Scope scope(memory_, rank, options_.transport == nullptr ? own.replica : 0);
     for (const auto& [name, parameter] : own.stage->parameters()) {
       parameter.detach().copy_(part_for(own, name, checkpoint.weight(name)));
     }
