@@ -94,6 +94,7 @@ class BatchFiles final : public Data {
   }
   // Files are mapped, so this reads their headers alone.
   void check(const BatchSplit& split) const override {
+    check_targets();
     for (const std::string& file : files_) check(file, split.replicas, split.microbatches);
     for (const std::string& file : held_out_) check(file, split.eval_replicas, split.microbatches);
   }
@@ -144,6 +145,29 @@ class BatchFiles final : public Data {
   }
 
  private:
+  // Which shapes a loss takes depends on the output, which the first batches show; all targets should be like theirs.
+  void check_targets() const {
+    if (options_.loss == "output") return;
+    std::string first_file;
+    at::Tensor first;
+    for (const auto* list : {&held_out_, &files_}) {
+      for (const std::string& file : *list) {
+        const at::Tensor target = read(file).target.toTensor();
+        if (options_.loss == "cross_entropy" && !target.is_floating_point() && target.scalar_type() != at::kLong) {
+          throw DataError(file +
+                          ": --loss cross_entropy takes class indices of int64, or probabilities: the target is a " +
+                          describe(target) + ".");
+        }
+        if (!first.defined()) {
+          first = target;
+          first_file = file;
+        }
+        if (target.scalar_type() == first.scalar_type() && target.dim() == first.dim()) continue;
+        throw DataError(file + ": the target is a " + describe(target) + ", and that of " + first_file + " is a " +
+                        describe(first) + "; all should have the same type and number of dimensions.");
+      }
+    }
+  }
   void check(const std::string& file, int replicas, int microbatches) const {
     const Batch whole = read(file);
     std::string place = file;
