@@ -1,5 +1,7 @@
 #include "penstock/train/loop.h"
 
+#include <utility>
+
 namespace penstock {
 
 int train(Trainer& trainer, std::int64_t steps, const std::vector<Batch>& held_out, const LoopOptions& options,
@@ -20,8 +22,10 @@ int train(Trainer& trainer, std::int64_t steps, const std::vector<Batch>& held_o
   // What cannot be evaluated is found before the first step, not after the last.
   if (trainer.steps_done() < steps && !held_out.empty()) trainer.evaluate({held_out.front()}, options.eval_outputs);
   if (events.starting) events.starting();
+  bool has_begun = false;
   while (trainer.steps_done() < steps) {
     const StepReport report = trainer.step(events.stop_code ? events.stop_code() : 0);
+    if (!std::exchange(has_begun, true) && events.begun) events.begun();
     if (events.stepped) events.stepped(report);
     if (report.stop_code != 0) {
       save();

@@ -31,6 +31,8 @@ struct LoopEvents {
   std::function<void(std::int64_t step, const std::string& path)> saved;
   // Called on all processes after the trial evaluation, before the first step. What it throws ends the run.
   std::function<void()> starting;
+  // Called on all processes after the first step and before its `stepped`: what can fail at once has not failed.
+  std::function<void()> begun;
   // Asked before every step. A code that is not 0 stops all processes after that step.
   std::function<int()> stop_code;
 };

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <future>
 #include <iterator>
+#include <limits>
 #include <map>
 #include <numeric>
 #include <span>
@@ -100,6 +101,11 @@ Trainer::Trainer(std::vector<std::unique_ptr<Model>> replicas, const Data& data,
                       .stage = &stage,
                       .optimizer = Optimizer(options_.optimizer, stage.parameters()),
                       .positions = positions_in(stage, replica_of(local))});
+      // Those of an exported model were read before there were ranks.
+      const int rank = schedule.placement().rank_of(stage.stage_index());
+      for (const auto* tensors : {&stage.parameters(), &stage.module().parameters, &stage.module().buffers}) {
+        for (const auto& [name, tensor] : *tensors) memory_.adopt(tensor, rank, static_cast<int>(local));
+      }
     }
   }
 }
@@ -161,34 +167,13 @@ StepReport Trainer::step(int stop_code) {
   try {
     const StepBatches batches = batches_of_step();
     for (const Batch& batch : batches.batches) report.size += data_.size_of(batch);
-    Figures figures = run_batches(batches);
-    figures.squares = squares_of_gradients();
-    const auto process = options_.transport == nullptr ? 0 : static_cast<std::size_t>(options_.transport->rank());
-    figures.stop_codes[process] = stop_code;
-    sum_up(figures);
-    double sum = 0;
-    std::size_t next = 0;
-    for (const std::vector<Share>& shares : batches.shares) {
-      for (const Share& share : shares) sum += share.weight * figures.losses[next++];
-    }
-    report.loss = sum / batches.weight;
-    report.gradient_norm = std::sqrt(std::accumulate(figures.squares.begin(), figures.squares.end(), 0.0));
-    report.bubble = figures.whole > 0 ? 1 - figures.computed / figures.whole : 0;
-    const auto stop = std::ranges::find_if(figures.stop_codes, [](double code) { return code != 0; });
-    if (stop != figures.stop_codes.end()) report.stop_code = static_cast<int>(*stop);
-    for (const double bytes : figures.memory) report.memory.push_back(static_cast<std::int64_t>(bytes));
-    if (!std::isfinite(report.loss) || !std::isfinite(report.gradient_norm)) {
-      report.skipped = nonfinite_in(batches, figures);
-      if (options_.on_nonfinite == OnNonFinite::Stop) {
-        throw NonFiniteError(report.skipped +
-                             "\n  Hint: look at the data, lower --learning-rate or --clip, or let --on-nonfinite skip "
-                             "leave out such steps.");
-      }
-      if (skipped_in_a_row_ >= options_.max_skipped) {
-        throw NonFiniteError(report.skipped + "\n  The " + std::to_string(skipped_in_a_row_) +
-                             " steps before it were skipped for the like.\n  Hint: --max-skipped lets more be "
-                             "skipped in a row.");
-      }
+    if (batches.weight == 0) {
+      report.loss = report.gradient_norm = std::numeric_limits<double>::quiet_NaN();
+      report.skipped = "step " + std::to_string(report.step) + batches.names() +
+                       ": there is no target that counts: all of them are ignored.";
+      require_skippable(report.skipped, "see --ignore-index, or let --on-nonfinite skip leave out such steps.");
+    } else {
+      run(batches, stop_code, report);
     }
   } catch (...) {
     drop_gradients();
@@ -201,7 +186,12 @@ StepReport Trainer::step(int stop_code) {
     if (options_.clip > 0 && report.gradient_norm > options_.clip) {
       scale_gradients(options_.clip / report.gradient_norm);
     }
-    for_each_own([&](Own& own) { own.optimizer.step(report.learning_rate); });
+    for_each_own([&](Own& own) {
+      const int stage = own.stage->stage_index();
+      memory_.measure_update(stage, pipeline_->schedule().placement().rank_of(stage),
+                             options_.transport == nullptr ? own.replica : 0,
+                             [&] { own.optimizer.step(report.learning_rate); });
+    });
   } else {
     ++skipped_in_a_row_;
     drop_gradients();
@@ -210,6 +200,38 @@ StepReport Trainer::step(int stop_code) {
   ++steps_done_;
   report.seconds = std::chrono::duration<double>(Clock::now() - began).count();
   return report;
+}
+
+void Trainer::run(const StepBatches& batches, int stop_code, StepReport& report) {
+  Figures figures = run_batches(batches);
+  figures.squares = squares_of_gradients();
+  const auto process = options_.transport == nullptr ? 0 : static_cast<std::size_t>(options_.transport->rank());
+  figures.stop_codes[process] = stop_code;
+  sum_up(figures);
+  double sum = 0;
+  std::size_t next = 0;
+  for (const std::vector<Share>& shares : batches.shares) {
+    for (const Share& share : shares) sum += share.weight * figures.losses[next++];
+  }
+  report.loss = sum / batches.weight;
+  report.gradient_norm = std::sqrt(std::accumulate(figures.squares.begin(), figures.squares.end(), 0.0));
+  report.bubble = figures.whole > 0 ? 1 - figures.computed / figures.whole : 0;
+  const auto stop = std::ranges::find_if(figures.stop_codes, [](double code) { return code != 0; });
+  if (stop != figures.stop_codes.end()) report.stop_code = static_cast<int>(*stop);
+  for (const double bytes : figures.memory) report.memory.push_back(static_cast<std::int64_t>(bytes));
+  if (std::isfinite(report.loss) && std::isfinite(report.gradient_norm)) return;
+  report.skipped = nonfinite_in(batches, figures);
+  require_skippable(
+      report.skipped,
+      "look at the data, lower --learning-rate or --clip, or let --on-nonfinite skip leave out such steps.");
+}
+
+void Trainer::require_skippable(const std::string& why, const std::string& hint) const {
+  if (options_.on_nonfinite == OnNonFinite::Stop) throw NonFiniteError(why + "\n  Hint: " + hint);
+  if (skipped_in_a_row_ < options_.max_skipped) return;
+  throw NonFiniteError(why + "\n  The " + std::to_string(skipped_in_a_row_) +
+                       " steps before it were skipped for the like.\n  Hint: --max-skipped lets more be skipped in a "
+                       "row.");
 }
 
 std::vector<Trainer::Share> Trainer::shares_of(const Batch& batch, int replicas) const {
@@ -248,17 +270,21 @@ StepResult Trainer::on_batch(const Batch& batch, const std::vector<Share>& share
   }
 }
 
+std::string Trainer::StepBatches::names() const {
+  std::string names;
+  for (const Batch& batch : batches) {
+    if (!batch.name.empty()) names += ", " + batch.name;
+  }
+  return names;
+}
+
 Trainer::StepBatches Trainer::batches_of_step() const {
   StepBatches step;
-  std::string names;
   for (int part = 0; part < options_.accumulate; ++part) {
     const Batch& batch = step.batches.emplace_back(data_.batch(steps_done_ * options_.accumulate + part));
-    if (!batch.name.empty()) names += ", " + batch.name;
     for (const Share& share : step.shares.emplace_back(shares_of(batch, num_replicas_))) step.weight += share.weight;
   }
-  if (step.weight > 0) return step;
-  throw DataError("step " + std::to_string(steps_done_ + 1) + names +
-                  ": there is no target that counts: all of them are ignored.\n  Hint: see --ignore-index.");
+  return step;
 }
 
 Trainer::Figures Trainer::run_batches(const StepBatches& batches) {
@@ -436,9 +462,11 @@ std::vector<RankMemory> Trainer::memory() {
     stage.kept = static_cast<double>(memory_.kept(index));
     stage.working_forward = static_cast<double>(memory_.working_forward(index));
     stage.working_backward = static_cast<double>(memory_.working_backward(index));
+    stage.working_update = static_cast<double>(memory_.working_update(index));
     if (!records_.empty()) stage.sent = bytes_sent(schedule, records_.back(), index);
     for (const auto& [name, parameter] : own.stage->parameters()) {
-      stage.held += 2.0 * static_cast<double>(parameter.nbytes());
+      stage.held += static_cast<double>(parameter.nbytes());
+      if (parameter.requires_grad()) stage.gradients += static_cast<double>(parameter.nbytes());
     }
     for (const auto& [name, state] : own.optimizer.state()) stage.held += static_cast<double>(state.nbytes());
     if (!options_.sharded || num_replicas_ == 1) continue;
@@ -450,8 +478,8 @@ std::vector<RankMemory> Trainer::memory() {
   std::vector<double*> places;
   for (double& bytes : most) places.push_back(&bytes);
   for (StageMemory& stage : stages) {
-    for (double* place :
-         {&stage.held, &stage.unsharded, &stage.kept, &stage.working_forward, &stage.working_backward, &stage.sent}) {
+    for (double* place : {&stage.held, &stage.gradients, &stage.unsharded, &stage.kept, &stage.working_forward,
+                          &stage.working_backward, &stage.working_update, &stage.sent}) {
       places.push_back(place);
     }
   }

@@ -165,6 +165,9 @@ class Trainer {
     std::vector<Batch> batches;
     std::vector<std::vector<Share>> shares;
     double weight = 0;
+
+    // Returns ", a.safetensors, b.safetensors" of batches that have names.
+    std::string names() const;
   };
 
   // What the processes tell one another of a step.
@@ -186,6 +189,10 @@ class Trainer {
   void set_training(bool training);
   std::int64_t replica_of(std::size_t local) const;
   StepBatches batches_of_step() const;
+  // Runs batches that count, and reports of them.
+  void run(const StepBatches& batches, int stop_code, StepReport& report);
+  // Throws NonFiniteError unless a step may be skipped.
+  void require_skippable(const std::string& why, const std::string& hint) const;
   // The batches of a step through the pipeline.
   Figures run_batches(const StepBatches& batches);
   void sum_up(Figures& figures);

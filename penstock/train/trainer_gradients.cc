@@ -137,10 +137,9 @@ std::string Trainer::nonfinite_in(const StepBatches& batches, const Figures& fig
   const std::vector<int> stages = stages_of_parameters();
   std::string text;
   std::size_t next = 0;
-  std::string names;
+  const std::string names = batches.names();
   for (std::size_t part = 0; part < batches.batches.size(); ++part) {
     const std::string& name = batches.batches[part].name;
-    if (!name.empty()) names += ", " + name;
     for (std::size_t i = 0; i < batches.shares[part].size(); ++i) {
       const double loss = figures.losses[next++];
       const Share& share = batches.shares[part][i];

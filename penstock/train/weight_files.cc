@@ -1,5 +1,7 @@
 #include "penstock/train/weight_files.h"
 
+#include <zlib.h>
+
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -83,6 +85,16 @@ WeightFiles read_weight_files(const std::string& path) {
     throw WeightsError(error.what());
   }
   return files;
+}
+
+std::uint32_t checksum_of(const WeightFiles& weights) {
+  std::uint64_t checksum = 0;
+  for (const auto& [name, tensor] : weights.tensors) {
+    const at::Tensor bytes = tensor.contiguous();
+    checksum = crc32_z(checksum, reinterpret_cast<const Bytef*>(name.data()), name.size());
+    checksum = crc32_z(checksum, static_cast<const Bytef*>(bytes.const_data_ptr()), bytes.nbytes());
+  }
+  return static_cast<std::uint32_t>(checksum);
 }
 
 }  // namespace penstock

@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <map>
 #include <optional>
 #include <stdexcept>
@@ -33,5 +34,8 @@ struct WeightFiles {
 
 // Throws WeightsError, or CheckpointError for a damaged checkpoint.
 WeightFiles read_weight_files(const std::string& path);
+
+// Returns a checksum of the names and the bytes of all tensors, which it reads.
+std::uint32_t checksum_of(const WeightFiles& weights);
 
 }  // namespace penstock

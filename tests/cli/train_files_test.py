@@ -285,6 +285,40 @@ class Preflight(Case):
             self.assertEqual({one: one.read_bytes() for name in ("run", "kept") for one in (self.folder / name).rglob("*")
                               if one.is_file()}, before)
 
+    def test_overwrite_keeps_an_earlier_run_until_the_first_step_has_succeeded(self):
+        self.write_batches()
+        model = os.path.join(PROGRAMS, "pair.pt2")
+        words = [model, "--data", "data", "--loss", "mse", "--steps", 2, "--checkpoint", "kept", "--microbatches", 4]
+        self.train(*words)
+        before = {one: one.read_bytes() for name in ("run", "kept") for one in (self.folder / name).rglob("*") if one.is_file()}
+        # The first loss is infinite.
+        self.batches(**{f"batch-{i}": '{"args.0": torch.full((12, 4), 1e30), "target": torch.zeros(12, 2)}' for i in range(3)})
+        for more in ([], ["--transport", "gloo"]):
+            self.assert_refused("train", *words, "--output", "run", "--overwrite", *more, message="step 1, data/batch-")
+            self.assertEqual({one: one.read_bytes() for name in ("run", "kept") for one in (self.folder / name).rglob("*")
+                              if one.is_file()}, before)
+
+    def test_resuming_without_a_checkpoint_keeps_metrics(self):
+        self.train(*SMALL, "--steps", 2)
+        before = (self.folder / "run/metrics.jsonl").read_bytes()
+        self.assert_refused("train", *SMALL, "--steps", 3, "--output", "run", "--checkpoint", "new", "--resume",
+                            message="run/metrics.jsonl: has the metrics of an earlier run.")
+        self.assertEqual((self.folder / "run/metrics.jsonl").read_bytes(), before)
+
+    def test_targets_of_all_files_are_alike(self):
+        x = '"args.0": torch.randn(12, 4)'
+        words = [os.path.join(PROGRAMS, "pair.pt2"), "--data", "data", "--steps", 2, "--microbatches", 4, "--output", "run"]
+        good = "{" + x + ', "target": torch.zeros(12, dtype=torch.long)}'
+        for bad, message in (("torch.zeros(12, dtype=torch.int32)", "--loss cross_entropy takes class indices of int64, or "
+                              "probabilities: the target is a int32 tensor of shape [12]."),
+                             ("torch.zeros(12, 2)", "the target is a float32 tensor of shape [12, 2], and that of "),
+                             ("torch.zeros(12, 1, dtype=torch.long)", "the target is a int64 tensor of shape [12, 1], and that of ")):
+            for name in ("z", "evalz"):
+                for one in (self.folder / "data").glob("*"):
+                    one.unlink()
+                self.batches(a=good, eval0=good, **{name: "{" + x + ', "target": ' + bad + "}"})
+                self.assert_refused("train", *words, "--loss", "cross_entropy", "--dry-run", message=message)
+
     def test_a_dry_run_shows_what_a_run_would_take_and_writes_nothing(self):
         for more in ([], ["--transport", "gloo"], ["--data-parallel", 2, "--shard"]):
             text = self.penstock("train", *SMALL, "--steps", 500, "--microbatches", 4, "--checkpoint", "kept", "--dry-run",

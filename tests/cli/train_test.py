@@ -145,7 +145,8 @@ torch.export.save(torch.export.export(Loss().train(), (torch.ones(3, 4), torch.o
                 result = self.penstock("train", *words, "--transport", transport, "--output", "run", code=2)
                 self.assertRegex(result.stderr, r"step \d, data/b\.safetensors, microbatch 1 \(rows 3 to 5\), stage 1: the loss is "
                                                 r"NaN\.\n  The first parameter whose gradient is not finite is first\.weight of stage 0\.")
-                shutil.rmtree(self.folder / "run")
+                # Nothing is written when it was the first step.
+                shutil.rmtree(self.folder / "run", ignore_errors=True)
                 text = self.train(*words, "--transport", transport, "--on-nonfinite", "skip", "--checkpoint", "kept")
                 self.assertRegex(text, r"skipped step \d, data/b\.safetensors, microbatch 1 ")
                 self.assertIn("skipped      3 of 6 steps, whose loss or gradients were not finite\n", text)
@@ -322,7 +323,7 @@ class Configuration(Case):
 
 
 class Processes(Case):
-    def start_ranks(self, *options):
+    def start_ranks(self, *options, small=SMALL):
         """Starts a rank with each of these lists of options, as a scheduler would."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -331,7 +332,7 @@ class Processes(Case):
         for rank, words in enumerate(options):
             environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(len(options)), "MASTER_ADDR": "127.0.0.1",
                            "MASTER_PORT": str(port)}
-            started.append(subprocess.Popen([PENSTOCK, "train", *map(str, [*SMALL, *words])], cwd=self.folder,
+            started.append(subprocess.Popen([PENSTOCK, "train", *map(str, [*small, *words])], cwd=self.folder,
                                             env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True))
         return started
 
@@ -349,6 +350,35 @@ class Processes(Case):
                         _, text = rank.communicate(timeout=60)
                         self.assertEqual(rank.returncode, code, text)
                     self.assertEqual(len(self.names_in("kept")), 1)
+
+    def test_ranks_with_other_models_or_weights_are_told_apart(self):
+        self.write_batches()
+        self.python("""
+class Pair(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)))
+for name in ("one", "two"):
+    model = Pair().train()
+    torch.export.save(torch.export.export(model, (torch.ones(3, 4),)), name + ".pt2")
+    save_tensors(model.state_dict(), name + ".safetensors")
+""")
+        common = ["--data", "data", "--loss", "mse", "--steps", 1, "--stages", 2, "--microbatches", 4, "--overwrite"]
+
+        def texts(*ranks):
+            started = self.start_ranks(*([*words, *common] for words in ranks), small=[])
+            return [(one.communicate(timeout=120)[1], one.returncode) for one in started]
+
+        for text, code in texts(["one.pt2"], ["two.pt2"]):
+            self.assertEqual(code, 2, text)
+            self.assertRegex(text, r"\n  model \(checksum\): \d+ on rank 1, \d+ on rank 0\n")
+        for text, code in texts(["one.pt2", "--weights", "one.safetensors"], ["one.pt2", "--weights", "two.safetensors"]):
+            self.assertEqual(code, 2, text)
+            self.assertRegex(text, r"\n  weights \(checksum\): \d+ on rank 1, \d+ on rank 0\n")
+        for text, code in texts(["one.pt2"], ["one.pt2"]):
+            self.assertEqual(code, 0, text)
 
     def test_a_timeout_may_be_as_long_as_one_likes(self):
         for timeout in ("1e10", "1e300"):

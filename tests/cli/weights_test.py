@@ -218,6 +218,8 @@ class Export(Case):
         (self.folder / "kept").mkdir()
         self.refuses("export", "kept", "-o", "a.safetensors", message="kept: has no weights: neither a checkpoint of penstock, nor ")
         self.refuses("export", self.weights / "hf", message="there is nothing to write.\n  Hint: -o model.safetensors, ")
+        self.refuses("export", self.weights / "hf", "-o", "x.pt", "--pt2", "./x.pt",
+                     message="x.pt: is named by --output and by --pt2.")
         self.refuses("export", self.weights / "hf", "-o", "a.pt2",
                      message="a.pt2: --output writes safetensors.\n  Hint: --pt2 a.pt2 writes an exported model.")
         self.refuses("export", self.weights / "hf", "-o", "none/a.safetensors", message="none/a.safetensors: cannot be written, ")

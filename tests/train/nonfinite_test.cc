@@ -291,10 +291,20 @@ TEST(DataErrors, NameAStepInWhichNothingCounts) {
   std::vector<std::unique_ptr<Model>> models;
   models.push_back(std::make_unique<Products>());
   Trainer trainer(std::move(models), data, generate("1F1B", {.ranks = 2, .microbatches = 4}), {});
-  expect_error<DataError>([&] { trainer.step(); },
-                          "step 1, some.file: there is no target that counts: all of them are ignored.\n  Hint: see "
-                          "--ignore-index.");
+  expect_error<NonFiniteError>(
+      [&] { trainer.step(); },
+      "step 1, some.file: there is no target that counts: all of them are ignored.\n  Hint: see "
+      "--ignore-index, or let --on-nonfinite skip leave out such steps.");
   EXPECT_TRUE(std::isnan(trainer.evaluate({data.batch(0)}).loss));
+  models.clear();
+  models.push_back(std::make_unique<Products>());
+  TrainerOptions skips;
+  skips.on_nonfinite = OnNonFinite::Skip;
+  Trainer skipping(std::move(models), data, generate("1F1B", {.ranks = 2, .microbatches = 4}), skips);
+  const StepReport report = skipping.step();
+  EXPECT_EQ(report.skipped, "step 1, some.file: there is no target that counts: all of them are ignored.");
+  EXPECT_TRUE(std::isnan(report.loss));
+  EXPECT_EQ(skipping.steps_done(), 1);
 }
 
 }  // namespace

@@ -88,6 +88,10 @@ void add_export(CLI::App& command, int& /*exit*/) {
       throw std::runtime_error(options->output + ": --output writes safetensors.\n  Hint: --pt2 " + options->output +
                                " writes an exported model.");
     }
+    if (!options->output.empty() && !options->pt2.empty() &&
+        fs::absolute(options->output).lexically_normal() == fs::absolute(options->pt2).lexically_normal()) {
+      throw std::runtime_error(options->output + ": is named by --output and by --pt2.\n  Hint: write two files.");
+    }
     for (const std::string& path : {options->output, options->pt2}) {
       if (!path.empty()) require_folder(path);
     }

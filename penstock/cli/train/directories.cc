@@ -27,9 +27,12 @@ RunDirectories::RunDirectories(const TrainOptions& options) : options_(options),
     // One lock is enough for one directory.
     if (!fs::equivalent(checkpoint, options.output, ignored)) checkpoint_.emplace(checkpoint);
   }
-  if (options.resume || options.overwrite) return;
+  if (options.overwrite) return;
+  const std::optional<std::string> last = checkpoint.empty() ? std::nullopt : last_checkpoint(checkpoint);
+  // Metrics after the checkpoint that a run resumes from are written anew; without one, all of them would be lost.
+  if (options.resume && last) return;
   if (!checkpoint.empty()) {
-    if (const std::optional<std::string> last = last_checkpoint(checkpoint)) {
+    if (last) {
       throw RunDirectoryError(checkpoint + ": has checkpoints of an earlier run, the last of them " +
                               fs::path(*last).filename().string() + "." + kHint + "--checkpoint DIR writes elsewhere.");
     }

@@ -23,13 +23,14 @@ using nlohmann::json;
 }  // namespace
 
 Progress::Progress(const std::string& metrics, std::int64_t first, std::int64_t steps, std::int64_t log_every,
-                   std::string unit)
+                   std::string unit, std::chrono::steady_clock::time_point began)
     : metrics_(metrics, first),
       steps_(steps),
       log_every_(log_every > 0 ? log_every : std::max<std::int64_t>(1, steps / 20)),
       leaves_lines_(log_every > 0),
       unit_(std::move(unit)),
       terminal_(::isatty(STDOUT_FILENO) == 1),
+      began_(began),
       first_(first),
       losses_(metrics_.losses()) {
   if (metrics_.removed() > 0) {

@@ -17,8 +17,8 @@ class Progress {
  public:
   // `first` steps have been done before; lines of later ones are removed from the metrics. A line of progress is printed
   // every `log_every` steps; 0 for about twenty in all. Throws std::runtime_error if the file cannot be written.
-  Progress(const std::string& metrics, std::int64_t first, std::int64_t steps, std::int64_t log_every,
-           std::string unit);
+  Progress(const std::string& metrics, std::int64_t first, std::int64_t steps, std::int64_t log_every, std::string unit,
+           std::chrono::steady_clock::time_point began);
   ~Progress();
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
@@ -46,7 +46,7 @@ class Progress {
   std::string unit_;
   bool terminal_;
   bool has_line_ = false;
-  std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
+  std::chrono::steady_clock::time_point began_;
   std::int64_t first_;
   std::int64_t skipped_ = 0;
   std::vector<double> losses_;

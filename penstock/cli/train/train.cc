@@ -56,7 +56,7 @@ class Run {
   // Returns an exit code.
   int train(const Agreement& agreement) {
     require_processes();
-    agreement.require_same_options({{"data (names, sizes or checksum)", setup_.data->fingerprint()}});
+    agreement.require_same_options(files_of_run());
     // Locked until the run ends.
     std::optional<RunDirectories> directories;
     agreement.fail_together([&] {
@@ -89,18 +89,22 @@ class Run {
 
     std::optional<Progress> progress;
     LoopEvents events = events_of(progress);
-    // What an earlier run has left goes when nothing stands in the way of the first step.
+    const std::int64_t first = trainer.steps_done();
+    std::chrono::steady_clock::time_point began;
     events.starting = [&] {
+      if (is_coordinator()) introduce(trainer);
+      began = std::chrono::steady_clock::now();
+      catch_interruptions();
+    };
+    // What an earlier run has left stays until the first step has succeeded.
+    events.begun = [&] {
       agreement.fail_together([&] {
         if (!is_coordinator()) return;
         if (options_.overwrite) directories->clear();
         write_output(directories->file("config.json"),
                      [&](std::ostream& out) { out << configuration_.dump(2) << "\n"; });
-        introduce(trainer);
-        progress.emplace(directories->metrics(), trainer.steps_done(), options_.steps, options_.log_every,
-                         setup_.data->unit());
+        progress.emplace(directories->metrics(), first, options_.steps, options_.log_every, setup_.data->unit(), began);
       });
-      catch_interruptions();
     };
     const int stop_code = penstock::train(trainer, options_.steps, held_out_,
                                           {.eval_every = options_.eval_every,
@@ -124,6 +128,17 @@ class Run {
 
  private:
   std::string path(const char* name) const { return (fs::path(options_.output) / name).string(); }
+
+  // Returns what tells the files that this process has read from others of the same names.
+  RankOptions files_of_run() const {
+    if (transport_ == nullptr) return {};
+    RankOptions files{{"data (names, sizes or checksum)", setup_.data->fingerprint()}};
+    if (!options_.is_gpt()) files["model (checksum)"] = std::to_string(Archive(options_.cut.model).checksum());
+    if (const std::optional<WeightFiles> weights = options_.weights.read()) {
+      files["weights (checksum)"] = std::to_string(checksum_of(*weights));
+    }
+    return files;
+  }
 
   // Returns true on the process that prints progress and writes shared files.
   bool is_coordinator() const { return transport_ == nullptr || transport_->rank() == 0; }
