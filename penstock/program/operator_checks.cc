@@ -249,6 +249,14 @@ void check_weight_norm(Arguments arguments) {
       "there should be a magnitude for each index of the dimension, of the weight's type.");
 }
 
+// Sizes are added to without a look at what an integer can hold.
+void check_padding(Arguments arguments) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 40U;
+  for (const std::int64_t padding : arguments[1].toIntVector()) {
+    require(padding >= -kMost && padding <= kMost, "a padding of " + std::to_string(padding) + " is too large.");
+  }
+}
+
 // A scale other than that of the sizes reads beyond the input.
 void check_antialias(Arguments arguments) {
   const at::Tensor& input = arguments[0].toTensor();
@@ -322,6 +330,16 @@ const std::map<std::string_view, ArgumentCheck>& checks() {
       {"aten::_weight_norm_interface", check_weight_norm},
       {"aten::ctc_loss", check_ctc},
       {"aten::_ctc_loss", check_ctc},
+      {"aten::constant_pad_nd", check_padding},
+      {"aten::pad", check_padding},
+      {"aten::_pad_circular", check_padding},
+      {"aten::_pad_enum", check_padding},
+      {"aten::reflection_pad1d", check_padding},
+      {"aten::reflection_pad2d", check_padding},
+      {"aten::reflection_pad3d", check_padding},
+      {"aten::replication_pad1d", check_padding},
+      {"aten::replication_pad2d", check_padding},
+      {"aten::replication_pad3d", check_padding},
       {"aten::segment_reduce", check_segment_reduce},
       {"aten::_upsample_bicubic2d_aa.", check_antialias},
       {"aten::_upsample_bilinear2d_aa.", check_antialias},

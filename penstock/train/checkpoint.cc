@@ -78,16 +78,35 @@ std::optional<std::int64_t> step_of(const std::string& name) {
   return error == std::errc() && last == end && begin != end ? std::optional(step) : std::nullopt;
 }
 
-// By step.
-std::vector<std::pair<std::int64_t, fs::path>> finished_in(const fs::path& folder) {
+// Returns the directories step-N, by step.
+std::vector<std::pair<std::int64_t, fs::path>> steps_in(const fs::path& folder) {
   std::vector<std::pair<std::int64_t, fs::path>> found;
   std::error_code ignored;
   for (fs::directory_iterator next(folder, ignored), end; next != end; next.increment(ignored)) {
     const std::optional<std::int64_t> step = step_of(next->path().filename().string());
-    if (step && is_checkpoint(next->path().string())) found.emplace_back(*step, next->path());
+    if (step) found.emplace_back(*step, next->path());
   }
   std::ranges::sort(found);
   return found;
+}
+
+// Those of them that are checkpoints.
+std::vector<std::pair<std::int64_t, fs::path>> finished_in(const fs::path& folder) {
+  std::vector<std::pair<std::int64_t, fs::path>> found = steps_in(folder);
+  std::erase_if(found, [](const auto& one) { return !is_checkpoint(one.second.string()); });
+  return found;
+}
+
+// Returns the checkpoint of the last step. A directory step-N is renamed when it is whole, so one without a manifest has been
+// damaged since.
+std::optional<std::string> newest_in(const fs::path& folder) {
+  const auto all = steps_in(folder);
+  if (all.empty()) return std::nullopt;
+  const std::string newest = all.back().second.string();
+  if (!is_checkpoint(newest)) {
+    fail(newest, "has no manifest.json.\n  Hint: move it away to take an older checkpoint, or name that one.");
+  }
+  return newest;
 }
 
 void sync_folder(const fs::path& folder) {
@@ -200,6 +219,9 @@ void CheckpointWriter::finish(const CheckpointInfo& info, int parts, int keep) c
     write_file(unfinished / kManifest, manifest.dump(2) + "\n");
     for (int part = 0; part < parts; ++part) fs::remove(unfinished / part_name(part));
     sync_folder(unfinished);
+    if (fs::exists(path()) && !is_checkpoint(path())) {
+      fail(path(), "is there and is not a checkpoint, so it is not replaced.\n  Hint: move it away.");
+    }
     // One of an earlier run that got as far gives way in one go.
     const unsigned flags = fs::exists(path()) ? RENAME_EXCHANGE : 0;
     if (::renameat2(AT_FDCWD, unfinished.c_str(), AT_FDCWD, path().c_str(), flags) != 0) {
@@ -229,9 +251,9 @@ Checkpoint::Checkpoint(const std::string& path) : path_(path) {
   std::error_code ignored;
   if (!fs::exists(path, ignored)) fail(path, "there is no such checkpoint.");
   if (!is_checkpoint(path)) {
-    const auto finished = finished_in(path);
-    if (finished.empty()) fail(path, "has no checkpoint in it: neither manifest.json nor a folder step-N with one.");
-    path_ = finished.back().second.string();
+    const std::optional<std::string> newest = newest_in(path);
+    if (!newest) fail(path, "has no checkpoint in it: neither manifest.json nor a folder step-N with one.");
+    path_ = *newest;
   }
   try {
     read_manifest();
@@ -334,8 +356,7 @@ bool is_checkpoint(const std::string& path) {
 }
 
 std::optional<std::string> last_checkpoint(const std::string& folder) {
-  const auto finished = finished_in(folder);
-  return finished.empty() ? std::nullopt : std::optional(finished.back().second.string());
+  return newest_in(folder);
 }
 
 std::int64_t count_checkpoints(const std::string& folder) {

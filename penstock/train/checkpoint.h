@@ -105,7 +105,7 @@ class Checkpoint {
 
 // Returns true if `path` is itself a finished checkpoint, rather than a directory of them.
 bool is_checkpoint(const std::string& path);
-// Returns the path of the last finished checkpoint in a directory, or none.
+// Returns the path of the last checkpoint in a directory, or none. Throws CheckpointError for one that has lost its manifest.
 std::optional<std::string> last_checkpoint(const std::string& folder);
 // Returns the number of finished checkpoints in a directory.
 std::int64_t count_checkpoints(const std::string& folder);

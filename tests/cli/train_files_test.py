@@ -298,6 +298,20 @@ class Preflight(Case):
             self.assertEqual({one: one.read_bytes() for name in ("run", "kept") for one in (self.folder / name).rglob("*")
                               if one.is_file()}, before)
 
+    def test_a_directory_that_has_lost_its_manifest_is_neither_skipped_nor_replaced(self):
+        self.train(*SMALL, "--steps", 4, "--checkpoint", "kept", "--checkpoint-every", 2)
+        (self.folder / "kept/step-00000004/manifest.json").unlink()
+        self.assert_refused("train", *SMALL, "--steps", 6, "--output", "run", "--checkpoint", "kept", "--resume",
+                            message="kept/step-00000004: has no manifest.json.\n  Hint: move it away to take an older checkpoint")
+        before = self.names_in("kept/step-00000004")
+        (self.folder / "kept/step-00000004").rename(self.folder / "kept/aside")
+        (self.folder / "kept/step-00000003").mkdir()
+        (self.folder / "kept/step-00000003/mine").touch()
+        (self.folder / "kept/step-00000003").rename(self.folder / "kept/step-00000002x")
+        self.train(*SMALL, "--steps", 4, "--checkpoint", "kept", "--resume")
+        self.assertEqual(self.names_in("kept/aside"), before)
+        self.assertEqual(self.names_in("kept/step-00000002x"), ["mine"])
+
     def test_resuming_without_a_checkpoint_keeps_metrics(self):
         self.train(*SMALL, "--steps", 2)
         before = (self.folder / "run/metrics.jsonl").read_bytes()
