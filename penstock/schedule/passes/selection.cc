@@ -40,10 +40,12 @@ bool belongs_to_backward(const Action& part) {
   }
 }
 
-// Shards that are freed right where they were gathered, with no computation of their stage in between.
-std::vector<Action> without_unused_shards(std::span<const Action> actions, int stages) {
-  constexpr auto kNowhere = static_cast<std::size_t>(-1);
-  std::vector<std::size_t> unshard_at(static_cast<std::size_t>(stages), kNowhere);
+constexpr auto kNowhere = static_cast<std::size_t>(-1);
+
+// Returns the actions without shards that are freed right where they were gathered, with no computation of their stage in
+// between. `unshard_at` has a place for each stage, with kNowhere for those of this rank: ranks share it, as no stage is on
+// two of them.
+std::vector<Action> without_unused_shards(std::span<const Action> actions, std::vector<std::size_t>& unshard_at) {
   std::vector<char> dropped(actions.size(), 0);
   for (std::size_t i = 0; i < actions.size(); ++i) {
     const Action& action = actions[i];
@@ -68,8 +70,9 @@ std::vector<Action> without_unused_shards(std::span<const Action> actions, int s
 Schedule drop_backwards(const Schedule& schedule) {
   Schedule result = schedule.without_actions();
   copy_if(result, schedule, [](const Action& part) { return !belongs_to_backward(part); });
+  std::vector<std::size_t> unshard_at(static_cast<std::size_t>(result.stages()), kNowhere);
   for (int rank = 0; rank < result.ranks(); ++rank) {
-    result.assign(rank, without_unused_shards(result.actions(rank), result.stages()));
+    result.assign(rank, without_unused_shards(result.actions(rank), unshard_at));
   }
   return result;
 }

@@ -15,9 +15,12 @@ namespace {
 // where its stages are used next, so that a step costs a place in that order and no look at the list.
 class LookAhead {
  public:
-  LookAhead(std::span<const Action> actions, std::span<const int> local, int stages)
+  // No next use.
+  static constexpr std::size_t kNever = static_cast<std::size_t>(-1);
+
+  // `next` has a place for each stage, with kNever for those of this rank: ranks share it, as no stage is on two of them.
+  LookAhead(std::span<const Action> actions, std::span<const int> local, std::vector<std::size_t>& next)
       : actions_(actions), uses_(actions.size()) {
-    std::vector<std::size_t> next(static_cast<std::size_t>(stages), kNever);
     const auto link = [&](std::size_t i, std::size_t part, int stage) {
       uses_[i][part] = std::exchange(next[static_cast<std::size_t>(stage)], 2 * i + part);
     };
@@ -52,8 +55,6 @@ class LookAhead {
   }
 
  private:
-  static constexpr std::size_t kNever = static_cast<std::size_t>(-1);
-
   // A use is 2 × the action's index, plus 1 for the second part of a pair.
   struct NextUse {
     std::size_t use;
@@ -94,9 +95,10 @@ Schedule add_sharding(const Schedule& schedule, int max_active_stages) {
                         std::to_string(max_active_stages) + ".");
   }
   Schedule result = schedule.without_actions();
+  std::vector<std::size_t> next(static_cast<std::size_t>(schedule.stages()), LookAhead::kNever);
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     const auto actions = schedule.actions(rank);
-    LookAhead ahead(actions, schedule.placement().stages_of(rank), schedule.stages());
+    LookAhead ahead(actions, schedule.placement().stages_of(rank), next);
     std::vector<Action> list;
     list.reserve(actions.size() + actions.size() / 8);
     std::vector<int> active;
