@@ -4,7 +4,10 @@
 #include <compare>
 #include <limits>
 #include <map>
+#include <numeric>
 #include <set>
+#include <tuple>
+#include <utility>
 
 #include "penstock/program/bonds.h"
 #include "penstock/program/state.h"
@@ -158,7 +161,8 @@ std::vector<bool> possible_beginnings(const Exported& exported) {
 }
 
 // A cut by nodes' costs, in two passes over all cuts: the least that the slowest stage can take, and then, among the cuts
-// that come close to it, the one with the best borders.
+// that come close to it, the one with the best borders. Of a program with many nodes not all cuts are looked at, as their
+// number grows with the square: of each run of nodes that takes a small part of a stage, only the best border counts.
 class EvenSplit {
  public:
   EvenSplit(const Program& program, int stages, std::span<const NodeCost> costs)
@@ -173,17 +177,27 @@ class EvenSplit {
       work_before_[index(i + 1)] =
           work_before_[index(i)] + (computes(program.graph(), program.graph().nodes[index(i)]) ? 1 : 0);
     }
+    borders_to_try_ = few_borders();
   }
 
   // Returns the nodes at which stages begin. Throws ProgramError if there cannot be so many.
-  std::set<int> beginnings() const {
+  std::set<int> beginnings() {
     // Costs are estimates, or medians of runs that spread by more than this; and a tensor that crosses costs time that no
     // estimate knows (memory that lives longer, a gradient that comes back and is added).
     constexpr double kTolerance = 0.1;
-    return best_borders((1 + kTolerance) * least_time());
+    if (count_ == 0) return {};
+    double least = least_time();
+    if (least == kNever && static_cast<int>(borders_to_try_.size()) <= count_) {
+      borders_to_try_ = all_borders();
+      least = least_time();
+    }
+    if (least == kNever) fail();
+    return best_borders((1 + kTolerance) * least);
   }
 
  private:
+  static constexpr double kNever = std::numeric_limits<double>::infinity();
+
   // What a stage takes that has these nodes, with what it receives and sends.
   double seconds_of(int begin, int end) const {
     return before_[index(end)] - before_[index(begin)] + sending(begin) + sending(end);
@@ -193,28 +207,72 @@ class EvenSplit {
     return possible_[index(begin)] && work_before_[index(end)] > work_before_[index(begin)];
   }
 
-  double least_time() const {
-    constexpr double kNever = std::numeric_limits<double>::infinity();
-    std::vector<std::vector<double>> best(index(stages_) + 1, std::vector<double>(index(count_) + 1, kNever));
+  std::vector<int> all_borders() const {
+    std::vector<int> all(index(count_) + 1);
+    std::iota(all.begin(), all.end(), 0);
+    return all;
+  }
+
+  // Both ends, and of each run of nodes the border that the fewest tensors cross.
+  std::vector<int> few_borders() const {
+    constexpr int kMostNodes = 2000;
+    constexpr double kRunsOfAStage = 200;
+    if (count_ <= kMostNodes) return all_borders();
+    // Of what a stage has at the least; by time, and by number for nodes that take none.
+    const auto place = [&](int node) {
+      const double whole = before_[index(count_)];
+      return (whole > 0 ? before_[index(node)] / whole : 0) + static_cast<double>(node) / count_;
+    };
+    const double run = 1 / (kRunsOfAStage * stages_);
+    const auto is_better = [&](int one, int other) {
+      const Border& left = borders_[index(one)];
+      const Border& right = borders_[index(other)];
+      return std::tie(left.tensors, left.calls, left.seconds) < std::tie(right.tensors, right.calls, right.seconds);
+    };
+    std::vector<int> few{0};
+    int best = -1;
+    double begin = 0;
+    for (int node = 1; node < count_; ++node) {
+      if (best >= 0 && place(node) - begin > run) {
+        few.push_back(std::exchange(best, -1));
+        begin = place(node);
+      }
+      if (possible_[index(node)] && (best < 0 || is_better(node, best))) best = node;
+    }
+    if (best >= 0) few.push_back(best);
+    few.push_back(count_);
+    return few;
+  }
+
+  // By number of stages and index of the border behind them: the least that the slowest of them takes.
+  std::vector<std::vector<double>> least_times() const {
+    const std::size_t borders = borders_to_try_.size();
+    std::vector<std::vector<double>> best(index(stages_) + 1, std::vector<double>(borders, kNever));
     best[0][0] = 0;
     for (int k = 1; k <= stages_; ++k) {
-      for (int end = 1; end <= count_; ++end) {
-        double& slowest = best[index(k)][index(end)];
+      for (std::size_t j = 1; j < borders; ++j) {
+        const int end = borders_to_try_[j];
+        double& slowest = best[index(k)][j];
         // The stage grows from here on, and so does what it takes.
-        for (int begin = end - 1; begin >= 0 && before_[index(end)] - before_[index(begin)] <= slowest; --begin) {
+        for (std::size_t i = j; i-- > 0;) {
+          const int begin = borders_to_try_[i];
+          if (before_[index(end)] - before_[index(begin)] > slowest) break;
           if (!can_be_stage(begin, end)) continue;
-          slowest = std::min(slowest, std::max(best[index(k - 1)][index(begin)], seconds_of(begin, end)));
+          slowest = std::min(slowest, std::max(best[index(k - 1)][i], seconds_of(begin, end)));
         }
       }
     }
-    if (count_ > 0 && best[index(stages_)][index(count_)] == kNever) {
-      int most = stages_;
-      while (best[index(most)][index(count_)] == kNever) --most;
-      throw ProgramError("the program cannot be cut into " + std::to_string(stages_) +
-                         " stages: what is written to in place keeps nodes together, and " + std::to_string(most) +
-                         (most == 1 ? " stage is" : " stages are") + " the most.");
-    }
-    return count_ == 0 ? 0 : best[index(stages_)][index(count_)];
+    return best;
+  }
+  double least_time() const { return least_times()[index(stages_)].back(); }
+
+  [[noreturn]] void fail() const {
+    const std::vector<std::vector<double>> best = least_times();
+    int most = stages_;
+    while (best[index(most)].back() == kNever) --most;
+    throw ProgramError("the program cannot be cut into " + std::to_string(stages_) +
+                       " stages: what is written to in place keeps nodes together, and " + std::to_string(most) +
+                       (most == 1 ? " stage is" : " stages are") + " the most.");
   }
 
   // Of all borders together, and of the slowest stage; the first that differs decides.
@@ -227,18 +285,22 @@ class EvenSplit {
   };
 
   std::set<int> best_borders(double most_seconds) const {
-    constexpr Price kNever{.tensors = std::numeric_limits<int>::max()};
-    // By number of stages and of nodes in them: the best of all cuts, and where its last stage begins.
-    std::vector<std::vector<Price>> best(index(stages_) + 1, std::vector<Price>(index(count_) + 1, kNever));
-    std::vector<std::vector<int>> from(index(stages_) + 1, std::vector<int>(index(count_) + 1, 0));
+    constexpr Price kUnknown{.tensors = std::numeric_limits<int>::max()};
+    const std::size_t borders = borders_to_try_.size();
+    // By number of stages and index of the border behind them: the best of all cuts, and where its last stage begins.
+    std::vector<std::vector<Price>> best(index(stages_) + 1, std::vector<Price>(borders, kUnknown));
+    std::vector<std::vector<std::size_t>> from(index(stages_) + 1, std::vector<std::size_t>(borders, 0));
     best[0][0] = {};
     for (int k = 1; k <= stages_; ++k) {
-      for (int end = 1; end <= count_; ++end) {
-        Price& price = best[index(k)][index(end)];
-        for (int begin = end - 1; begin >= 0 && before_[index(end)] - before_[index(begin)] <= most_seconds; --begin) {
-          const Price& so_far = best[index(k - 1)][index(begin)];
+      for (std::size_t j = 1; j < borders; ++j) {
+        const int end = borders_to_try_[j];
+        Price& price = best[index(k)][j];
+        for (std::size_t i = j; i-- > 0;) {
+          const int begin = borders_to_try_[i];
+          if (before_[index(end)] - before_[index(begin)] > most_seconds) break;
+          const Price& so_far = best[index(k - 1)][i];
           const double seconds = seconds_of(begin, end);
-          if (so_far == kNever || seconds > most_seconds || !can_be_stage(begin, end)) continue;
+          if (so_far == kUnknown || seconds > most_seconds || !can_be_stage(begin, end)) continue;
           const Border border = begin == 0 ? Border() : borders_[index(begin)];
           const Price candidate{.tensors = so_far.tensors + border.tensors,
                                 .calls = so_far.calls + border.calls,
@@ -246,13 +308,16 @@ class EvenSplit {
                                 .slowest = std::max(so_far.slowest, seconds)};
           if (!(candidate < price)) continue;
           price = candidate;
-          from[index(k)][index(end)] = begin;
+          from[index(k)][j] = i;
         }
       }
     }
     std::set<int> beginnings;
-    int end = count_;
-    for (int k = stages_; k > 1; --k) beginnings.insert(end = from[index(k)][index(end)]);
+    std::size_t end = borders - 1;
+    for (int k = stages_; k > 1; --k) {
+      end = from[index(k)][end];
+      beginnings.insert(borders_to_try_[end]);
+    }
     return beginnings;
   }
 
@@ -264,6 +329,8 @@ class EvenSplit {
   // By node, and behind the last: seconds and nodes that compute something, of all before it.
   std::vector<double> before_;
   std::vector<int> work_before_;
+  // The first nodes of stages that are tried, from 0 to the number of nodes.
+  std::vector<int> borders_to_try_;
 };
 
 }  // namespace

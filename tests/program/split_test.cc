@@ -10,6 +10,7 @@
 
 #include "penstock/program/costs.h"
 #include "tests/program/cuts.h"
+#include "tests/program/refused.h"
 #include "tests/tensor/values.h"
 
 namespace penstock::testing {
@@ -244,6 +245,34 @@ TEST(SplitEvenly, GivesAsManyStagesAsAreAskedFor) {
 }
 
 // The buffer is read by the third node and written to by the last.
+// Of so many nodes, not all cuts are looked at.
+TEST(SplitEvenly, BalancesAProgramOfThousandsOfNodes) {
+  constexpr int kNodes = 5000;
+  json model = small_model();
+  json& graph = model["graph_module"]["graph"];
+  std::string last = "relu";
+  for (int i = 0; i < kNodes; ++i) {
+    const std::string name = "more_" + std::to_string(i);
+    graph["nodes"].push_back(node(name, "torch.ops.aten.relu.default", {{"self", tensor_argument(last)}},
+                                  json::array({tensor_argument(name)})));
+    graph["tensor_values"][name] = tensor_meta({2, 4}, true);
+    last = name;
+  }
+  graph["outputs"] = json::array({tensor_argument(last)});
+  model["graph_module"]["signature"]["output_specs"][0]["user_output"]["arg"] = tensor_argument(last);
+  const Program program = read(small_records(model));
+  std::vector<NodeCost> costs(program.graph().nodes.size());
+  double whole = 0;
+  for (std::size_t i = 0; i < costs.size(); ++i) whole += costs[i].seconds = 1e-3 * static_cast<double>(1 + i % 7);
+  for (const int stages : {2, 3, 8}) {
+    const std::vector<int> found = split_evenly(program, stages, costs);
+    std::vector<double> seconds(static_cast<std::size_t>(stages), 0);
+    for (std::size_t i = 0; i < costs.size(); ++i) seconds.at(static_cast<std::size_t>(found[i])) += costs[i].seconds;
+    EXPECT_LE(std::ranges::max(seconds), 1.12 * whole / stages) << stages;
+    EXPECT_GT(std::ranges::min(seconds), 0) << stages;
+  }
+}
+
 TEST(SplitEvenly, CutsWhereItCan) {
   const Program program = exported("updated");
   ASSERT_EQ(pipeline(program, {{"first", kEnd}}).num_stages(), 2);
