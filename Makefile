@@ -111,6 +111,7 @@ soak: build cpus ## what takes long: other CPUs, sanitizers, whole grids on proc
 	  PENSTOCK_PROGRAMS=$(CURDIR)/build/soak/programs PEER_PYTHON=$(CURDIR)/tests/reference_python; \
 	tests/settings python3 tests/cli/train_test.py Sameness && tests/settings python3 tests/cli/train_files_test.py Checkpoints
 	@$(MAKE) fuzz FUZZ_RUNS=1000000
+	@build/release/bin/penstock_operator_fuzz 5000 1
 	@PENSTOCK_CASES=200000 build/release/bin/penstock_schedule_test --gtest_filter='Mutation*'
 
 clean: ## without build/; .venv stays
