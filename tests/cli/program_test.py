@@ -3,6 +3,7 @@ and PENSTOCK_PROGRAMS what models.py has; with PENSTOCK_GRID=whole, every model 
 schedule."""
 
 import array
+import fcntl
 import json
 import os
 import pathlib
@@ -295,6 +296,29 @@ class OnProcesses(Case):
         self.assertEqual(process.returncode, 2)
         self.assertRegex(text, r"^penstock: rank \d ended by signal 15 \(Terminated\)\.$")
         self.assertEqual(os.listdir(self.temporary), [])
+
+
+    def test_what_a_killed_command_leaves_is_removed_by_the_next(self):
+        words = [PENSTOCK, "check", self.model("mlp"), "--stages", "2", "--transport", "gloo", "--microbatches", "100000"]
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                                   env={**os.environ, "TMPDIR": self.temporary})
+        deadline = time.monotonic() + 60
+        while not os.listdir(self.temporary) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.kill()
+        process.wait(timeout=60)
+        (left,) = os.listdir(self.temporary)
+        # One of a user, and one of a command that runs.
+        mine = pathlib.Path(self.temporary, "penstock-mine")
+        mine.mkdir()
+        used = pathlib.Path(self.temporary, "penstock-abcdef")
+        used.mkdir()
+        lock = os.open(used, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        subprocess.run([PENSTOCK, "check", self.model("mlp"), "--stages", "2", "--transport", "gloo"], check=True, timeout=120,
+                       stdout=subprocess.DEVNULL, env={**os.environ, "TMPDIR": self.temporary})
+        self.assertEqual(sorted(os.listdir(self.temporary)), ["penstock-abcdef", "penstock-mine"])
+        os.close(lock)
 
 
 class Run(Case):

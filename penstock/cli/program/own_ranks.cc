@@ -10,6 +10,7 @@
 #include "penstock/cli/command.h"
 #include "penstock/cli/interruption.h"
 #include "penstock/cli/output.h"
+#include "penstock/cli/temporary_directory.h"
 #include "penstock/tensor/reason.h"
 #include "penstock/transport/processes.h"
 #include "penstock/transport/rendezvous.h"
@@ -21,27 +22,6 @@ namespace fs = std::filesystem;
 
 // Names the folder to ranks.
 constexpr const char* kFolder = "PENSTOCK_RESULTS";
-
-// A folder that goes with it.
-class TemporaryFolder {
- public:
-  TemporaryFolder() {
-    std::string name = (fs::temp_directory_path() / "penstock-XXXXXX").string();
-    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("no temporary folder can be made: " + name);
-    path_ = name;
-  }
-  ~TemporaryFolder() {
-    std::error_code ignored;
-    fs::remove_all(path_, ignored);
-  }
-  TemporaryFolder(const TemporaryFolder&) = delete;
-  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
-
-  const fs::path& path() const { return path_; }
-
- private:
-  fs::path path_;
-};
 
 fs::path error_of(const fs::path& folder, int rank) {
   return folder / ("rank-" + std::to_string(rank) + ".error");
@@ -64,7 +44,7 @@ void say_waiting(const std::string& line) {
 }
 
 struct OwnRanks::Processes {
-  TemporaryFolder folder;
+  TemporaryDirectory folder;
   ProcessRanks ranks;
   PassedOnInterruptions interruptions;
 
