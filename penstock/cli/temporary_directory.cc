@@ -24,8 +24,8 @@ constexpr std::size_t kRandom = 6;
 int locked(const fs::path& path) {
   const int opened = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
   if (opened < 0) return -1;
-  struct stat held {};
-  struct stat there {};
+  struct stat held{};
+  struct stat there{};
   const bool is_ours = ::flock(opened, LOCK_EX | LOCK_NB) == 0 && ::fstat(opened, &held) == 0 &&
                        ::lstat(path.c_str(), &there) == 0 && held.st_ino == there.st_ino &&
                        held.st_dev == there.st_dev && held.st_uid == ::geteuid();

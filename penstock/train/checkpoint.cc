@@ -13,6 +13,7 @@
 #include <iterator>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
 #include <sstream>
 #include <system_error>
 #include <utility>
@@ -30,6 +31,8 @@ using nlohmann::json;
 constexpr const char* kFormat = "penstock checkpoint";
 constexpr int kVersion = 2;
 constexpr const char* kManifest = "manifest.json";
+// The manifest's entry for its own CRC-32.
+constexpr const char* kChecksum = "crc32";
 constexpr std::string_view kPrefix = "step-";
 constexpr std::string_view kUnfinished = ".unfinished-";
 // Prefix of a checkpoint that is being removed.
@@ -159,12 +162,30 @@ json description_of(const fs::path& file) {
           {"crc32", crc32_z(0, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size())}};
 }
 
-json read_json(const fs::path& path) {
-  std::ifstream in(path, std::ios::binary);
-  const std::string text{std::istreambuf_iterator<char>(in), {}};
-  std::optional<json> parsed = try_parse_json(text);
-  if (!parsed || !parsed->is_object()) fail(path.string(), "is damaged: it is not JSON.");
-  return *std::move(parsed);
+json read_json(const std::string& path) {
+  try {
+    const MappedFile mapped(path);
+    std::optional<json> parsed = try_parse_json(mapped.bytes());
+    if (!parsed || !parsed->is_object()) fail(path, "is damaged: it is not JSON.");
+    return *std::move(parsed);
+  } catch (const MappingFailure& failure) {
+    throw CheckpointError(failure.what());
+  }
+}
+
+// Returns the checksum of a manifest without its own entry.
+std::uint64_t checksum_of(json manifest) {
+  manifest.erase(kChecksum);
+  const std::string text = manifest.dump();
+  return crc32_z(0, reinterpret_cast<const Bytef*>(text.data()), text.size());
+}
+
+// Returns true for a name in the checkpoint's own directory.
+bool is_own_name(const json& name) {
+  if (!name.is_string()) return false;
+  const auto& text = name.get_ref<const std::string&>();
+  return !text.empty() && text != "." && text != ".." && text.find('/') == std::string::npos &&
+         text.find('\0') == std::string::npos;
 }
 
 }  // namespace
@@ -209,13 +230,14 @@ void CheckpointWriter::finish(const CheckpointInfo& info, int parts, int keep) c
         fail((unfinished / part_name(part)).string(), "is missing: a rank has not written its part.");
       for (const json& file : described) files.push_back(file);
     }
-    const json manifest = {{"format", kFormat},
-                           {"version", kVersion},
-                           {"step", info.step},
-                           {"model", info.model},
-                           {"configuration", parse_json(info.configuration)},
-                           {"non_persistent_buffers", info.non_persistent_buffers},
-                           {"files", files}};
+    json manifest = {{"format", kFormat},
+                     {"version", kVersion},
+                     {"step", info.step},
+                     {"model", info.model},
+                     {"configuration", parse_json(info.configuration)},
+                     {"non_persistent_buffers", info.non_persistent_buffers},
+                     {"files", files}};
+    manifest[kChecksum] = checksum_of(manifest);
     write_file(unfinished / kManifest, manifest.dump(2) + "\n");
     for (int part = 0; part < parts; ++part) fs::remove(unfinished / part_name(part));
     sync_folder(unfinished);
@@ -270,16 +292,37 @@ void Checkpoint::read_manifest() {
     fail(path, "is of version " + manifest.at("version").dump() + "; version " + std::to_string(kVersion) +
                    " is what can be read.");
   }
-  info_ = {.step = manifest.at("step"),
+  const std::string hint =
+      "\n  Hint: an older checkpoint may be good: name it, or move this one away to resume from it.";
+  if (manifest.value(kChecksum, json()) != checksum_of(manifest)) {
+    fail(path, "is damaged: it does not have its checksum." + hint);
+  }
+  // Written so by no version of Penstock, even if the checksum is right.
+  const auto require = [&](bool holds, const std::string& what) {
+    if (!holds) fail(path, what + "." + hint);
+  };
+  constexpr std::int64_t kMostSteps = std::int64_t{1} << 53U;
+  const json& step = manifest.at("step");
+  require(step.is_number_integer() && step >= 0 && step <= kMostSteps,
+          "has the step " + step.dump() + ", expected a whole number that is not negative");
+  require(manifest.at("configuration").is_object(), "has no configuration that is an object");
+  std::set<std::string> listed;
+  for (const json& file : manifest.at("files")) {
+    const json& name = file.at("name");
+    require(is_own_name(name), "names a file elsewhere, " + name.dump());
+    require(listed.insert(name).second, "names the file " + name.dump() + " twice");
+    require(file.at("bytes").is_number_unsigned() && file.at("crc32").is_number_unsigned(),
+            "has no size and checksum of " + name.dump());
+    require(file.at("kind") == "weights" || file.at("kind") == "optimizer",
+            "says of " + name.dump() + " that it is of kind " + file.at("kind").dump());
+  }
+  info_ = {.step = step,
            .model = manifest.at("model"),
            .configuration = manifest.at("configuration").dump(),
            .non_persistent_buffers = manifest.value("non_persistent_buffers", std::vector<std::string>())};
   for (const json& file : manifest.at("files")) {
     const std::string name = file.at("name");
-    if (name.find('/') != std::string::npos) fail(path, "names a file elsewhere, '" + name + "'.");
     const std::string whole = (fs::path(path_) / name).string();
-    const std::string hint =
-        "\n  Hint: an older checkpoint may be good: name it, or move this one away to resume from it.";
     try {
       const json found = description_of(whole);
       if (found.at("bytes") != file.at("bytes")) {

@@ -6,6 +6,7 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include <zlib.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -193,10 +194,49 @@ TEST_F(Checkpoints, ThatAreDamagedAreRefused) {
   damaged(
       "manifest.json", [](std::string& bytes) { bytes = "{}"; },
       file("manifest.json") + ": is not that of a Penstock checkpoint.");
+  damaged(
+      "manifest.json", [](std::string& bytes) { bytes.replace(bytes.find("10"), 2, "11"); },
+      file("manifest.json") + ": is damaged: it does not have its checksum." + hint);
   fs::remove(file("weights-1.safetensors"));
   expect_error<CheckpointError>(
       [&] { Checkpoint{path()}; },
       file("weights-1.safetensors") + ": could not be opened: No such file or directory." + hint);
+}
+
+// With a checksum that is right, as somebody may have computed it.
+TEST_F(Checkpoints, WithWrongValuesAreRefused) {
+  write(10);
+  std::ifstream in(file("manifest.json"));
+  const auto good = nlohmann::json::parse(in);
+  const auto refused = [&](const std::function<void(nlohmann::json&)>& change, const std::string& message) {
+    nlohmann::json manifest = good;
+    change(manifest);
+    manifest.erase("crc32");
+    const std::string text = manifest.dump();
+    manifest["crc32"] = crc32_z(0, reinterpret_cast<const Bytef*>(text.data()), text.size());
+    std::ofstream(file("manifest.json"), std::ios::trunc) << manifest;
+    expect_error<CheckpointError>([&] { Checkpoint{path()}; }, file("manifest.json") + message + kHint);
+  };
+  const std::string expected = ", expected a whole number that is not negative.";
+  for (const char* step : {"-5", "3.7", "18446744073709551615", "1e+300", "\"10\""}) {
+    SCOPED_TRACE(step);
+    refused([&](nlohmann::json& manifest) { manifest["step"] = nlohmann::json::parse(step); },
+            std::string(": has the step ") + step + expected);
+  }
+  for (const std::string& name : {std::string("../x"), std::string(".."), std::string(), std::string("a\0b", 3)}) {
+    refused([&](nlohmann::json& manifest) { manifest["files"][0]["name"] = name; },
+            ": names a file elsewhere, " + nlohmann::json(name).dump() + ".");
+  }
+  refused([&](nlohmann::json& manifest) { manifest["files"].push_back(manifest["files"][0]); },
+          ": names the file \"weights-0.safetensors\" twice.");
+  refused([&](nlohmann::json& manifest) { manifest["files"][0]["kind"] = "program"; },
+          ": says of \"weights-0.safetensors\" that it is of kind \"program\".");
+  refused([&](nlohmann::json& manifest) { manifest["files"][0]["bytes"] = -1; },
+          ": has no size and checksum of \"weights-0.safetensors\".");
+  fs::remove(file("manifest.json"));
+  ASSERT_EQ(::mkfifo(file("manifest.json").c_str(), 0600), 0);
+  expect_error<CheckpointError>([&] { Checkpoint{path() + "/step-00000010"}; },
+                                file("manifest.json") + ": is no regular file, and so cannot be mapped.");
 }
 
 TEST_F(Checkpoints, ThatAreNotThereAreNamed) {
