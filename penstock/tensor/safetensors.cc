@@ -20,9 +20,9 @@ namespace {
   throw SafetensorsError(path + ": " + what);
 }
 
-std::unique_ptr<MappedFile> mapped(const std::string& path) {
+std::unique_ptr<MappedFile> mapped(const std::string& path, FileAccess access) {
   try {
-    return std::make_unique<MappedFile>(path);
+    return std::make_unique<MappedFile>(path, access);
   } catch (const MappingFailure& failure) {
     throw SafetensorsError(failure.what());
   }
@@ -93,8 +93,10 @@ void write_safetensors(const std::string& path, const NamedTensors& tensors,
 }
 
 struct SafetensorsFile::Content {
-  explicit Content(std::string source)
-      : path(std::move(source)), mapping(mapped(path)), header(parse_safetensors_header(mapping->bytes(), path)) {
+  Content(std::string source, FileAccess access)
+      : path(std::move(source)),
+        mapping(mapped(path, access)),
+        header(parse_safetensors_header(mapping->bytes(), path)) {
     for (const SafetensorsEntry& entry : header.entries) {
       names.push_back(entry.name);
       by_name.emplace(entry.name, &entry);
@@ -108,7 +110,8 @@ struct SafetensorsFile::Content {
   std::unordered_map<std::string_view, const SafetensorsEntry*> by_name;
 };
 
-SafetensorsFile::SafetensorsFile(const std::string& path) : content_(std::make_shared<Content>(path)) {}
+SafetensorsFile::SafetensorsFile(const std::string& path, FileAccess access)
+    : content_(std::make_shared<Content>(path, access)) {}
 
 const std::vector<std::string>& SafetensorsFile::names() const {
   return content_->names;
@@ -148,8 +151,8 @@ at::Tensor SafetensorsFile::tensor(std::string_view name) const {
   return at::from_blob(begin, entry.shape, [content = content_](void* /*data*/) {}, options);
 }
 
-NamedTensors read_safetensors(const std::string& path) {
-  const SafetensorsFile file(path);
+NamedTensors read_safetensors(const std::string& path, FileAccess access) {
+  const SafetensorsFile file(path, access);
   NamedTensors tensors;
   for (const std::string& name : file.names()) tensors.emplace_back(name, file.tensor(name));
   return tensors;

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/tensor/mapped_file.h"
 #include "penstock/tensor/safetensors_header.h"
 
 namespace penstock {
@@ -35,7 +36,7 @@ void write_safetensors(const std::string& path, const NamedTensors& tensors,
 class SafetensorsFile {
  public:
   // Throws SafetensorsError if `path` is no regular file, cannot be read or is not a safetensors file.
-  explicit SafetensorsFile(const std::string& path);
+  explicit SafetensorsFile(const std::string& path, FileAccess access = FileAccess::Map);
 
   // In the order of their bytes.
   const std::vector<std::string>& names() const;
@@ -48,7 +49,7 @@ class SafetensorsFile {
   // address that is no multiple of their element's size, and bool tensors with bytes besides 0 and 1, which are taken
   // for 1.
   // Throws SafetensorsError if there is none. The file must not be cut short or overwritten in place while it is
-  // mapped; write_safetensors does neither.
+  // mapped (FileAccess::Map); write_safetensors does neither.
   at::Tensor tensor(std::string_view name) const;
 
  private:
@@ -57,6 +58,6 @@ class SafetensorsFile {
 };
 
 // All tensors of a file, as SafetensorsFile gives them.
-NamedTensors read_safetensors(const std::string& path);
+NamedTensors read_safetensors(const std::string& path, FileAccess access = FileAccess::Map);
 
 }  // namespace penstock

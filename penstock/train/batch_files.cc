@@ -152,7 +152,7 @@ class BatchFiles final : public Data {
     at::Tensor first;
     for (const auto* list : {&held_out_, &files_}) {
       for (const std::string& file : *list) {
-        const at::Tensor target = read(file).target.toTensor();
+        const at::Tensor target = read(file, FileAccess::Map).target.toTensor();
         if (options_.loss == "cross_entropy" && !target.is_floating_point() && target.scalar_type() != at::kLong) {
           throw DataError(file +
                           ": --loss cross_entropy takes class indices of int64, or probabilities: the target is a " +
@@ -169,7 +169,7 @@ class BatchFiles final : public Data {
     }
   }
   void check(const std::string& file, int replicas, int microbatches) const {
-    const Batch whole = read(file);
+    const Batch whole = read(file, FileAccess::Map);
     std::string place = file;
     try {
       std::int64_t row = 0;
@@ -187,8 +187,9 @@ class BatchFiles final : public Data {
       throw DataError(place + ": " + reason_of(error));
     }
   }
-  Batch read(const std::string& file) const {
-    const NamedTensors read = read_safetensors(file);
+  // A batch that is trained on is copied: whoever writes to the file meanwhile does not end the process.
+  Batch read(const std::string& file, FileAccess access = FileAccess::Read) const {
+    const NamedTensors read = read_safetensors(file, access);
     TensorsByName tensors(read.begin(), read.end());
     Batch batch;
     batch.name = file;
