@@ -15,6 +15,8 @@ import time
 import unittest
 import xml.etree.ElementTree
 
+from messages import without_waiting
+
 PENSTOCK = os.environ["PENSTOCK"]
 ZOO = os.environ["PENSTOCK_ZOO"]
 # What models.py has written.
@@ -70,6 +72,7 @@ class Case(unittest.TestCase):
             env={**os.environ, "TMPDIR": self.temporary, **environment},
         )
         self.assertEqual(os.listdir(self.temporary), [], words)
+        result.stderr = without_waiting(result.stderr)
         return result
 
     def answers(self, *words, code=0):

@@ -10,6 +10,8 @@ import tempfile
 import time
 import unittest
 
+from messages import without_waiting
+
 PENSTOCK = os.environ["PENSTOCK"]
 PROGRAMS = os.environ["PENSTOCK_PROGRAMS"]
 PEER_PYTHON = os.environ["PEER_PYTHON"]
@@ -49,6 +51,7 @@ class Case(unittest.TestCase):
         result = subprocess.run([PENSTOCK, *map(str, words)], cwd=self.folder, capture_output=True, text=True, timeout=300,
                                 env={**os.environ, **(environment or {})})
         self.assertEqual(result.returncode, code, (words, result.stdout, result.stderr))
+        result.stderr = without_waiting(result.stderr)
         return result
 
     def train(self, *words, output="run", **options):
@@ -82,10 +85,10 @@ save_tensors({"args.0": x, "target": x @ torch.ones(4, 2)}, "data/eval-0.safeten
         lines = (self.folder / output / "metrics.jsonl").read_text().splitlines()
         return {line["step"]: line["loss"] for line in map(json.loads, lines) if "loss" in line}
 
-    def begun(self, words, after, start=("train",)):
+    def begun(self, words, after, start=("train",), stderr=subprocess.DEVNULL):
         """A training that has done some steps."""
         process = subprocess.Popen([PENSTOCK, *map(str, start), "--output", "run", *map(str, words)], cwd=self.folder,
-                                   stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+                                   stdout=subprocess.PIPE, stderr=stderr, text=True)
         self.wait_for_steps(after)
         return process
 

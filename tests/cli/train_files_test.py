@@ -333,6 +333,16 @@ class Preflight(Case):
                 self.batches(a=good, eval0=good, **{name: "{" + x + ', "target": ' + bad + "}"})
                 self.assert_refused("train", *words, "--loss", "cross_entropy", "--dry-run", message=message)
 
+    def test_a_batch_file_that_is_cut_short_meanwhile_is_named(self):
+        self.write_batches()
+        process = self.begun([os.path.join(PROGRAMS, "pair.pt2"), "--data", "data", "--loss", "mse", "--steps", 10**6,
+                              "--microbatches", 4, "--overwrite"], after=5, stderr=subprocess.PIPE)
+        for one in (self.folder / "data").glob("*.safetensors"):
+            os.truncate(one, 100)
+        _, text = process.communicate(timeout=60)
+        self.assertEqual(process.returncode, 2)
+        self.assertRegex(text, r"^penstock: data/batch-\d\.safetensors: ")
+
     def test_a_dry_run_shows_what_a_run_would_take_and_writes_nothing(self):
         for more in ([], ["--transport", "gloo"], ["--data-parallel", 2, "--shard"]):
             text = self.penstock("train", *SMALL, "--steps", 500, "--microbatches", 4, "--checkpoint", "kept", "--dry-run",

@@ -11,6 +11,8 @@ import subprocess
 import tempfile
 import unittest
 
+from messages import without_waiting
+
 PENSTOCK = os.environ["PENSTOCK"]
 PROGRAMS = os.environ["PENSTOCK_PROGRAMS"]
 PEER_PYTHON = os.environ["PEER_PYTHON"]
@@ -74,6 +76,7 @@ class Case(unittest.TestCase):
     def penstock(self, *words, code=0):
         result = subprocess.run([PENSTOCK, *map(str, words)], cwd=self.folder, capture_output=True, text=True, timeout=300)
         self.assertEqual(result.returncode, code, (words, result.stdout, result.stderr))
+        result.stderr = without_waiting(result.stderr)
         return result
 
     def answers(self, *words):
