@@ -119,7 +119,7 @@ void TrainOptions::add_to(CLI::App& command) {
       ->option_text("float32|bfloat16 [float32]")
       ->check(one_of({"float32", "bfloat16"}));
 
-  command.add_option("--steps", steps, "How many")->option_text("N [1200]")->check(whole_number());
+  command.add_option("--steps", steps, "How many")->option_text("N [1600]")->check(whole_number());
   command.add_option("--optimizer", optimizer.name, "What steps the parameters")
       ->option_text("sgd|adam|adamw [adamw]")
       ->check(one_of({"sgd", "adam", "adamw"}));

@@ -33,7 +33,7 @@ struct TrainOptions {
   GptOptions gpt;
   std::string dtype = "float32";
 
-  std::int64_t steps = 1200;
+  std::int64_t steps = 1600;
   OptimizerOptions optimizer;
   LearningRate learning_rate;
   int accumulate = 1;
