@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <optional>
 #include <utility>
 
 #include "penstock/program/inputs.h"
@@ -94,9 +95,17 @@ class BatchFiles final : public Data {
   }
   // Files are mapped, so this reads their headers alone.
   void check(const BatchSplit& split) const override {
-    check_targets();
-    for (const std::string& file : files_) check(file, split.replicas, split.microbatches);
-    for (const std::string& file : held_out_) check(file, split.eval_replicas, split.microbatches);
+    std::optional<Batch> first;
+    const auto check_all = [&](const std::vector<std::string>& files, int replicas) {
+      for (const std::string& file : files) {
+        const Batch batch = read(file, FileAccess::Map);
+        if (!first) first = batch;
+        check_target(batch, *first);
+        check_split(batch, replicas, split.microbatches);
+      }
+    };
+    check_all(held_out_, split.eval_replicas);
+    check_all(files_, split.replicas);
   }
   at::Tensor loss(const c10::IValue& output, const c10::IValue& target) const override {
     const at::Tensor first = first_output(output);
@@ -146,30 +155,21 @@ class BatchFiles final : public Data {
 
  private:
   // Which shapes a loss takes depends on the output, which the first batches show; all targets should be like theirs.
-  void check_targets() const {
+  void check_target(const Batch& batch, const Batch& first_batch) const {
     if (options_.loss == "output") return;
-    std::string first_file;
-    at::Tensor first;
-    for (const auto* list : {&held_out_, &files_}) {
-      for (const std::string& file : *list) {
-        const at::Tensor target = read(file, FileAccess::Map).target.toTensor();
-        if (options_.loss == "cross_entropy" && !target.is_floating_point() && target.scalar_type() != at::kLong) {
-          throw DataError(file +
-                          ": --loss cross_entropy takes class indices of int64, or probabilities: the target is a " +
-                          describe(target) + ".");
-        }
-        if (!first.defined()) {
-          first = target;
-          first_file = file;
-        }
-        if (target.scalar_type() == first.scalar_type() && target.dim() == first.dim()) continue;
-        throw DataError(file + ": the target is a " + describe(target) + ", and that of " + first_file + " is a " +
-                        describe(first) + "; all should have the same type and number of dimensions.");
-      }
+    const at::Tensor& target = batch.target.toTensor();
+    if (options_.loss == "cross_entropy" && !target.is_floating_point() && target.scalar_type() != at::kLong) {
+      throw DataError(batch.name +
+                      ": --loss cross_entropy takes class indices of int64, or probabilities: the target is a " +
+                      describe(target) + ".");
     }
+    const at::Tensor& first = first_batch.target.toTensor();
+    if (target.scalar_type() == first.scalar_type() && target.dim() == first.dim()) return;
+    throw DataError(batch.name + ": the target is a " + describe(target) + ", and that of " + first_batch.name +
+                    " is a " + describe(first) + "; all should have the same type and number of dimensions.");
   }
-  void check(const std::string& file, int replicas, int microbatches) const {
-    const Batch whole = read(file, FileAccess::Map);
+  void check_split(const Batch& whole, int replicas, int microbatches) const {
+    const std::string& file = whole.name;
     std::string place = file;
     try {
       std::int64_t row = 0;
