@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/tensor_split.h>
 
 #include <algorithm>
 #include <set>
@@ -49,6 +50,12 @@ at::Tensor example_of(const Program& program, const ProgramInput& input) {
   if (c10::isFloatingType(type->dtype) || c10::isComplexType(type->dtype)) return tensor.normal_();
   if (type->dtype == at::kBool) return tensor.bernoulli_(0.5);
   return tensor.random_(0, std::max<std::int64_t>(1, rows_behind(program, input.value).value_or(2)));
+}
+
+// Returns true if all microbatches of an input have one number of rows.
+bool has_fixed_rows(const Program& program, const ProgramInput& input) {
+  const auto& type = program.graph().values[static_cast<std::size_t>(input.value)].type;
+  return type && (type->sizes.empty() || type->sizes.front().is_fixed());
 }
 
 // The number that a tensor stands for, which may have it once for each microbatch.
@@ -126,9 +133,9 @@ int microbatches_in(const Program& program, const TensorsByName& tensors) {
   for (const ProgramInput& input : program.inputs()) {
     const auto found = tensors.find(input.name);
     if (input.kind != ProgramInput::Kind::User || found == tensors.end() || found->second.dim() == 0) continue;
-    const auto& type = program.graph().values[static_cast<std::size_t>(input.value)].type;
-    if (!type || (!type->sizes.empty() && !type->sizes.front().is_fixed())) continue;
-    const std::int64_t rows = type->sizes.empty() ? 1 : type->sizes.front().example;
+    if (!has_fixed_rows(program, input)) continue;
+    const auto& sizes = program.graph().values[static_cast<std::size_t>(input.value)].type->sizes;
+    const std::int64_t rows = sizes.empty() ? 1 : sizes.front().example;
     if (rows > 0 && found->second.size(0) % rows == 0) return static_cast<int>(found->second.size(0) / rows);
   }
   return 0;
@@ -140,18 +147,19 @@ std::vector<TensorsByName> split_inputs(const Program& program, const TensorsByN
     const auto found = tensors.find(input.name);
     if (input.kind != ProgramInput::Kind::User || found == tensors.end()) continue;
     const at::Tensor& tensor = found->second;
-    if (tensor.dim() == 0 || tensor.size(0) % microbatches != 0) {
-      throw ProgramError(
-          input.name + ": has " + (tensor.dim() == 0 ? "no rows" : std::to_string(tensor.size(0)) + " rows") +
-          ", which cannot be shared out among " + std::to_string(microbatches) + " microbatches." +
-          (tensor.dim() == 0 ? "\n  Hint: of a number, or a tensor without dimensions, there is a row for "
-                               "each microbatch."
-                             : ""));
+    const auto refuse = [&](const std::string& rows, const std::string& hint) {
+      throw ProgramError(input.name + ": has " + rows + ", which cannot be split into " + std::to_string(microbatches) +
+                         " microbatches.\n  Hint: " + hint);
+    };
+    if (tensor.dim() == 0)
+      refuse("no rows", "a number, or a tensor without dimensions, has a row for each microbatch.");
+    const std::string rows = std::to_string(tensor.size(0)) + (tensor.size(0) == 1 ? " row" : " rows");
+    if (tensor.size(0) < microbatches) refuse(rows, "take fewer microbatches.");
+    if (tensor.size(0) % microbatches != 0 && has_fixed_rows(program, input)) {
+      refuse(rows, "the model was exported for microbatches of one size; torch.export's dynamic_shapes leave it open.");
     }
-    const std::int64_t rows = tensor.size(0) / microbatches;
-    for (int i = 0; i < microbatches; ++i) {
-      parts[static_cast<std::size_t>(i)].emplace(input.name, tensor.narrow(0, i * rows, rows));
-    }
+    const std::vector<at::Tensor> chunks = tensor.tensor_split(microbatches);
+    for (std::size_t i = 0; i < chunks.size(); ++i) parts[i].emplace(input.name, chunks[i]);
   }
   return parts;
 }

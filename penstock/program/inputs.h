@@ -31,8 +31,9 @@ TensorsByName example_inputs(const Program& program, int microbatches, std::uint
 // How many microbatches of the example's size these inputs are; 0 where that leaves the number of rows open.
 int microbatches_in(const Program& program, const TensorsByName& tensors);
 
-// The part of each tensor that is a microbatch's: an equal share of dimension 0. Throws ProgramError for a tensor that has
-// no equal shares.
+// Splits each tensor along dimension 0 as a Pipeline does: where the rows do not divide evenly, the first microbatches
+// have one more. Throws ProgramError for a tensor with too few rows, and for an uneven split of an input whose number of
+// rows the export has fixed.
 std::vector<TensorsByName> split_inputs(const Program& program, const TensorsByName& tensors, int microbatches);
 // The same as arguments.
 std::vector<Arguments> split_arguments(const Program& program, const TensorsByName& tensors, int microbatches);

@@ -336,6 +336,17 @@ class Run(Case):
             self.assertEqual(list(found), ["output.0"])
             self.assertLessEqual(max(abs(a - b) for a, b in zip(expected, found["output.0"], strict=True)), 1e-5)
 
+    def test_rows_need_not_divide_by_the_microbatches(self):
+        inputs = os.path.join(ZOO, "gpt_dynamic.inputs.safetensors")
+        expected = read_tensors(os.path.join(ZOO, "gpt_dynamic.expected.safetensors"))["output.0"]
+        words = [self.model("gpt_dynamic"), "--stages", 2, "--microbatches", 5, "--inputs", inputs]
+        text = self.answers("run", *words, "--output", self.path("out.safetensors"))
+        rows = int(re.search(r"(\d+) rows,", text)[1])
+        self.assertNotEqual(rows % 5, 0)
+        found = read_tensors(self.path("out.safetensors"))["output.0"]
+        self.assertLessEqual(max(abs(a - b) for a, b in zip(expected, found, strict=True)), 1e-5)
+        self.assertIn("5 microbatches", self.answers("check", *words))
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -397,17 +397,31 @@ TEST(Examples, AreKnownByTheirNames) {
                              "the input 'kwargs.mask' is missing; given are args.0, args.1.0.");
 }
 
-TEST(Examples, AreSharedOutAmongMicrobatches) {
+TEST(InputSplit, GivesMicrobatches) {
   const Program program = exported("pair");
   const std::vector<TensorsByName> parts = split_inputs(program, {{"args.0", counting({6, 4})}}, 2);
   ASSERT_EQ(parts.size(), 2U);
   EXPECT_TRUE(same(counting({6, 4}).narrow(0, 3, 3), parts[1].at("args.0")));
-  expect_error<ProgramError>([&] { split_inputs(program, {{"args.0", at::ones({7, 4})}}, 2); },
-                             "args.0: has 7 rows, which cannot be shared out among 2 microbatches.");
+  expect_error<ProgramError>(
+      [&] { split_inputs(program, {{"args.0", at::ones({7, 4})}}, 2); },
+      "args.0: has 7 rows, which cannot be split into 2 microbatches.\n  Hint: the model was exported for microbatches "
+      "of one size; torch.export's dynamic_shapes leave it open.");
+  expect_error<ProgramError>(
+      [&] { split_inputs(program, {{"args.0", at::ones({1, 4})}}, 2); },
+      "args.0: has 1 row, which cannot be split into 2 microbatches.\n  Hint: take fewer microbatches.");
   expect_error<ProgramError>(
       [&] { split_inputs(program, {{"args.0", at::ones({})}}, 2); },
-      "args.0: has no rows, which cannot be shared out among 2 microbatches.\n  Hint: of a number, or a tensor "
-      "without dimensions, there is a row for each microbatch.");
+      "args.0: has no rows, which cannot be split into 2 microbatches.\n  Hint: a number, or a tensor without "
+      "dimensions, has a row for each microbatch.");
+}
+
+TEST(InputSplit, IsUnevenWhereTheExportLeavesRowsOpen) {
+  const Program program = exported("arithmetic");
+  const std::vector<TensorsByName> parts = split_inputs(program, {{"args.0", counting({7, 2})}}, 3);
+  ASSERT_EQ(parts.size(), 3U);
+  EXPECT_TRUE(same(counting({7, 2}).narrow(0, 0, 3), parts[0].at("args.0")));
+  EXPECT_TRUE(same(counting({7, 2}).narrow(0, 3, 2), parts[1].at("args.0")));
+  EXPECT_TRUE(same(counting({7, 2}).narrow(0, 5, 2), parts[2].at("args.0")));
 }
 
 TEST(Costs, AreMeasuredWithoutTouchingTheProgram) {
