@@ -54,9 +54,13 @@ bool is_numbering(const at::Tensor& target) {
 // Without specs, a microbatch has the same rows of the target as of an argument, or the same multiple of them where the
 // target was flattened. Anything else would compare outputs with targets of other rows.
 void require_rows_fit(const Batch& batch, const BatchSpecs& specs, int count, const std::string& parts) {
-  if (specs.target || specs.args || specs.kwargs || !batch.target.isTensor()) return;
+  if (specs.target || !batch.target.isTensor() || !batch.target.toTensor().defined()) return;
   const at::Tensor& target = batch.target.toTensor();
-  if (!target.defined() || target.dim() == 0) return;
+  if (target.dim() == 0) {
+    throw PipelineError(described("the target", target) + " has no rows, and cannot be split into " +
+                        std::to_string(count) + " " + parts + ".\n  Hint: give a target for each row.");
+  }
+  if (specs.args || specs.kwargs) return;
   const std::int64_t rows = target.size(0);
   const std::vector<NamedTensor> tensors = tensors_with_rows(batch);
   const auto fits = [&](const NamedTensor& argument) {
@@ -68,7 +72,7 @@ void require_rows_fit(const Batch& batch, const BatchSpecs& specs, int count, co
   throw PipelineError(described("the target", target) + " has " + std::to_string(rows) + " rows, and " +
                       described(tensors.front().name, tensors.front().tensor) + " has " +
                       std::to_string(tensors.front().tensor.size(0)) + ": they cannot be split into the same " + parts +
-                      ".\n  Hint: give a target for each row; BatchSpecs::target says how another one is split.");
+                      ".\n  Hint: give a target for each row, or say how this one is split.");
 }
 
 }  // namespace

@@ -176,12 +176,16 @@ TEST(Step, RefusesWhatDoesNotFit) {
   EXPECT_EQ(
       error_of([&] { pipeline.step({rows(8, "x")}, {}, rows(6, "y")); }),
       "the target (float32 tensor of shape [6, 8]) has 6 rows, and args[0] (float32 tensor of shape [8, 8]) has 8: "
-      "they cannot be split into the same microbatches.\n  Hint: give a target for each row; BatchSpecs::target "
-      "says how another one is split.");
-  EXPECT_EQ(error_of([&] { pipeline.step({rows(8, "x")}, {}, at::ones({4}, at::kLong)); }),
-            "the target (int64 tensor of shape [4]) has 4 rows, and args[0] (float32 tensor of shape [8, 8]) has 8: "
-            "they cannot be split into the same microbatches.\n  Hint: give a target for each row; BatchSpecs::target "
-            "says how another one is split.");
+      "they cannot be split into the same microbatches.\n  Hint: give a target for each row, or say how this one is "
+      "split.");
+  EXPECT_EQ(
+      error_of([&] { pipeline.step({rows(8, "x")}, {}, at::ones({4}, at::kLong)); }),
+      "the target (int64 tensor of shape [4]) has 4 rows, and args[0] (float32 tensor of shape [8, 8]) has 8: "
+      "they cannot be split into the same microbatches.\n  Hint: give a target for each row, or say how this one is "
+      "split.");
+  EXPECT_EQ(error_of([&] { pipeline.step({rows(8, "x")}, {}, at::ones({})); }),
+            "the target (float32 tensor of shape []) has no rows, and cannot be split into 4 microbatches.\n  Hint: "
+            "give a target for each row.");
   EXPECT_EQ(
       error_of([&] { pipeline.step({rows(8, "x")}); }),
       "the target is missing: there is a loss function, and the arguments (args[0] is float32 tensor of shape "
