@@ -382,13 +382,19 @@ Trainer::Evaluation Trainer::evaluate(const std::vector<Batch>& batches, bool re
     const StepResult result =
         on_batch(batch, shares, [&] { return pipeline_->eval(batch.args, kwargs_of(batch), batch.target, step); });
     for (std::size_t i = 0; i < result.losses.size(); ++i) {
-      sum += shares[i].weight * result.losses[i].item<double>();
+      const auto loss = result.losses[i].item<double>();
+      sum += shares[i].weight * loss;
       evaluation.weight += shares[i].weight;
+      if (evaluation.nonfinite.empty()) evaluation.nonfinite = nonfinite_loss(batch.name, i, shares[i], loss);
     }
     if (return_outputs) evaluation.outputs.push_back(result.output);
   }
   evaluation.loss = sum / evaluation.weight;
-  return evaluation;
+  if (evaluation.weight == 0) evaluation.nonfinite = ": there is no target that counts: all of them are ignored.";
+  if (evaluation.nonfinite.empty()) return evaluation;
+  evaluation.nonfinite.insert(0, "the evaluation after step " + std::to_string(steps_done_));
+  if (options_.on_nonfinite == OnNonFinite::Skip) return evaluation;
+  throw NonFiniteError(evaluation.nonfinite + "\n  Hint: look at the data and the weights.");
 }
 
 Pipeline& Trainer::writing_pipeline() {

@@ -108,13 +108,15 @@ class Trainer {
   struct Evaluation {
     // The mean over all that the batches count; NaN if nothing counts.
     double loss = 0;
+    // Why the loss is not finite, in a sentence; empty if it is finite.
+    std::string nonfinite;
     // How much that is: the sum of Data::loss_weight.
     double weight = 0;
     // The output of each batch, if asked for.
     std::vector<c10::IValue> outputs;
   };
   // Runs forwards alone, in evaluation mode. The outputs of microbatches are merged only if they are asked for: a model that
-  // gives its loss has nothing to merge. Throws PipelineError and DataError.
+  // gives its loss has nothing to merge. Throws PipelineError, DataError, and NonFiniteError under OnNonFinite::Stop.
   Evaluation evaluate(const std::vector<Batch>& batches, bool return_outputs = false);
 
   // Writes a checkpoint into `folder`, of which the last `keep` stay, and says where it is. Throws CheckpointError on all
@@ -215,6 +217,9 @@ class Trainer {
   std::vector<double> squares_of_gradients();
   void scale_gradients(double factor);
   void drop_gradients();
+  // Returns where a loss that is not finite comes from, as the rest of a sentence; empty if it is finite or does not count.
+  // `name` is the batch's, `index` the microbatch's in the batch.
+  std::string nonfinite_loss(const std::string& name, std::size_t index, const Share& share, double loss) const;
   // What is not finite in a step, in a sentence; empty if all is.
   std::string nonfinite_in(const StepBatches& batches, const Figures& figures);
   // The stage of each parameter of the model. All processes ask.

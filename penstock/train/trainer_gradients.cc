@@ -131,26 +131,29 @@ std::vector<int> Trainer::stages_of_parameters() {
   return {all.begin(), all.end()};
 }
 
+std::string Trainer::nonfinite_loss(const std::string& name, std::size_t index, const Share& share, double loss) const {
+  if (share.weight == 0 || std::isfinite(loss)) return "";
+  const auto microbatches = static_cast<std::size_t>(pipeline_->schedule().microbatches());
+  return (name.empty() ? "" : ", " + name) + ", microbatch " + std::to_string(index % microbatches) +
+         (num_replicas_ > 1 ? " of replica " + std::to_string(index / microbatches) : "") + " (rows " +
+         std::to_string(share.first_row) + " to " + std::to_string(share.first_row + share.rows - 1) + "), stage " +
+         std::to_string(pipeline_->schedule().stages() - 1) + ": the loss is " +
+         (std::isnan(loss) ? "NaN" : "infinite") + ".";
+}
+
 std::string Trainer::nonfinite_in(const StepBatches& batches, const Figures& figures) {
   const std::string step = "step " + std::to_string(steps_done_ + 1);
-  const auto microbatches = static_cast<std::size_t>(pipeline_->schedule().microbatches());
   const std::vector<int> stages = stages_of_parameters();
   std::string text;
   std::size_t next = 0;
   const std::string names = batches.names();
   for (std::size_t part = 0; part < batches.batches.size(); ++part) {
-    const std::string& name = batches.batches[part].name;
     for (std::size_t i = 0; i < batches.shares[part].size(); ++i) {
       const double loss = figures.losses[next++];
-      const Share& share = batches.shares[part][i];
-      if (!text.empty() || share.weight == 0 || std::isfinite(loss)) continue;
-      text = step + (name.empty() ? "" : ", " + name) + ", microbatch " + std::to_string(i % microbatches);
-      if (num_replicas_ > 1) text += " of replica " + std::to_string(i / microbatches);
-      text += " (rows " + std::to_string(share.first_row) + " to " + std::to_string(share.first_row + share.rows - 1) +
-              "), stage " + std::to_string(pipeline_->schedule().stages() - 1) + ": the loss is " +
-              (std::isnan(loss) ? "NaN" : "infinite") + ".";
+      if (text.empty()) text = nonfinite_loss(batches.batches[part].name, i, batches.shares[part][i], loss);
     }
   }
+  if (!text.empty()) text.insert(0, step);
   const auto bad = std::ranges::find_if(figures.squares, [](double square) { return !std::isfinite(square); });
   if (bad == figures.squares.end())
     return text.empty() ? step + names + ": the norm of all gradients overflows." : text;

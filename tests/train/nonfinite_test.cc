@@ -295,7 +295,9 @@ TEST(DataErrors, NameAStepInWhichNothingCounts) {
       [&] { trainer.step(); },
       "step 1, some.file: there is no target that counts: all of them are ignored.\n  Hint: see "
       "--ignore-index, or let --on-nonfinite skip leave out such steps.");
-  EXPECT_TRUE(std::isnan(trainer.evaluate({data.batch(0)}).loss));
+  expect_error<NonFiniteError>([&] { trainer.evaluate({data.batch(0)}); },
+                               "the evaluation after step 0: there is no target that counts: all of them are ignored."
+                               "\n  Hint: look at the data and the weights.");
   models.clear();
   models.push_back(std::make_unique<Products>());
   TrainerOptions skips;
@@ -305,6 +307,23 @@ TEST(DataErrors, NameAStepInWhichNothingCounts) {
   EXPECT_EQ(report.skipped, "step 1, some.file: there is no target that counts: all of them are ignored.");
   EXPECT_TRUE(std::isnan(report.loss));
   EXPECT_EQ(skipping.steps_done(), 1);
+  EXPECT_TRUE(std::isnan(skipping.evaluate({data.batch(0)}).loss));
+}
+
+TEST(NonFinite, EvaluationStopsOrSaysWhereItIsNotFinite) {
+  GivenRows data;
+  data.bad = GivenRows::Bad::Loss;
+  data.first_bad = 1;
+  data.last_bad = 2;
+  const std::vector<Batch> batches{data.batch(0), data.batch(1)};
+  const std::string where =
+      "the evaluation after step 0, batch-1, microbatch 2 (rows 4 to 5), stage 1: the loss is NaN.";
+  expect_error<NonFiniteError>([&] { trainer_of(data, {})->evaluate(batches); },
+                               where + "\n  Hint: look at the data and the weights.");
+  const Trainer::Evaluation skipped = trainer_of(data, {.on_nonfinite = OnNonFinite::Skip})->evaluate(batches);
+  EXPECT_EQ(skipped.nonfinite, where);
+  EXPECT_TRUE(std::isnan(skipped.loss));
+  EXPECT_EQ(trainer_of(data, {})->evaluate({data.batch(0)}).nonfinite, "");
 }
 
 }  // namespace

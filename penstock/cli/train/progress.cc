@@ -96,13 +96,15 @@ void Progress::stepped(const StepReport& report) {
   }
 }
 
-void Progress::evaluated(std::int64_t step, double loss, const std::string& figure, double value) {
-  json line = {{"step", step}, {"eval_loss", loss}};
+void Progress::evaluated(std::int64_t step, const Trainer::Evaluation& evaluation, const std::string& figure,
+                         double value) {
+  json line = {{"step", step}, {"eval_loss", evaluation.loss}};
   if (!figure.empty()) line[figure] = value;
   metrics_.write(line.dump());
+  if (!evaluation.nonfinite.empty()) return say(evaluation.nonfinite);
   std::ostringstream text;
   text.precision(4);
-  text << "step " << step << ": held out, loss " << loss;
+  text << "step " << step << ": held out, loss " << evaluation.loss;
   if (!figure.empty()) text << ", " << figure << " " << 100 * value << " %";
   say(text.str());
 }

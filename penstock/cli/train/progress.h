@@ -25,7 +25,8 @@ class Progress {
 
   void stepped(const StepReport& report);
   // With a figure of its own, such as the accuracy; none for an empty name.
-  void evaluated(std::int64_t step, double loss, const std::string& figure = {}, double value = 0);
+  void evaluated(std::int64_t step, const Trainer::Evaluation& evaluation, const std::string& figure = {},
+                 double value = 0);
   // A line of its own.
   void say(const std::string& line);
 
