@@ -4,6 +4,7 @@
 #include <charconv>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <utility>
 
 #include "penstock/schedule/nearest.h"
@@ -39,8 +40,21 @@ CLI::Validator cost() {
                              "a number that is not negative");
 }
 
+CLI::Validator float_number() {
+  return number_that<double>(
+      [](double value) { return value >= 0 && value <= static_cast<double>(std::numeric_limits<float>::max()); },
+      "a number from 0 to 3.4e38, the largest of float32");
+}
+
 CLI::Validator duration() {
   return number_that<double>([](double value) { return std::isfinite(value) && value > 0; }, "a number above 0");
+}
+
+CLI::Validator path() {
+  return {[](const std::string& text) {
+            return text.empty() ? std::string("'' should be a path, and is empty") : std::string();
+          },
+          ""};
 }
 
 CLI::Validator one_of(std::vector<std::string> words) {

@@ -13,6 +13,10 @@ CLI::Validator whole_number();
 CLI::Validator seed();
 // Not negative.
 CLI::Validator cost();
+// Not negative, and no larger than a float32 may be.
+CLI::Validator float_number();
+// Not empty.
+CLI::Validator path();
 // Above 0.
 CLI::Validator duration();
 // With the nearest right word for a wrong one.

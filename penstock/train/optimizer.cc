@@ -184,11 +184,11 @@ std::int64_t state_bytes(const OptimizerOptions& options, std::int64_t parameter
 double LearningRate::at(std::int64_t step, std::int64_t steps) const {
   if (step < warmup) return rate * static_cast<double>(step + 1) / static_cast<double>(warmup);
   if (schedule == "constant") return rate;
-  const double done = steps <= warmup ? 1 : static_cast<double>(step - warmup) / static_cast<double>(steps - warmup);
+  const std::int64_t last = steps - 1;
+  const double done =
+      last <= warmup ? 1 : std::min(1.0, static_cast<double>(step - warmup) / static_cast<double>(last - warmup));
   const double left = schedule == "linear" ? 1 - done : (1 + std::cos(std::numbers::pi * done)) / 2;
-  constexpr double kLeast = 0.05;
-  const double least = !minimum ? kLeast : rate > 0 ? *minimum / rate : 1;
-  return rate * (least + (1 - least) * std::clamp(left, 0.0, 1.0));
+  return rate * left + end() * (1 - left);
 }
 
 }  // namespace penstock

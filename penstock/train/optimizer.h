@@ -69,10 +69,12 @@ struct LearningRate {
   // "constant", "linear" or "cosine".
   std::string schedule = "cosine";
   std::int64_t warmup = 50;
-  // Rate of the last step; a twentieth of `rate` unless given.
+  // See end().
   std::optional<double> minimum = std::nullopt;
 
-  // Of a step from 0 to before `steps`.
+  // Returns the rate of the last step, which linear and cosine schedules fall to.
+  double end() const { return minimum.value_or(rate / 20); }
+  // Returns the rate of a step from 0 to before `steps`.
   double at(std::int64_t step, std::int64_t steps) const;
 };
 

@@ -285,17 +285,29 @@ class Configuration(Case):
         self.assert_refused("train", "--learning-rate", 0.1, "--min-lr", 0.2,
                             message="--min-lr is 0.2, more than --learning-rate, 0.1, which it is the end of.")
 
+    def test_values_that_no_run_could_have_are_refused(self):
+        for words, message in (
+            (["--output", ""], "penstock train: --output: '' should be a path, and is empty"),
+            (["--checkpoint", ""], "penstock train: --checkpoint: '' should be a path, and is empty"),
+            (["--learning-rate", "1e39"],
+             "penstock train: --learning-rate: '1e39' should be a number from 0 to 3.4e38, the largest of float32"),
+        ):
+            self.assertEqual(self.penstock("train", *words, code=2).stderr.splitlines()[0], message)
+
     def test_the_learning_rate_ends_at_its_minimum(self):
         rates = {}
+        configurations = {}
         for minimum in (None, 0.001):
             self.train(*SMALL, "--steps", 50, "--warmup", 0, "--learning-rate", 0.01,
                        *([] if minimum is None else ["--min-lr", minimum]))
             lines = (self.folder / "run/metrics.jsonl").read_text().splitlines()
             rates[minimum] = [one["learning_rate"] for one in map(json.loads, lines) if "loss" in one]
+            configurations[minimum] = json.loads((self.folder / "run/config.json").read_text())
         for minimum, end in ((None, 0.0005), (0.001, 0.001)):
             self.assertEqual(rates[minimum][0], 0.01)
-            self.assertAlmostEqual(rates[minimum][-1], end, delta=0.0001)
-            self.assertGreater(rates[minimum][-1], end)
+            self.assertAlmostEqual(rates[minimum][-1], end, delta=1e-12)
+            self.assertGreater(rates[minimum][-2], end)
+            self.assertEqual(configurations[minimum]["min-lr"], end)
 
     def test_batches_come_in_the_order_of_their_names_without_shuffling(self):
         self.write_batches()
@@ -403,6 +415,15 @@ for name in ("one", "two"):
         for text, code in ranks(["--data", "a", *size], ["--data", "b", *size]):
             self.assertEqual(code, 2, text)
             self.assertRegex(text, r"data \(names, sizes or checksum\): 1080 bytes, CRC-32 \d+ on rank 1, 1080 bytes, CRC-32 ")
+        (self.folder / "a.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+        (self.folder / "b.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n")
+        for text, code in ranks(["--csv", "a.csv"], ["--csv", "b.csv"]):
+            self.assertEqual(code, 2, text)
+            self.assertRegex(text, r"\n  csv \(checksum\): \d+ on rank 1, \d+ on rank 0\n")
+        # A number may be written in several ways, and a default may be given.
+        for text, code in ranks(["--beta2", ".980", "--weight-decay", "1e-2"], ["--ranks", 2, "--microbatches", 8]):
+            self.assertEqual(code, 0, text)
+        shutil.rmtree(self.folder / "penstock-train")
         # Where they lie may differ.
         (self.folder / "b").write_text((self.folder / "a").read_text())
         for text, code in ranks(["--data", "a", *size, "--output", "one"], ["--data", "b", *size, "--output", "two"]):

@@ -308,14 +308,14 @@ TEST(LearningRate, FallsToItsMinimum) {
     LearningRate rate{.rate = 0.2, .schedule = schedule, .warmup = 10};
     EXPECT_DOUBLE_EQ(rate.at(0, kSteps), 0.02);
     EXPECT_DOUBLE_EQ(rate.at(10, kSteps), 0.2);
-    EXPECT_DOUBLE_EQ(rate.at(kSteps, kSteps), 0.01);
+    EXPECT_DOUBLE_EQ(rate.at(kSteps - 1, kSteps), 0.01);
     rate.minimum = 0.05;
     EXPECT_DOUBLE_EQ(rate.at(10, kSteps), 0.2);
-    EXPECT_DOUBLE_EQ(rate.at(kSteps, kSteps), 0.05);
+    EXPECT_DOUBLE_EQ(rate.at(kSteps - 1, kSteps), 0.05);
     rate.minimum = 0;
-    EXPECT_DOUBLE_EQ(rate.at(kSteps, kSteps), 0);
+    EXPECT_DOUBLE_EQ(rate.at(kSteps - 1, kSteps), 0);
     rate.rate = 0;
-    EXPECT_DOUBLE_EQ(rate.at(kSteps, kSteps), 0);
+    EXPECT_DOUBLE_EQ(rate.at(kSteps - 1, kSteps), 0);
   }
 }
 

@@ -2,7 +2,11 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
+#include <cmath>
+#include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 
@@ -63,15 +67,29 @@ std::vector<CLI::ConfigItem> read_items(const std::string& path) {
   return CLI::ConfigTOML().from_config(in);
 }
 
+// Returns the number that a word of the command line is, or the word. One number is one value however it is written: .50
+// and 0.5, 1e3 and 1000.
+json number_or_word(const std::string& word) {
+  const auto read = [&]<class Number>(Number value) -> std::optional<Number> {
+    const auto result = std::from_chars(word.data(), word.data() + word.size(), value);
+    const bool is_whole = result.ec == std::errc() && result.ptr == word.data() + word.size();
+    return is_whole ? std::optional(value) : std::nullopt;
+  };
+  if (const auto number = read(std::int64_t{})) return *number;
+  if (const auto number = read(std::uint64_t{})) return *number;
+  const std::optional<double> number = read(double{});
+  if (!number || !std::isfinite(*number)) return word;
+  constexpr double kExact = 1LL << 53;
+  if (*number == std::trunc(*number) && std::abs(*number) < kExact) return static_cast<std::int64_t>(*number);
+  return *number;
+}
+
 // Numbers, truth values and lists as such.
-json value_of(const CLI::Option& option) {
+json value_of(const CLI::Option& option, bool is_path) {
   const std::vector<std::string> words = option.count() > 0 ? option.results() : std::vector{option.get_default_str()};
   // A flag, which may be on by default.
   if (option.get_expected_max() == 0) return option.count() > 0 ? option.as<bool>() : words.front() == "true";
-  const auto one = [](const std::string& word) {
-    const json parsed = try_parse_json(word).value_or(json());
-    return parsed.is_number() || parsed.is_boolean() ? parsed : json(word);
-  };
+  const auto one = [&](const std::string& word) { return is_path ? json(word) : number_or_word(word); };
   if (option.get_expected_max() == 1) return words.empty() ? json() : one(words.front());
   json list = json::array();
   for (const std::string& word : words) {
@@ -114,7 +132,7 @@ void TrainOptions::add_to(CLI::App& command) {
   command.add_option("--heads", gpt.heads, "Of its attention")->option_text("N [4]")->check(whole_number());
   command.add_option("--dropout", gpt.dropout, "Part of its activations that is left out")
       ->option_text("P [0]")
-      ->check(cost());
+      ->check(float_number());
   command.add_option("--dtype", dtype, "Of products; parameters are float32")
       ->option_text("float32|bfloat16 [float32]")
       ->check(one_of({"float32", "bfloat16"}));
@@ -123,15 +141,17 @@ void TrainOptions::add_to(CLI::App& command) {
   command.add_option("--optimizer", optimizer.name, "What steps the parameters")
       ->option_text("sgd|adam|adamw [adamw]")
       ->check(one_of({"sgd", "adam", "adamw"}));
-  command.add_option("--learning-rate", learning_rate.rate, "At its height")->option_text("R [0.004]")->check(cost());
+  command.add_option("--learning-rate", learning_rate.rate, "At its height")
+      ->option_text("R [0.004]")
+      ->check(float_number());
   command.add_option("--lr-schedule", learning_rate.schedule, "How it goes down after the warm-up")
       ->option_text("constant|linear|cosine [cosine]")
       ->check(one_of({"constant", "linear", "cosine"}));
   command.add_option("--warmup", learning_rate.warmup, "Steps in which it goes up")->option_text("N [50]");
   command.add_option("--min-lr", learning_rate.minimum, "Learning rate that linear and cosine end with")
       ->option_text("R [a twentieth of --learning-rate]")
-      ->check(cost());
-  command.add_option("--momentum", optimizer.momentum, "Of sgd")->option_text("M [0.9]")->check(cost());
+      ->check(float_number());
+  command.add_option("--momentum", optimizer.momentum, "Of sgd")->option_text("M [0.9]")->check(float_number());
   command.add_option("--beta1", optimizer.beta1, "Of adam and adamw: how slowly the mean of gradients follows")
       ->option_text("B [0.9]")
       ->check(CLI::Range(0.0, 1.0));
@@ -140,10 +160,10 @@ void TrainOptions::add_to(CLI::App& command) {
       ->check(CLI::Range(0.0, 1.0));
   command.add_option("--weight-decay", optimizer.weight_decay, "Of all optimizers")
       ->option_text("D [0.01]")
-      ->check(cost());
+      ->check(float_number());
   command.add_option("--clip", clip, "The most that the norm of all gradients may be; 0 for any")
       ->option_text("N [1]")
-      ->check(cost());
+      ->check(float_number());
   command
       .add_option("--on-nonfinite", on_nonfinite,
                   "At a loss or a norm of gradients that is NaN or infinite: stop, or skip the step")
@@ -161,7 +181,7 @@ void TrainOptions::add_to(CLI::App& command) {
   weights.add_to(command, "Weights to start from; a checkpoint that is resumed comes first");
   command.add_option("--eval-every", eval_every, "Steps between evaluations; 0 for one at the end")
       ->option_text("N [0]");
-  command.add_option("--checkpoint", checkpoint, "Folder for checkpoints")->option_text("DIR");
+  command.add_option("--checkpoint", checkpoint, "Folder for checkpoints")->option_text("DIR")->check(path());
   command.add_option("--checkpoint-every", checkpoint_every, "Steps between them; 0 for one at the end")
       ->option_text("N [0]");
   command.add_option("--keep", keep, "How many of them stay")->option_text("K [3]")->check(whole_number());
@@ -174,7 +194,8 @@ void TrainOptions::add_to(CLI::App& command) {
   command.add_option("--log-every", log_every, "Steps between lines of progress; about twenty lines unless told")
       ->option_text("N");
   command.add_option("--output", output, "Folder for what the run leaves: metrics, configuration, timeline")
-      ->option_text("DIR [penstock-train]");
+      ->option_text("DIR [penstock-train]")
+      ->check(path());
   command.add_option("--config", config, "A file with these options by name, TOML or JSON; the line comes first")
       ->option_text("FILE");
   for (CLI::Option* option : command.get_options()) option->capture_default_str();
@@ -258,17 +279,17 @@ json TrainOptions::resolved(const CLI::App& command) const {
     const std::string otherwise = option->get_default_str();
     const bool is_off = otherwise.empty() || otherwise == "0" || otherwise == "[]" || otherwise == "false";
     if (option->count() == 0 && is_off && name != "seed") continue;
-    all[name] = value_of(*option);
-    if (is_one_of(kInputPaths, name) || is_one_of(kOutputPaths, name)) {
-      all[name] = std::filesystem::absolute(all[name].get<std::string>()).lexically_normal().string();
-    }
+    const bool is_path = is_one_of(kInputPaths, name) || is_one_of(kOutputPaths, name);
+    all[name] = value_of(*option, is_path);
+    if (is_path) all[name] = std::filesystem::absolute(all[name].get<std::string>()).lexically_normal().string();
   }
   return all;
 }
 
 RankOptions TrainOptions::shared_by_ranks(const json& configuration) const {
-  // Options of the coordinator alone, or of each process for itself.
-  constexpr std::array kOwn{"output", "keep", "timeout"};
+  // Options of the coordinator alone, or of each process for itself, and options whose defaults depend on the model:
+  // those are compared once they are resolved.
+  constexpr std::array kOwn{"output", "keep", "timeout", "ranks", "microbatches"};
   RankOptions shared;
   for (const auto& [name, value] : configuration.items()) {
     if (is_one_of(kOwn, name)) continue;

@@ -18,6 +18,7 @@
 #include "penstock/cli/train/dry_run.h"
 #include "penstock/cli/train/options.h"
 #include "penstock/cli/train/progress.h"
+#include "penstock/runtime/digest.h"
 #include "penstock/schedule/draw.h"
 #include "penstock/schedule/generators.h"
 #include "penstock/schedule/json.h"
@@ -49,6 +50,7 @@ class Run {
     // What was chosen where nothing was said.
     configuration_["ranks"] = setup_.schedule->ranks();
     configuration_["microbatches"] = setup_.schedule->microbatches();
+    if (options.learning_rate.schedule != "constant") configuration_["min-lr"] = options.learning_rate.end();
   }
 
   int ranks_needed() const { return setup_.schedule->ranks() * options_.data_parallel; }
@@ -56,7 +58,7 @@ class Run {
   // Returns an exit code.
   int train(const Agreement& agreement) {
     require_processes();
-    agreement.require_same_options(files_of_run());
+    agreement.require_same_options(resolved_options());
     // Locked until the run ends.
     std::optional<RunDirectories> directories;
     agreement.fail_together([&] {
@@ -129,10 +131,16 @@ class Run {
  private:
   std::string path(const char* name) const { return (fs::path(options_.output) / name).string(); }
 
-  // Returns what tells the files that this process has read from others of the same names.
-  RankOptions files_of_run() const {
+  // Returns what the ranks of a run have in common besides their options: what the files say that they have read, and
+  // what was chosen by it.
+  RankOptions resolved_options() const {
     if (transport_ == nullptr) return {};
-    RankOptions files{{"data (names, sizes or checksum)", setup_.data->fingerprint()}};
+    RankOptions files{{"data (names, sizes or checksum)", setup_.data->fingerprint()},
+                      {"ranks", std::to_string(setup_.schedule->ranks())},
+                      {"microbatches", std::to_string(setup_.schedule->microbatches())}};
+    if (!options_.run.csv.empty()) {
+      files["csv (checksum)"] = std::to_string(Digest().add(read_file(options_.run.csv)).value());
+    }
     if (!options_.is_gpt()) files["model (checksum)"] = std::to_string(Archive(options_.cut.model).checksum());
     if (const std::optional<WeightFiles> weights = options_.weights.read()) {
       files["weights (checksum)"] = std::to_string(checksum_of(*weights));
@@ -233,9 +241,9 @@ class Run {
     events.evaluated = [&](std::int64_t step, const Trainer::Evaluation& evaluation) {
       if (sums() != nullptr) {
         accuracy_ = accuracy(evaluation);
-        progress->evaluated(step, evaluation.loss, "accuracy", accuracy_);
+        progress->evaluated(step, evaluation, "accuracy", accuracy_);
       } else {
-        progress->evaluated(step, evaluation.loss);
+        progress->evaluated(step, evaluation);
       }
       last_ = evaluation;
     };
