@@ -153,14 +153,14 @@ TEST(Failure, OfAWrongShapeNamesTheStageAndBothShapes) {
 
 TEST(Failure, OfARankThatSleepsPastTheDeadlineEndsTheOthersInTime) {
   Failing failing([](const Args&, const c10::IValue& output) -> c10::IValue {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+    std::this_thread::sleep_for(std::chrono::seconds(3));
     return output;
   });
-  Pipeline pipeline = failing.pipeline(std::chrono::milliseconds(200));
+  Pipeline pipeline = failing.pipeline(std::chrono::seconds(1));
   *failing.armed = true;
   const std::string error = error_of([&] { pipeline.step({rows(8, "x")}, {}, rows(8, "y")); });
   // Rank 1 waits to send, rank 3 for an activation; either may be the first.
-  EXPECT_NE(error.find("rank 2 within the deadline of 0.2 s."), std::string::npos) << error;
+  EXPECT_NE(error.find("rank 2 within the deadline of 1.0 s."), std::string::npos) << error;
   EXPECT_NE(error.find("rank 2: was in 2F0 for "), std::string::npos) << error;
   *failing.armed = false;
   pipeline.step({rows(8, "x")}, {}, rows(8, "y"));

@@ -347,9 +347,9 @@ class OtherProgram {
   std::thread thread_;
 };
 
-std::string error_at(int port, std::vector<std::string>* lines = nullptr) {
+std::string error_at(int port, std::chrono::milliseconds timeout, std::vector<std::string>* lines = nullptr) {
   try {
-    rendezvous(environment(1, 2, port, -1), std::chrono::milliseconds(200), [&](const std::string& line) {
+    rendezvous(environment(1, 2, port, -1), timeout, [&](const std::string& line) {
       if (lines != nullptr) lines->push_back(line);
     });
   } catch (const RendezvousError& error) {
@@ -361,7 +361,7 @@ std::string error_at(int port, std::vector<std::string>* lines = nullptr) {
 TEST(Rendezvous, SaysThatTheMastersPortBelongsToAnotherProgram) {
   const OtherProgram server("HTTP/1.1 400 Bad Request\r\n\r\n", /*closes=*/true);
   EXPECT_EQ(
-      error_at(server.port()),
+      error_at(server.port(), std::chrono::seconds(60)),
       "rank 1 found no store at MASTER_ADDR:MASTER_PORT, which is 127.0.0.1:" + std::to_string(server.port()) +
           ": what listens there answered 'HTTP' to a ping.\n  Hint: the port belongs to another program; choose a "
           "free one as MASTER_PORT for all ranks.");
@@ -371,7 +371,7 @@ TEST(Rendezvous, SaysInTimeThatTheMasterDoesNotAnswer) {
   const OtherProgram silent("", /*closes=*/false);
   std::vector<std::string> lines;
   const std::string place = "127.0.0.1:" + std::to_string(silent.port());
-  EXPECT_EQ(error_at(silent.port(), &lines),
+  EXPECT_EQ(error_at(silent.port(), std::chrono::milliseconds(200), &lines),
             "rank 1 found no store at MASTER_ADDR:MASTER_PORT, which is " + place +
                 ": what listens there has not answered a ping within 0.2 s (it accepts connections and says nothing).\n"
                 "  Hint: see whether rank 0 has started; if it has, the port belongs to another program, and all ranks "
@@ -385,7 +385,7 @@ TEST(Rendezvous, TriesAgainWhenTheMasterClosesTheConnection) {
   const std::string beginning =
       "rank 1 found no store at MASTER_ADDR:MASTER_PORT, which is 127.0.0.1:" + std::to_string(closing.port()) +
       ": what listens there has not answered a ping within 0.2 s (it ";
-  EXPECT_EQ(error_at(closing.port()).substr(0, beginning.size()), beginning);
+  EXPECT_EQ(error_at(closing.port(), std::chrono::milliseconds(200)).substr(0, beginning.size()), beginning);
 }
 
 TEST(Rendezvous, GivesItsTimeoutToTheTransport) {
