@@ -186,20 +186,19 @@ class C10dTransport : public Transport {
 
 std::unique_ptr<Transport> c10d_transport(c10::intrusive_ptr<c10d::Store> store, int rank, int ranks,
                                           C10dOptions options) {
-  // Each rank counts its own.
-  const std::int64_t number = store->add("transports/" + std::to_string(rank), 1);
-  auto own = c10::make_intrusive<c10d::PrefixStore>("transport/" + std::to_string(number), std::move(store));
-  require_all_ranks(*own, {.rank = rank,
-                           .ranks = ranks,
-                           .agreed = options.agreed,
-                           .timeout = options.timeout.value_or(kDefaultTimeout),
-                           .on_waiting = options.on_waiting});
+  auto own = require_all_ranks(store, {.rank = rank,
+                                       .ranks = ranks,
+                                       .token = options.token,
+                                       .agreed = options.agreed,
+                                       .timeout = options.timeout.value_or(kDefaultTimeout),
+                                       .on_waiting = options.on_waiting});
   return std::make_unique<C10dTransport>(std::move(own), rank, ranks, std::move(options));
 }
 
 std::unique_ptr<Transport> c10d_transport(const Rendezvous& place, C10dOptions options) {
   if (!options.timeout) options.timeout = place.timeout;
   if (!options.on_waiting) options.on_waiting = place.on_waiting;
+  if (options.token.secret().empty()) options.token = place.token;
   if (!options.backends) {
     options.backends =
         gloo_backends({.interface = place.interface, .address = place.address, .timeout = *options.timeout});

@@ -25,6 +25,8 @@ struct C10dOptions {
   // Time that the ranks have to connect: those of the transport and, with Gloo, those of each group. If left out, it is the
   // timeout of the rendezvous, or 60 s.
   std::optional<std::chrono::milliseconds> timeout = std::nullopt;
+  // The secret of the job, which a process has to know to be a rank of it. If left out, it is that of the rendezvous.
+  JobToken token = JobToken();
   // Options that must be the same on all ranks. Ranks compare them when they connect, and all of them throw when one
   // differs from rank 0.
   RankOptions agreed = {};

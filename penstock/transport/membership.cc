@@ -1,9 +1,14 @@
 #include "penstock/transport/membership.h"
 
 #include <algorithm>
+#include <array>
+#include <cstdint>
+#include <functional>
 #include <sstream>
-#include <string_view>
+#include <stdexcept>
+#include <string>
 #include <thread>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 #include <vector>
 
@@ -26,6 +31,8 @@ constexpr milliseconds kBetweenLines = std::chrono::seconds(10);
 // Rank 0 serves the store: when it fails, it gives the others this long to read why.
 constexpr milliseconds kLinger = std::chrono::seconds(1);
 constexpr const char* kFailure = "failure";
+// In the part of the store that all jobs see: whose it is.
+constexpr const char* kJob = "job";
 
 std::string member_key(int rank) {
   return "member/" + std::to_string(rank);
@@ -34,53 +41,17 @@ std::string informed_key(int rank) {
   return "informed/" + std::to_string(rank);
 }
 
-// Each text is preceded by its length.
-std::string encode(const std::vector<std::string>& texts) {
-  std::string bytes;
-  for (const std::string& text : texts) bytes += std::to_string(text.size()) + ":" + text;
-  return bytes;
+std::string proof_key(int rank) {
+  return "proof/" + std::to_string(rank);
 }
-
-std::vector<std::string> decode(std::string_view bytes) {
-  std::vector<std::string> texts;
-  while (!bytes.empty()) {
-    const std::size_t colon = bytes.find(':');
-    const std::size_t size = std::stoul(std::string(bytes.substr(0, colon)));
-    texts.emplace_back(bytes.substr(colon + 1, size));
-    bytes.remove_prefix(colon + 1 + size);
-  }
-  return texts;
-}
-
-RankOptions options_of(c10d::Store& store, int rank) {
-  const std::vector<std::string> texts = decode(store.get_to_str(member_key(rank)));
-  RankOptions options;
-  for (std::size_t i = 0; i + 1 < texts.size(); i += 2) options[texts[i]] = texts[i + 1];
-  return options;
+// In the part of the store that all jobs see.
+std::string refused_key(int rank) {
+  return "refused/" + std::to_string(rank);
 }
 
 TransportError decode_failure(const std::string& bytes) {
-  const std::vector<std::string> texts = decode(bytes);
+  const std::vector<std::string> texts = split_texts(bytes);
   return {static_cast<TransportError::Why>(std::stoi(texts.at(0))), std::stoi(texts.at(1)), texts.at(2)};
-}
-
-// The first failure that a rank publishes is the one that all throw.
-[[noreturn]] void fail(c10d::Store& store, const Membership& own, const TransportError& failure) {
-  const std::string bytes =
-      encode({std::to_string(static_cast<int>(failure.why())), std::to_string(failure.peer()), failure.what()});
-  const std::string first = store.compareSet(kFailure, std::string(), bytes);
-  store.set(informed_key(own.rank), std::string());
-  if (own.rank == 0) {
-    std::vector<std::string> informed;
-    for (int rank = 1; rank < own.ranks; ++rank) {
-      if (store.check({member_key(rank)})) informed.push_back(informed_key(rank));
-    }
-    const Deadline deadline = deadline_after(kLinger);
-    while (!informed.empty() && !store.check(informed) && Clock::now() < deadline) {
-      std::this_thread::sleep_for(kFirstPause);
-    }
-  }
-  throw decode_failure(first);
 }
 
 std::string list_text(const std::vector<int>& ranks) {
@@ -92,60 +63,187 @@ std::string list_text(const std::vector<int>& ranks) {
   return ranks.size() > kMost ? text + ", …" : text;
 }
 
-std::vector<int> missing_ranks(c10d::Store& store, int ranks) {
-  std::vector<int> missing;
-  for (int rank = 0; rank < ranks; ++rank) {
-    if (!store.check({member_key(rank)})) missing.push_back(rank);
+// One rank's way to the others.
+class Arrival {
+ public:
+  Arrival(const c10::intrusive_ptr<c10d::Store>& lobby, const Membership& own)
+      : lobby_(lobby),
+        own_(own),
+        deadline_(deadline_after(own.timeout)),
+        fingerprint_(own.token.sign(std::array<std::string, 1>{"fingerprint"})) {
+    const auto jobs = c10::make_intrusive<c10d::PrefixStore>("job/" + fingerprint_, lobby);
+    // Each rank counts its own.
+    const std::int64_t number = jobs->add("arrivals/" + std::to_string(own.rank), 1);
+    place_ = c10::make_intrusive<c10d::PrefixStore>("arrival/" + std::to_string(number), jobs);
+    store_ = signed_store("members", place_, own.token);
   }
-  return missing;
-}
 
-void wait_for_members(c10d::Store& store, const Membership& own) {
-  const Deadline deadline = deadline_after(own.timeout);
-  WaitingLines lines(own.on_waiting, own.timeout);
-  std::vector<std::string> keys;
-  for (int rank = 0; rank < own.ranks; ++rank) keys.push_back(member_key(rank));
-  for (milliseconds pause = kFirstPause; !store.check(keys); pause = std::min(pause * 2, kLongestPause)) {
-    if (store.check({kFailure})) fail(store, own, decode_failure(store.get_to_str(kFailure)));
-    if (Clock::now() >= deadline) {
-      const std::vector<int> missing = missing_ranks(store, own.ranks);
-      if (missing.empty()) return;
-      fail(store, own,
-           {TransportError::Why::Late, missing.front(),
-            list_text(missing) + " of " + std::to_string(own.ranks) + (missing.size() == 1 ? " has" : " have") +
-                " not connected within " + seconds_text(own.timeout) +
-                ".\n  Hint: start every rank with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, or raise the "
-                "timeout."});
-    }
-    lines.waiting([&] {
-      return "rank " + std::to_string(own.rank) + " waits for " + list_text(missing_ranks(store, own.ranks)) + " of " +
-             std::to_string(own.ranks);
-    });
-    std::this_thread::sleep_for(
-        std::min<Clock::duration>(pause, std::max<Clock::duration>(deadline - Clock::now(), {})));
+  c10::intrusive_ptr<c10d::Store> meet() {
+    publish();
+    wait_for(member_key, [this] { require_same_job(); });
+    const std::vector<std::string> members = read_members();
+    require_same_options(members);
+    std::vector<std::string> transcript{"transcript"};
+    transcript.insert(transcript.end(), members.begin(), members.end());
+    prove(transcript);
+    transcript.front() = "session";
+    return signed_store("session", place_, JobToken(own_.token.sign(transcript)));
   }
-}
 
-void require_same_options(c10d::Store& store, const Membership& own) {
-  std::vector<RankOptions> by_rank;
-  for (int rank = 0; rank < own.ranks; ++rank) by_rank.push_back(options_of(store, rank));
-  if (const auto difference = difference_between(by_rank)) {
-    fail(store, own, {TransportError::Why::Aborted, difference->rank, difference->message});
-  }
-}
-
-}  // namespace
-
-void require_all_ranks(c10d::Store& store, const Membership& own) {
-  try {
-    std::vector<std::string> texts{"WORLD_SIZE", std::to_string(own.ranks)};
-    for (const auto& [name, value] : own.agreed) {
+ private:
+  // Rank 0 says whose the store is.
+  void publish() {
+    if (own_.rank == 0) lobby_->set(kJob, fingerprint_);
+    std::vector<std::string> texts{JobToken::random().secret(), "WORLD_SIZE", std::to_string(own_.ranks)};
+    for (const auto& [name, value] : own_.agreed) {
       texts.push_back(name);
       texts.push_back(value);
     }
-    store.set(member_key(own.rank), encode(texts));
-    wait_for_members(store, own);
-    require_same_options(store, own);
+    store_->set(member_key(own_.rank), join_texts(texts));
+  }
+
+  // Throws when the store is another job's. Whoever waits there for this rank learns that a wrong one has come.
+  void require_same_job() {
+    if (own_.rank == 0 || !lobby_->check({kJob}) || lobby_->get_to_str(kJob) == fingerprint_) return;
+    lobby_->set(refused_key(own_.rank), std::string());
+    const std::string rank = std::to_string(own_.rank);
+    throw TransportError(TransportError::Why::Aborted, /*peer=*/0,
+                         "rank " + rank +
+                             " has another job token than rank 0 at MASTER_ADDR:MASTER_PORT, which belongs to another "
+                             "job.\n  Hint: give all ranks of a job the same PENSTOCK_JOB_TOKEN, and each job a "
+                             "MASTER_PORT of its own.");
+  }
+
+  // Blocks until a key of each rank is there, with a look at what else there is between.
+  void wait_for(std::string (*key)(int rank), const std::function<void()>& look) {
+    WaitingLines lines(own_.on_waiting, own_.timeout);
+    std::vector<std::string> keys;
+    for (int rank = 0; rank < own_.ranks; ++rank) keys.push_back(key(rank));
+    for (milliseconds pause = kFirstPause; !store_->check(keys); pause = std::min(pause * 2, kLongestPause)) {
+      if (store_->check({kFailure})) fail(decode_failure(store_->get_to_str(kFailure)));
+      look();
+      if (Clock::now() >= deadline_) {
+        const std::vector<int> missing = missing_of(keys);
+        if (missing.empty()) return;
+        fail({TransportError::Why::Late, missing.front(),
+              list_text(missing) + " of " + std::to_string(own_.ranks) + (missing.size() == 1 ? " has" : " have") +
+                  " not connected within " + seconds_text(own_.timeout) + "." + refused_text(missing, "\n  ", ".") +
+                  "\n  Hint: start every rank with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, or raise the "
+                  "timeout."});
+      }
+      lines.waiting([&] {
+        const std::vector<int> missing = missing_of(keys);
+        return "rank " + std::to_string(own_.rank) + " waits for " + list_text(missing) + " of " +
+               std::to_string(own_.ranks) + refused_text(missing, "; ", "");
+      });
+      std::this_thread::sleep_for(
+          std::min<Clock::duration>(pause, std::max<Clock::duration>(deadline_ - Clock::now(), {})));
+    }
+  }
+
+  std::vector<int> missing_of(const std::vector<std::string>& keys) {
+    std::vector<int> missing;
+    for (std::size_t rank = 0; rank < keys.size(); ++rank) {
+      if (!store_->check({keys[rank]})) missing.push_back(static_cast<int>(rank));
+    }
+    return missing;
+  }
+
+  // Names those in whose place a process of another job has come.
+  std::string refused_text(const std::vector<int>& missing, const std::string& before, const std::string& behind) {
+    std::vector<int> refused;
+    for (const int rank : missing) {
+      if (lobby_->check({refused_key(rank)})) refused.push_back(rank);
+    }
+    if (refused.empty()) return "";
+    return before + "a process with another job token has come as " + list_text(refused) + behind;
+  }
+
+  std::vector<std::string> read_members() {
+    std::vector<std::string> members;
+    for (int rank = 0; rank < own_.ranks; ++rank) {
+      members.push_back(read(rank, member_key(rank)));
+    }
+    return members;
+  }
+
+  // What a rank has published. It fails for what was not signed with the token.
+  std::string read(int rank, const std::string& key) {
+    try {
+      return store_->get_to_str(key);
+    } catch (const c10::Error&) {
+      throw;
+    } catch (const std::runtime_error&) {
+      fail(unproven(rank));
+    }
+  }
+
+  static TransportError unproven(int rank) {
+    return {TransportError::Why::Aborted, rank,
+            "rank " + std::to_string(rank) +
+                " cannot prove that it knows the job token: a stranger has written to the store, or values of an "
+                "earlier run.\n  Hint: let only the hosts of the job reach MASTER_PORT."};
+  }
+
+  void require_same_options(const std::vector<std::string>& members) {
+    std::vector<RankOptions> by_rank;
+    for (const std::string& member : members) {
+      const std::vector<std::string> texts = split_texts(member);
+      RankOptions& options = by_rank.emplace_back();
+      // The first is the rank's random number.
+      for (std::size_t i = 1; i + 1 < texts.size(); i += 2) options[texts[i]] = texts[i + 1];
+    }
+    if (const auto difference = difference_between(by_rank)) {
+      fail({TransportError::Why::Aborted, difference->rank, difference->message});
+    }
+  }
+
+  // Each rank signs what all have published, and looks at the signatures of the others.
+  void prove(const std::vector<std::string>& transcript) {
+    const JobToken transcript_token(own_.token.sign(transcript));
+    const auto texts_of = [](int rank) { return std::array<std::string, 2>{"proof", std::to_string(rank)}; };
+    store_->set(proof_key(own_.rank), transcript_token.sign(texts_of(own_.rank)));
+    wait_for(proof_key, [] {});
+    for (int rank = 0; rank < own_.ranks; ++rank) {
+      if (!transcript_token.verifies(texts_of(rank), read(rank, proof_key(rank)))) fail(unproven(rank));
+    }
+  }
+
+  // The first failure that a rank publishes is the one that all throw.
+  [[noreturn]] void fail(const TransportError& failure) {
+    const std::array<std::string, 3> texts{std::to_string(static_cast<int>(failure.why())),
+                                           std::to_string(failure.peer()), failure.what()};
+    const std::string first = store_->compareSet(kFailure, std::string(), join_texts(texts));
+    store_->set(informed_key(own_.rank), std::string());
+    if (own_.rank == 0) {
+      std::vector<std::string> informed;
+      for (int rank = 1; rank < own_.ranks; ++rank) {
+        if (store_->check({member_key(rank)})) informed.push_back(informed_key(rank));
+      }
+      const Deadline deadline = deadline_after(kLinger);
+      while (!informed.empty() && !store_->check(informed) && Clock::now() < deadline) {
+        std::this_thread::sleep_for(kFirstPause);
+      }
+    }
+    throw decode_failure(first);
+  }
+
+  // What all jobs see that come to this store.
+  c10::intrusive_ptr<c10d::Store> lobby_;
+  const Membership& own_;
+  Deadline deadline_;
+  // Tells tokens apart without telling them.
+  std::string fingerprint_;
+  // What the ranks of this job see, and of it what they publish here, signed.
+  c10::intrusive_ptr<c10d::Store> place_;
+  c10::intrusive_ptr<c10d::Store> store_;
+};
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Store> require_all_ranks(const c10::intrusive_ptr<c10d::Store>& store, const Membership& own) {
+  try {
+    return Arrival(store, own).meet();
   } catch (const c10::Error& error) {
     const std::string what = reason_of(error);
     throw TransportError(TransportError::Why::Gone, TransportError::kNobody,

@@ -17,6 +17,8 @@
 #include <stdexcept>
 #include <string_view>
 
+#include "penstock/transport/job_token.h"
+
 namespace penstock {
 namespace {
 
@@ -96,8 +98,9 @@ ProcessRanks::ProcessRanks(const ProcessOptions& options) : grace_(options.grace
                                 " ranks to start, expected one at least.");
   }
   const Descriptor socket = listen_on(kLoopback, 0);
+  const JobToken token = JobToken::random();
   try {
-    for (int rank = 0; rank < options.ranks; ++rank) start(options, rank, socket);
+    for (int rank = 0; rank < options.ranks; ++rank) start(options, rank, socket, token);
   } catch (...) {
     kill();
     throw;
@@ -108,7 +111,7 @@ ProcessRanks::~ProcessRanks() {
   kill();
 }
 
-void ProcessRanks::start(const ProcessOptions& options, int rank, const Descriptor& socket) {
+void ProcessRanks::start(const ProcessOptions& options, int rank, const Descriptor& socket, const JobToken& token) {
   std::map<std::string, std::string> variables = own_environment();
   for (const auto& [name, value] : options.environment) variables[name] = value;
   const std::string count = std::to_string(options.ranks);
@@ -117,6 +120,7 @@ void ProcessRanks::start(const ProcessOptions& options, int rank, const Descript
   variables[kStarter] = std::to_string(::getpid());
   variables["MASTER_ADDR"] = kLoopback;
   variables["MASTER_PORT"] = std::to_string(port_of(socket));
+  variables["PENSTOCK_JOB_TOKEN"] = token.secret();
 
   SpawnSettings settings;
   if (rank == 0) {

@@ -18,6 +18,8 @@
 
 namespace penstock {
 
+class JobToken;
+
 struct ProcessOptions {
   // A path, or a name that is looked for in PATH.
   std::string program;
@@ -54,8 +56,8 @@ void end_with_starter();
 
 class ProcessRanks {
  public:
-  // Starts them. They meet at a port of loopback that nobody else can take: rank 0 inherits its socket. Throws
-  // std::runtime_error when the program cannot be started, and leaves none running.
+  // Starts them with a random job token. They meet at a port of loopback that nobody else can take, as rank 0 inherits its
+  // socket. Throws std::runtime_error when the program cannot be started, and leaves none running.
   explicit ProcessRanks(const ProcessOptions& options);
   // Kills those that still run. None is left, neither running nor unreaped.
   ~ProcessRanks();
@@ -79,7 +81,7 @@ class ProcessRanks {
     ProcessEnd end;
   };
 
-  void start(const ProcessOptions& options, int rank, const Descriptor& socket);
+  void start(const ProcessOptions& options, int rank, const Descriptor& socket, const JobToken& token);
   // Waits until one of them ends, or the deadline.
   void wait_for_one(Deadline deadline);
   // Takes note of those that have ended.

@@ -64,6 +64,15 @@ class Reader {
     return kLaunchers.front();
   }
 
+  JobToken token() const {
+    std::string secret = text("PENSTOCK_JOB_TOKEN");
+    if (secret.empty()) secret = text("TORCHELASTIC_RUN_ID");
+    if (secret.empty() && !text("SLURM_STEP_NUM_TASKS").empty()) {
+      secret = text("SLURM_JOB_ID") + "." + text("SLURM_STEP_ID");
+    }
+    return JobToken(std::move(secret));
+  }
+
   // One that the jobs of a machine are not likely to have in common; 0 outside of Slurm.
   int port_of_job() const {
     constexpr int kFirst = 20000;
@@ -232,6 +241,7 @@ RankEnvironment read_environment(const Variables& variables) {
   environment.attempt = reader.number("TORCHELASTIC_RESTART_COUNT", 0, kMost, 0);
   if (environment.rank == 0) environment.listening_fd = reader.number("PENSTOCK_LISTENING_FD", 0, kMost, -1);
   environment.interface = reader.text("GLOO_SOCKET_IFNAME");
+  environment.token = reader.token();
   return environment;
 }
 
@@ -268,6 +278,7 @@ Rendezvous rendezvous(const RankEnvironment& environment, std::chrono::milliseco
                    .store = make_store(environment, timeout, on_waiting),
                    .address = address,
                    .interface = environment.interface,
+                   .token = environment.token,
                    .timeout = timeout,
                    .on_waiting = std::move(on_waiting),
                    .served_port = serves(environment) ? environment.master_port : 0};

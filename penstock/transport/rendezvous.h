@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "penstock/transport/gate.h"
+#include "penstock/transport/job_token.h"
 #include "penstock/transport/membership.h"
 
 namespace penstock {
@@ -35,6 +36,8 @@ struct RankEnvironment {
   int attempt = 0;             // TORCHELASTIC_RESTART_COUNT, or 0
   int listening_fd = -1;       // PENSTOCK_LISTENING_FD, for rank 0: a socket that listens on the port
   std::string interface;       // GLOO_SOCKET_IFNAME, or empty
+  // PENSTOCK_JOB_TOKEN, or what tells this job from others: torchrun's run id, or the number of srun's job and step.
+  JobToken token = JobToken();
 };
 
 // The value of a variable, or nullptr.
@@ -54,6 +57,7 @@ struct Rendezvous {
   // leads to the master or the interface that was named.
   std::string address;
   std::string interface;
+  JobToken token = JobToken();
   // What rendezvous() was given, for transports that are made from this.
   std::chrono::milliseconds timeout = std::chrono::seconds(60);
   WaitingFunction on_waiting = {};

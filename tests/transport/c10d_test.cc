@@ -266,12 +266,11 @@ TEST(C10dTransport, IsThereForOneRankAlone) {
 // One that publishes itself and then makes no connection, such as one that is killed there.
 TEST(C10dTransport, KeepsItsTimeoutWhileGlooConnects) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  const auto own = c10::make_intrusive<c10d::PrefixStore>("transport/1", store);
   constexpr std::chrono::milliseconds kTimeout(300);
   Thrown found;
   on_threads(2, [&](int rank) {
     if (rank == 1) {
-      require_all_ranks(*own, {.rank = 1, .ranks = 2});
+      require_all_ranks(store, {.rank = 1, .ranks = 2});
     } else {
       found = thrown_by([&] { c10d_transport(store, 0, 2, {.timeout = kTimeout}); });
     }

@@ -2,13 +2,18 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
+#include <atomic>
 #include <chrono>
 #include <map>
+#include <stdexcept>
 #include <string>
+#include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <vector>
 
+#include "tests/tensor/values.h"
 #include "tests/transport/ranks.h"
 
 namespace penstock::testing {
@@ -24,7 +29,7 @@ std::vector<Thrown> connect(int come, int ranks, milliseconds timeout, const std
     const auto at = static_cast<std::size_t>(rank);
     Membership own{.rank = rank, .ranks = ranks, .timeout = timeout};
     if (!values.empty()) own.agreed = values[at];
-    found[at] = thrown_by([&] { require_all_ranks(*store, own); });
+    found[at] = thrown_by([&] { require_all_ranks(store, own); });
   });
   return found;
 }
@@ -75,7 +80,7 @@ TEST(Membership, IsOfRanksWithTheSameNumberOfRanks) {
   std::vector<Thrown> found(2);
   on_threads(2, [&](int rank) {
     found[static_cast<std::size_t>(rank)] =
-        thrown_by([&] { require_all_ranks(*store, {.rank = rank, .ranks = 2 + rank, .timeout = kLong}); });
+        thrown_by([&] { require_all_ranks(store, {.rank = rank, .ranks = 2 + rank, .timeout = kLong}); });
   });
   for (const Thrown& one : found) {
     EXPECT_EQ(one.what,
@@ -83,13 +88,144 @@ TEST(Membership, IsOfRanksWithTheSameNumberOfRanks) {
   }
 }
 
+constexpr const char* kOtherJob =
+    "rank 1 has another job token than rank 0 at MASTER_ADDR:MASTER_PORT, which belongs to another job.\n  Hint: give "
+    "all "
+    "ranks of a job the same PENSTOCK_JOB_TOKEN, and each job a MASTER_PORT of its own.";
+
+TEST(Membership, OfAnotherJobEndsAtOnceAndIsNamedToThoseWhoWait) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<std::string> lines;
+  std::vector<Thrown> found(2);
+  on_threads(2, [&](int rank) {
+    Membership own{.rank = rank, .ranks = 2, .token = JobToken(rank == 0 ? "ours" : "theirs")};
+    own.timeout = rank == 0 ? kShort : kLong;
+    if (rank == 0) own.on_waiting = [&](const std::string& line) { lines.push_back(line); };
+    found[static_cast<std::size_t>(rank)] = thrown_by([&] { require_all_ranks(store, own); });
+  });
+  EXPECT_EQ(found[1], (Thrown{.threw = true, .why = TransportError::Why::Aborted, .peer = 0, .what = kOtherJob}));
+  EXPECT_EQ(found[0], late(1, std::string("rank 1 of 2 has not connected within 0.2 s.\n  a process with another job "
+                                          "token has come as rank 1") +
+                                  kStartHint));
+  EXPECT_EQ(lines,
+            std::vector<std::string>{"rank 0 waits for rank 1 of 2; a process with another job token has come as "
+                                     "rank 1 (0 s of 0.2 s)"});
+}
+
+TEST(Membership, IsCompleteAlthoughAProcessOfAnotherJobHasComeFirst) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<Thrown> found(3);
+  std::atomic<bool> is_refused = false;
+  on_threads(3, [&](int thread) {
+    const auto at = static_cast<std::size_t>(thread);
+    const JobToken token(thread == 2 ? "theirs" : "ours");
+    while (thread == 1 && !is_refused) std::this_thread::sleep_for(milliseconds(1));
+    found[at] = thrown_by([&] {
+      require_all_ranks(store, {.rank = thread == 2 ? 1 : thread, .ranks = 2, .token = token, .timeout = kLong});
+    });
+    if (thread == 2) is_refused = true;
+  });
+  EXPECT_EQ(found[0], Thrown());
+  EXPECT_EQ(found[1], Thrown());
+  EXPECT_EQ(found[2].what, kOtherJob);
+}
+
+// Where the ranks of a job whose token is "ours" meet the first time, without signatures.
+c10::intrusive_ptr<c10d::Store> place_of_first_arrival(const c10::intrusive_ptr<c10d::Store>& store,
+                                                       const std::string& part = "members") {
+  const std::string fingerprint = JobToken("ours").sign(std::array<std::string, 1>{"fingerprint"});
+  return c10::make_intrusive<c10d::PrefixStore>("job/" + fingerprint + "/arrival/1/" + part, store);
+}
+
+Thrown unproven(int rank) {
+  return {.threw = true,
+          .why = TransportError::Why::Aborted,
+          .peer = rank,
+          .what = "rank " + std::to_string(rank) +
+                  " cannot prove that it knows the job token: a stranger has written to the store, or values of an "
+                  "earlier run.\n  Hint: let only the hosts of the job reach MASTER_PORT."};
+}
+
+TEST(Membership, IsNotForAStrangerWhoWritesAsARank) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  for (const std::string value : {"", "0123456789", std::string(200, 'x').c_str()}) {
+    place_of_first_arrival(store)->set("member/1", value);
+    EXPECT_EQ(thrown_by([&] {
+                require_all_ranks(store, {.rank = 0, .ranks = 2, .token = JobToken("ours"), .timeout = kLong});
+              }),
+              unproven(1));
+    store->deleteKey("job/" + JobToken("ours").sign(std::array<std::string, 1>{"fingerprint"}) + "/arrivals/0");
+    place_of_first_arrival(store)->deleteKey("failure");
+  }
+}
+
+TEST(Membership, IsNotForValuesOfAnEarlierRun) {
+  const auto earlier = c10::make_intrusive<c10d::HashStore>();
+  on_threads(2, [&](int rank) {
+    require_all_ranks(earlier, {.rank = rank, .ranks = 2, .token = JobToken("ours"), .timeout = kLong});
+  });
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  for (const char* key : {"member/1", "proof/1"}) {
+    place_of_first_arrival(store)->set(key, place_of_first_arrival(earlier)->get(key));
+  }
+  EXPECT_EQ(thrown_by([&] {
+              require_all_ranks(store, {.rank = 0, .ranks = 2, .token = JobToken("ours"), .timeout = kLong});
+            }),
+            unproven(1));
+}
+
+TEST(Membership, GivesAStoreWhoseValuesAreSigned) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<c10::intrusive_ptr<c10d::Store>> own(2);
+  on_threads(2, [&](int rank) {
+    own[static_cast<std::size_t>(rank)] =
+        require_all_ranks(store, {.rank = rank, .ranks = 2, .token = JobToken("ours"), .timeout = kLong});
+  });
+  own[0]->set("address", std::string("here"));
+  EXPECT_EQ(own[1]->get_to_str("address"), "here");
+  EXPECT_EQ(own[1]->compareSet("address", std::string("here"), std::string("there")), "there");
+  EXPECT_EQ(own[0]->get_to_str("address"), "there");
+  EXPECT_EQ(own[0]->add("number", 2), 2);
+  const auto raw = place_of_first_arrival(store, "session");
+  const std::string signed_value = raw->get_to_str("address");
+  for (const std::string& value : {std::string("elsewhere"), signed_value + " ", signed_value.substr(1)}) {
+    raw->set("address", value);
+    expect_error<std::runtime_error>([&] { own[1]->get("address"); },
+                                     "'address' in the store was not written by a rank of this job.");
+  }
+  raw->set("other", signed_value);
+  expect_error<std::runtime_error>([&] { own[1]->get("other"); },
+                                   "'other' in the store was not written by a rank of this job.");
+}
+
+TEST(Texts, AreTheSameAfterSplittingThem) {
+  const std::vector<std::string> texts{"", "a:b", std::string(3, '\0'), "7:"};
+  EXPECT_EQ(split_texts(join_texts(texts)), texts);
+  for (const char* wrong : {"x", "1", "1:", "2:a", "-1:a", "99999999999999999999:a", ":a", "1:a3"}) {
+    EXPECT_THROW(split_texts(wrong), std::invalid_argument) << wrong;
+  }
+}
+
+TEST(JobToken, IsAnotherEachTimeAndSignsListsOfTexts) {
+  const JobToken token = JobToken::random();
+  EXPECT_EQ(token.secret().size(), 64U);
+  EXPECT_NE(token.secret(), JobToken::random().secret());
+  const std::vector<std::string> one{"a", "bc"};
+  const std::vector<std::string> other{"ab", "c"};
+  EXPECT_TRUE(token.verifies(one, token.sign(one)));
+  EXPECT_NE(token.sign(one), token.sign(other));
+  EXPECT_FALSE(token.verifies(other, token.sign(one)));
+  EXPECT_FALSE(token.verifies(one, token.sign(one).substr(1)));
+  EXPECT_FALSE(JobToken().verifies(one, token.sign(one)));
+}
+
 TEST(Membership, SaysWhomItWaitsFor) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::string> lines;
   thrown_by([&] {
-    require_all_ranks(*store, {.rank = 0, .ranks = 2, .timeout = kShort, .on_waiting = [&](const std::string& line) {
-                                 lines.push_back(line);
-                               }});
+    require_all_ranks(store, {.rank = 0, .ranks = 2, .timeout = kShort, .on_waiting = [&](const std::string& line) {
+                                lines.push_back(line);
+                              }});
   });
   EXPECT_EQ(lines, std::vector<std::string>{"rank 0 waits for rank 1 of 2 (0 s of 0.2 s)"});
 }
