@@ -11,6 +11,7 @@
 #include "penstock/tensor/autocast_scope.h"
 #include "penstock/tensor/cpu_kernels.h"
 #include "penstock/tensor/intra_op_threads.h"
+#include "penstock/transport/start_thread.h"
 
 namespace penstock {
 namespace {
@@ -39,17 +40,24 @@ RankThreads::RankThreads(int ranks, int intra_op_threads)
     : gate_(static_cast<unsigned>(ranks) < std::thread::hardware_concurrency() ? kAwake : Clock::duration::zero()) {
   prepare_vector_functions();
   threads_.reserve(static_cast<std::size_t>(ranks));
-  for (int rank = 0; rank < ranks; ++rank) {
-    threads_.emplace_back([this, rank, intra_op_threads] { serve(rank, intra_op_threads); });
+  try {
+    for (int rank = 0; rank < ranks; ++rank) {
+      threads_.push_back(start_thread([this, rank, intra_op_threads] { serve(rank, intra_op_threads); }));
+    }
+  } catch (...) {
+    end_threads(gate_.lock());
+    throw;
   }
 }
 
 RankThreads::~RankThreads() {
-  {
-    const Gate::Lock lock = gate_.lock();
-    ending_ = true;
-    gate_.changed();
-  }
+  end_threads(gate_.lock());
+}
+
+void RankThreads::end_threads(Gate::Lock lock) {
+  ending_ = true;
+  gate_.changed();
+  lock.unlock();
   for (std::thread& thread : threads_) {
     if (thread.joinable()) thread.join();
   }
@@ -57,16 +65,10 @@ RankThreads::~RankThreads() {
 
 void RankThreads::stop(Deadline deadline) {
   const int still_working = serves_in == this ? 1 : 0;
-  {
-    Gate::Lock lock = gate_.lock();
-    if (gate_.wait(lock, deadline, [&] { return working_ <= still_working; }) != Waited::Ready) return;
-    if (still_working > 0) return;
-    ending_ = true;
-    gate_.changed();
-  }
-  for (std::thread& thread : threads_) {
-    if (thread.joinable()) thread.join();
-  }
+  Gate::Lock lock = gate_.lock();
+  if (gate_.wait(lock, deadline, [&] { return working_ <= still_working; }) != Waited::Ready) return;
+  if (still_working > 0) return;
+  end_threads(std::move(lock));
 }
 
 void RankThreads::serve(int rank, int intra_op_threads) {

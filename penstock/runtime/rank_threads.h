@@ -12,7 +12,7 @@ namespace penstock {
 
 class RankThreads {
  public:
-  // `intra_op_threads` for each rank's own operators.
+  // `intra_op_threads` for each rank's own operators. Throws std::runtime_error when a thread cannot be started.
   RankThreads(int ranks, int intra_op_threads);
   ~RankThreads();
   RankThreads(const RankThreads&) = delete;
@@ -43,6 +43,8 @@ class RankThreads {
   struct Caller;
 
   void serve(int rank, int intra_op_threads);
+  // Joins the threads once they have done what they do.
+  void end_threads(Gate::Lock lock);
 
   Gate gate_;
   // Counts the rounds of work; each thread does each of them once.

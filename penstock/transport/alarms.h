@@ -14,12 +14,13 @@
 #include <vector>
 
 #include "penstock/transport/gate.h"
+#include "penstock/transport/start_thread.h"
 
 namespace penstock {
 
 class Alarms {
  public:
-  Alarms() : thread_([this] { watch(); }) {}
+  Alarms() : thread_(start_thread([this] { watch(); })) {}
   ~Alarms() {
     {
       const Gate::Lock lock = gate_.lock();

@@ -14,6 +14,7 @@
 #include "penstock/transport/c10d_group.h"
 #include "penstock/transport/child_sockets.h"
 #include "penstock/transport/control.h"
+#include "penstock/transport/door.h"
 #include "penstock/transport/exit_hook.h"
 #include "penstock/transport/inbox.h"
 #include "penstock/transport/outbox.h"
@@ -204,8 +205,11 @@ std::unique_ptr<Transport> c10d_transport(const Rendezvous& place, C10dOptions o
         gloo_backends({.interface = place.interface, .address = place.address, .timeout = *options.timeout});
   }
   auto transport = c10d_transport(place.store, place.rank, place.ranks, std::move(options));
-  // All ranks are connected to the store by now.
-  if (place.served_port != 0) close_port_in_children(place.served_port);
+  // All ranks are connected to the store by now, and nobody else has to be.
+  if (place.served_port != 0) {
+    close_port_in_children(place.served_port);
+    const Door closed(sockets_listening_on(place.served_port));
+  }
   return transport;
 }
 

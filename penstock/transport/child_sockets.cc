@@ -1,7 +1,6 @@
 #include "penstock/transport/child_sockets.h"
 
 #include <fcntl.h>
-#include <netinet/in.h>
 #include <pthread.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -14,6 +13,8 @@
 #include <string>
 #include <system_error>
 #include <vector>
+
+#include "penstock/transport/sockets.h"
 
 namespace penstock {
 namespace {
@@ -45,13 +46,8 @@ std::map<int, ino_t> tcp_sockets() {
   return found;
 }
 
-// The port of the socket's own end.
-int own_port(int socket) {
-  sockaddr_storage address{};
-  socklen_t size = sizeof address;
-  if (::getsockname(socket, reinterpret_cast<sockaddr*>(&address), &size) != 0) return -1;
-  return ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<const sockaddr_in6*>(&address)->sin6_port
-                                             : reinterpret_cast<const sockaddr_in*>(&address)->sin_port);
+bool listens(int socket) {
+  return option_of(socket, SO_ACCEPTCONN) == 1;
 }
 
 // The sockets that a forked child closes. A fork waits until the list is whole.
@@ -122,13 +118,35 @@ void close_port_in_children(int port) {
   }
 }
 
+std::vector<int> sockets_listening_on(int port) {
+  std::vector<int> found;
+  for (const auto& [descriptor, inode] : tcp_sockets()) {
+    if (listens(descriptor) && own_port(descriptor) == port) found.push_back(descriptor);
+  }
+  return found;
+}
+
 NewSockets::NewSockets() : before_(tcp_sockets()) {}
 
+std::map<int, ino_t> NewSockets::found() const {
+  std::map<int, ino_t> now = tcp_sockets();
+  std::erase_if(now, [this](const auto& one) {
+    const auto earlier = before_.find(one.first);
+    return earlier != before_.end() && earlier->second == one.second;
+  });
+  return now;
+}
+
 void NewSockets::close_in_children() const {
-  for (const auto& [descriptor, inode] : tcp_sockets()) {
-    const auto found = before_.find(descriptor);
-    if (found == before_.end() || found->second != inode) keep_from_children(descriptor, inode);
+  for (const auto& [descriptor, inode] : found()) keep_from_children(descriptor, inode);
+}
+
+std::vector<int> NewSockets::listening() const {
+  std::vector<int> listening;
+  for (const auto& [descriptor, inode] : found()) {
+    if (listens(descriptor)) listening.push_back(descriptor);
   }
+  return listening;
 }
 
 }  // namespace penstock

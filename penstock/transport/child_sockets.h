@@ -5,6 +5,7 @@
 #include <sys/types.h>
 
 #include <map>
+#include <vector>
 
 namespace penstock {
 
@@ -15,6 +16,9 @@ void close_in_children(int socket);
 // Does so for all TCP sockets of this process whose own end is at this port: the listening one, and those that it accepted.
 void close_port_in_children(int port);
 
+// Returns the descriptors of the TCP sockets of this process that listen on this port.
+std::vector<int> sockets_listening_on(int port);
+
 // Finds the TCP sockets that a library opens. One that another thread opens at the same time is taken for one of them.
 //
 //   const NewSockets sockets;
@@ -24,8 +28,12 @@ class NewSockets {
  public:
   NewSockets();
   void close_in_children() const;
+  // Returns the descriptors of those that listen.
+  std::vector<int> listening() const;
 
  private:
+  std::map<int, ino_t> found() const;
+
   // The inode of each socket, by descriptor: a number that is closed may be given to another socket.
   std::map<int, ino_t> before_;
 };

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "penstock/tensor/reason.h"
+#include "penstock/transport/start_thread.h"
 #include "penstock/transport/unprofiled.h"
 
 namespace penstock {
@@ -43,13 +44,6 @@ void put(std::array<char, 2000>& to, const std::string& text) {
   std::copy_n(text.begin(), std::min(text.size(), to.size() - 1), to.begin());
 }
 
-// The first sentence, without the place in gloo or libtorch and without the backtrace.
-std::string brief(const std::exception& error) {
-  std::string text = reason_of(error);
-  if (text.starts_with("[") && text.find("] ") != std::string::npos) text.erase(0, text.find("] ") + 2);
-  return text.substr(0, std::min(text.find(". "), text.find('\n')));
-}
-
 }  // namespace
 
 Control::Control(c10::intrusive_ptr<c10d::Backend> backend, std::function<void()> on_verdict)
@@ -66,8 +60,13 @@ Control::Control(c10::intrusive_ptr<c10d::Backend> backend, std::function<void()
     peer.receive = unprofiled([&] { return backend_->recv(messages, peer.rank, kTag); });
   }
   // Those who have left by now are noticed here.
-  for (Peer& peer : peers_) {
-    if (peer.receive) peer.thread = std::thread([this, &peer] { watch(peer); });
+  try {
+    for (Peer& peer : peers_) {
+      if (peer.receive) peer.thread = start_thread([this, &peer] { watch(peer); });
+    }
+  } catch (...) {
+    leave();
+    throw;
   }
 }
 
@@ -231,7 +230,7 @@ void Control::connection_broke(int peer, const std::exception& how) {
     throw TransportError(TransportError::Why::Gone, found->rank, "rank " + std::to_string(found->rank) + " has ended");
   }
   const std::string whom = peer == TransportError::kNobody ? "a rank of a group" : "rank " + std::to_string(peer);
-  throw TransportError(TransportError::Why::Gone, peer, "connection to " + whom + " lost: " + brief(how));
+  throw TransportError(TransportError::Why::Gone, peer, "connection to " + whom + " lost: " + brief_reason_of(how));
 }
 
 }  // namespace penstock

@@ -7,10 +7,13 @@
 #include <cstdint>
 #include <memory>
 #include <stdexcept>
+#include <system_error>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <vector>
 
 #include "penstock/transport/child_sockets.h"
+#include "penstock/transport/door.h"
+#include "penstock/transport/sockets.h"
 
 namespace penstock {
 namespace {
@@ -25,6 +28,10 @@ Device device_of(const GlooOptions& options) {
     if (if_nametoindex(options.interface.c_str()) != 0) {
       return c10d::ProcessGroupGloo::createDeviceForInterface(options.interface);
     }
+  } catch (const std::system_error& error) {
+    // Its thread, most likely.
+    throw std::runtime_error("Gloo cannot start: " + error.code().message() +
+                             ".\n  Hint: `ulimit -u N` allows more threads and processes.");
   } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): said below, in our words
   }
   const std::string what = options.interface.empty() ? "address '" + address : "interface '" + options.interface;
@@ -44,15 +51,22 @@ void ignore_broken_pipes() {
 
 BackendFactory gloo_backends(const GlooOptions& options) {
   ignore_broken_pipes();
+  // Besides the listening socket and what watches it.
+  constexpr int kOfDevice = 8;
+  require_descriptors(kOfDevice);
   const NewSockets listening;
   const Device device = device_of(options);
   listening.close_in_children();
+  const auto door = std::make_shared<Door>(listening.listening());
   const std::chrono::milliseconds timeout = bounded(options.timeout);
-  return [device, timeout](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
+  return [device, door, timeout](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
     const auto gloo = c10d::ProcessGroupGloo::Options::create(timeout);
     gloo->devices = {device};
     // Threads for collectives, which run one after the other.
     gloo->threads = 1;
+    // For a moment, there are two of each connection's.
+    require_descriptors(2 * size);
+    const Door::Opening opening(*door);
     const NewSockets connections;
     auto group = c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, gloo);
     connections.close_in_children();

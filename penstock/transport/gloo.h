@@ -29,8 +29,10 @@ struct GlooOptions {
   std::chrono::milliseconds timeout = std::chrono::seconds(60);
 };
 
-// The groups that one factory makes have one thread in common that moves their data. Children that this process forks do
-// not keep the connections open. SIGPIPE is ignored from now on, unless the process has a handler for it. Throws std::runtime_error when there is no such interface or address.
+// The groups that one factory makes have one thread in common that moves their data. Its port takes connections only while
+// one of them is made. Children that this process forks do not keep the connections open. SIGPIPE is ignored from now on,
+// unless the process has a handler for it. Throws std::runtime_error when there is no such interface or address, or when
+// too few descriptors are left.
 BackendFactory gloo_backends(const GlooOptions& options = {});
 
 }  // namespace penstock

@@ -4,6 +4,7 @@
 
 #include <cstring>
 
+#include "penstock/transport/start_thread.h"
 #include "penstock/transport/unprofiled.h"
 
 namespace penstock {
@@ -52,7 +53,7 @@ std::vector<Packed> packed(const Message& message) {
 }  // namespace
 
 Outbox::Outbox(Control& control, DataBackends backends, Step& step)
-    : control_(control), backends_(std::move(backends)), step_(step), reaper_([this] { reap(); }) {}
+    : control_(control), backends_(std::move(backends)), step_(step), reaper_(start_thread([this] { reap(); })) {}
 
 Outbox::~Outbox() {
   stop();

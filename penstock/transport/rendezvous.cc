@@ -9,11 +9,13 @@
 #include <cstdlib>
 #include <limits>
 #include <string_view>
+#include <system_error>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStoreBackend.hpp>
 #include <utility>
 
+#include "penstock/tensor/reason.h"
 #include "penstock/transport/child_sockets.h"
 #include "penstock/transport/processes.h"
 #include "penstock/transport/sockets.h"
@@ -194,6 +196,13 @@ c10::intrusive_ptr<c10d::Store> make_store(const RankEnvironment& environment, s
   options.port = static_cast<std::uint16_t>(environment.master_port);
   options.isServer = serves(environment);
   options.waitWorkers = false;
+  // Of the store's own thread, and a connection of each rank.
+  constexpr int kOfStore = 16;
+  try {
+    require_descriptors(kOfStore + (options.isServer ? environment.ranks : 0));
+  } catch (const std::runtime_error& error) {
+    throw RendezvousError("rank " + std::to_string(environment.rank) + ": " + error.what());
+  }
   const NewSockets sockets;
   Descriptor socket;
   if (options.isServer) {
@@ -211,8 +220,12 @@ c10::intrusive_ptr<c10d::Store> make_store(const RankEnvironment& environment, s
     socket.release();
     sockets.close_in_children();
     return store;
-  } catch (const c10::Error& error) {
-    const std::string what = error.what_without_backtrace();
+  } catch (const std::system_error& error) {
+    // Of the store's own thread.
+    throw RendezvousError("rank " + std::to_string(environment.rank) + " cannot start the store: " +
+                          error.code().message() + ".\n  Hint: `ulimit -u N` allows more threads and processes.");
+  } catch (const std::exception& error) {
+    const std::string what = reason_of(error);
     throw RendezvousError("rank " + std::to_string(environment.rank) + " found no store at " + place_of(environment) +
                           ": " + what.substr(0, what.find('\n')));
   }

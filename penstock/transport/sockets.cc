@@ -4,12 +4,16 @@
 #include <netdb.h>
 #include <netinet/in.h>
 #include <poll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstdint>
+#include <filesystem>
+#include <iterator>
 #include <memory>
 #include <stdexcept>
 #include <system_error>
@@ -124,14 +128,34 @@ Descriptor listen_on(const std::string& address, int port) {
   throw std::runtime_error(why);
 }
 
-int port_of(const Descriptor& socket) {
+std::optional<int> own_port(int socket) {
   sockaddr_storage address{};
   socklen_t size = sizeof address;
-  if (::getsockname(socket.number(), reinterpret_cast<sockaddr*>(&address), &size) != 0) {
-    throw std::runtime_error(system_reason(errno));
-  }
-  return ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<const sockaddr_in6*>(&address)->sin6_port
-                                             : reinterpret_cast<const sockaddr_in*>(&address)->sin_port);
+  if (::getsockname(socket, reinterpret_cast<sockaddr*>(&address), &size) != 0) return std::nullopt;
+  if (address.ss_family == AF_INET6) return ntohs(reinterpret_cast<const sockaddr_in6*>(&address)->sin6_port);
+  if (address.ss_family == AF_INET) return ntohs(reinterpret_cast<const sockaddr_in*>(&address)->sin_port);
+  return std::nullopt;
+}
+
+int port_of(const Descriptor& socket) {
+  const std::optional<int> port = own_port(socket.number());
+  if (!port) throw std::runtime_error(system_reason(errno));
+  return *port;
+}
+
+void require_descriptors(int count) {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return;
+  std::error_code error;
+  // One of them is the iterator's own.
+  auto open = std::distance(std::filesystem::directory_iterator("/proc/self/fd", error), {}) - 1;
+  if (error) open = 0;
+  const std::int64_t left = static_cast<std::int64_t>(limit.rlim_cur) - open;
+  if (!error && left >= count) return;
+  throw std::runtime_error("connections need " + std::to_string(count) + " file descriptors, and of " +
+                           std::to_string(limit.rlim_cur) + " this process has " +
+                           std::to_string(std::max<std::int64_t>(left, 0)) +
+                           " left.\n  Hint: `ulimit -n N` allows more.");
 }
 
 Answer ask(const std::string& address, int port, const std::string& question, std::size_t size, Deadline deadline,

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -41,6 +42,11 @@ class Descriptor {
 // is free. Throws std::runtime_error with the system's reason.
 Descriptor listen_on(const std::string& address, int port);
 int port_of(const Descriptor& socket);
+// Returns the port of the own end of a TCP socket; none for anything else.
+std::optional<int> own_port(int socket);
+
+// Throws std::runtime_error unless this process may open so many more descriptors.
+void require_descriptors(int count);
 
 // What came back for a question, and why it is not more.
 struct Answer {
