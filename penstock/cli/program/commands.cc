@@ -9,11 +9,13 @@
 #include <utility>
 
 #include "penstock/cli/command.h"
+#include "penstock/cli/limits.h"
 
 void penstock::cli::on_call(CLI::App& command, std::function<void()> act) {
   command.callback([act = std::move(act)] {
     // Its warnings are for those who work on it: a host without a name, memory that it does not know.
     if (std::getenv("TORCH_CPP_LOG_LEVEL") == nullptr) FLAGS_caffe2_log_level = c10::GLOG_ERROR;
+    prepare_process();
     try {
       act();
     } catch (const c10::Error& error) {

@@ -19,6 +19,7 @@ std::optional<WeightFiles> WeightsOption::read() const {
 }
 
 Program read_program(const CutOptions& cut, const std::optional<WeightFiles>& weights) {
+  cut.limits.apply();
   Program program(cut.model, cut.program());
   if (weights) program.load_state_dict({weights->tensors.begin(), weights->tensors.end()}, weights->path);
   return program;

@@ -32,6 +32,7 @@ void CutOptions::add_to(CLI::App& command, bool required) {
       ->check(whole_number())
       ->excludes(places);
   add_allowed_operators(command, allowed_operators);
+  limits.add_to(command);
 }
 
 Pipe CutOptions::cut(const Program& program, int otherwise) const {

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "penstock/cli/limits.h"
 #include "penstock/program/pipe.h"
 #include "penstock/program/program.h"
 #include "penstock/schedule/schedule.h"
@@ -22,6 +23,7 @@ struct CutOptions {
   std::vector<std::string> at;
   int stages = 0;
   std::vector<std::string> allowed_operators;
+  LimitOptions limits;
 
   void add_to(CLI::App& command, bool required = true);
   // At the places that were named and the model's own marks; in so many stages; without a word, at the marks, or in

@@ -9,6 +9,7 @@
 
 #include "penstock/cli/command.h"
 #include "penstock/cli/interruption.h"
+#include "penstock/cli/limits.h"
 #include "penstock/cli/output.h"
 #include "penstock/cli/temporary_directory.h"
 #include "penstock/tensor/reason.h"
@@ -56,7 +57,9 @@ struct OwnRanks::Processes {
         interruptions(ranks) {}
 };
 
-OwnRanks::OwnRanks(int count) : processes_(std::make_unique<Processes>(count)) {}
+OwnRanks::OwnRanks(int count) : processes_(std::make_unique<Processes>(count)) {
+  postpone_time_limit(std::chrono::seconds(5));
+}
 OwnRanks::~OwnRanks() = default;
 
 const fs::path& OwnRanks::folder() const {

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/cli/byte_units.h"
 #include "penstock/cli/checks.h"
 #include "penstock/cli/output.h"
 #include "penstock/cli/schedule/contents.h"
@@ -32,33 +33,20 @@ struct MemoryLimit {
   bool is_bytes = false;
 
   static MemoryLimit parse(const std::string& text) {
-    struct Unit {
-      std::string_view name;
-      double bytes;
-    };
-    static constexpr std::array<Unit, 9> kUnits{{{"B", 1},
-                                                 {"kB", 1e3},
-                                                 {"MB", 1e6},
-                                                 {"GB", 1e9},
-                                                 {"TB", 1e12},
-                                                 {"KiB", 1024.0},
-                                                 {"MiB", 1048576.0},
-                                                 {"GiB", 1073741824.0},
-                                                 {"TiB", 1099511627776.0}}};
     MemoryLimit limit;
     const char* const end = text.data() + text.size();
     const auto read = std::from_chars(text.data(), end, limit.amount);
     const bool is_number = read.ec == std::errc() && std::isfinite(limit.amount) && limit.amount > 0;
     const std::string_view unit(read.ptr, static_cast<std::size_t>(end - read.ptr));
-    const auto known = std::ranges::find(kUnits, unit, &Unit::name);
-    if (!is_number || (!unit.empty() && known == kUnits.end())) {
+    const std::optional<double> bytes = bytes_of_unit(unit);
+    if (!is_number || (!unit.empty() && !bytes)) {
       throw ScheduleError(
           "--memory '" + text +
           "' is neither a number of microbatches nor of bytes.\n  Hint: --memory 4 for microbatches, or "
           "bytes with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB, such as --memory 512MiB");
     }
     if (unit.empty()) return limit;
-    return {.amount = limit.amount * known->bytes, .is_bytes = true};
+    return {.amount = limit.amount * *bytes, .is_bytes = true};
   }
 };
 

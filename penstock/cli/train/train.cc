@@ -377,6 +377,7 @@ void add_train(CLI::App& command, int& exit) {
   on_call(command, [options, &command, &exit] {
     options->read_config(command);
     options->require_fit(command);
+    options->cut.limits.apply();
     exit = train(*options, options->resolved(command));
   });
 }

@@ -1,0 +1,141 @@
+#include "penstock/cli/limits.h"
+
+#include <signal.h>  // NOLINT(modernize-deprecated-headers): sigaction is POSIX's
+#include <sys/resource.h>
+#include <sys/time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <exception>
+#include <fstream>
+#include <iostream>
+#include <mutex>
+#include <new>
+#include <sstream>
+#include <stdexcept>
+#include <string_view>
+#include <system_error>
+
+#include "penstock/cli/byte_units.h"
+#include "penstock/cli/checks.h"
+#include "penstock/cli/command.h"
+#include "penstock/tensor/reason.h"
+
+namespace penstock::cli {
+namespace {
+
+// What a handler of a signal may write.
+std::array<char, 128> time_message{};
+std::size_t time_message_size = 0;
+
+void end_in_time(int /*signal*/) {
+  [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, time_message.data(), time_message_size);
+  ::_exit(kBadUse);
+}
+
+void set_timer(double seconds) {
+  // Longer than any run, and short enough for the system.
+  constexpr double kLongest = 1e8;
+  const double bounded = std::min(seconds, kLongest);
+  itimerval timer{};
+  timer.it_value.tv_sec = static_cast<time_t>(bounded);
+  timer.it_value.tv_usec = static_cast<suseconds_t>((bounded - std::floor(bounded)) * 1e6) + 1;
+  ::setitimer(ITIMER_REAL, &timer, nullptr);
+}
+
+void limit_time(double seconds) {
+  std::ostringstream text;
+  text << "penstock: the time limit of " << seconds << " s has passed.\n";
+  const std::string message = std::move(text).str();
+  time_message_size = message.copy(time_message.data(), time_message.size());
+  struct sigaction action{};
+  action.sa_handler = end_in_time;
+  ::sigaction(SIGALRM, &action, nullptr);
+  set_timer(seconds);
+}
+
+// Bytes of data that the process has, by /proc/self/status.
+std::int64_t data_bytes() {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    constexpr std::string_view kName = "VmData:";
+    constexpr std::int64_t kUnit = 1024;
+    if (line.starts_with(kName)) return std::atoll(line.c_str() + kName.size()) * kUnit;
+  }
+  return 0;
+}
+
+std::string check_size(const std::string& text) {
+  return parse_bytes(text) ? "" : "'" + text + "' should be a size above 0, such as 512MiB or 2GB";
+}
+
+// Data is what a process has written or may write, other than files that are mapped: not the weights of a model.
+void limit_memory(double bytes) {
+  constexpr double kMost = 1e18;
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_DATA, &limit) == 0) {
+    limit.rlim_cur = std::min<rlim_t>(static_cast<rlim_t>(data_bytes()) + static_cast<rlim_t>(std::min(bytes, kMost)),
+                                      limit.rlim_max);
+    if (::setrlimit(RLIMIT_DATA, &limit) == 0) return;
+  }
+  throw std::runtime_error("--memory-limit cannot be set: " + std::generic_category().message(errno) + ".");
+}
+
+[[noreturn]] void end_with_words() {
+  std::string reason = "an error without a name";
+  try {
+    if (const std::exception_ptr error = std::current_exception()) std::rethrow_exception(error);
+  } catch (const std::bad_alloc&) {
+    reason = "there is not enough memory";
+  } catch (const std::exception& error) {
+    reason = brief_reason_of(error);
+  } catch (...) {  // NOLINT(bugprone-empty-catch): it has no words
+  }
+  std::cerr << "penstock: a thread of this process has failed: " + reason + ".\n" << std::flush;
+  ::_exit(kBadUse);
+}
+
+}  // namespace
+
+void LimitOptions::add_to(CLI::App& command) {
+  command
+      .add_option(
+          "--memory-limit", memory,
+          "Most memory that each process may take besides the model's weights, such as 2GiB (default: no limit)")
+      ->option_text("SIZE")
+      ->check(CLI::Validator(check_size, ""));
+  command.add_option("--time-limit", seconds, "Most seconds that the command may take (default: no limit)")
+      ->option_text("T")
+      ->check(duration());
+}
+
+void LimitOptions::apply() const {
+  static std::once_flag once;
+  std::call_once(once, [this] {
+    if (!memory.empty()) limit_memory(*parse_bytes(memory));
+    if (seconds > 0) limit_time(seconds);
+  });
+}
+
+void postpone_time_limit(std::chrono::seconds more) {
+  itimerval timer{};
+  if (time_message_size == 0 || ::getitimer(ITIMER_REAL, &timer) != 0) return;
+  set_timer(static_cast<double>(timer.it_value.tv_sec + more.count()) +
+            static_cast<double>(timer.it_value.tv_usec) / 1e6);
+}
+
+void prepare_process() {
+  rlimit files{};
+  if (::getrlimit(RLIMIT_NOFILE, &files) == 0 && files.rlim_cur < files.rlim_max) {
+    files.rlim_cur = files.rlim_max;
+    ::setrlimit(RLIMIT_NOFILE, &files);
+  }
+  std::set_terminate(end_with_words);
+}
+
+}  // namespace penstock::cli
