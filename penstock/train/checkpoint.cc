@@ -10,9 +10,11 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <iomanip>
 #include <iterator>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <random>
 #include <set>
 #include <sstream>
 #include <system_error>
@@ -29,7 +31,7 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 
 constexpr const char* kFormat = "penstock checkpoint";
-constexpr int kVersion = 2;
+constexpr int kVersion = 3;
 constexpr const char* kManifest = "manifest.json";
 // The manifest's entry for its own CRC-32.
 constexpr const char* kChecksum = "crc32";
@@ -180,6 +182,12 @@ std::uint64_t checksum_of(json manifest) {
   return crc32_z(0, reinterpret_cast<const Bytef*>(text.data()), text.size());
 }
 
+// Returns whose a finished checkpoint is; nothing for one that does not say.
+std::string run_of(const fs::path& checkpoint) {
+  const json run = read_json((checkpoint / kManifest).string()).value("run", json());
+  return run.is_string() ? run.get<std::string>() : "";
+}
+
 // Returns true for a name in the checkpoint's own directory.
 bool is_own_name(const json& name) {
   if (!name.is_string()) return false;
@@ -233,6 +241,7 @@ void CheckpointWriter::finish(const CheckpointInfo& info, int parts, int keep) c
     json manifest = {{"format", kFormat},
                      {"version", kVersion},
                      {"step", info.step},
+                     {"run", info.run},
                      {"model", info.model},
                      {"configuration", parse_json(info.configuration)},
                      {"non_persistent_buffers", info.non_persistent_buffers},
@@ -244,20 +253,24 @@ void CheckpointWriter::finish(const CheckpointInfo& info, int parts, int keep) c
     if (fs::exists(path()) && !is_checkpoint(path())) {
       fail(path(), "is there and is not a checkpoint, so it is not replaced.\n  Hint: move it away.");
     }
-    // One of an earlier run that got as far gives way in one go.
+    if (fs::exists(path()) && run_of(path()) != info.run) {
+      fail(path(), "is a checkpoint of another run, so it is not replaced.\n  Hint: choose another directory.");
+    }
+    // An older one of this step gives way in one go.
     const unsigned flags = fs::exists(path()) ? RENAME_EXCHANGE : 0;
     if (::renameat2(AT_FDCWD, unfinished.c_str(), AT_FDCWD, path().c_str(), flags) != 0) {
       fail(path(), "could not be written: " + std::generic_category().message(errno) + ".");
     }
     fs::remove_all(unfinished);
     sync_folder(folder_);
-    prune(keep);
+    prune(info.run, keep);
   });
 }
 
-void CheckpointWriter::prune(int keep) const {
+void CheckpointWriter::prune(const std::string& run, int keep) const {
   std::vector<std::pair<std::int64_t, fs::path>> finished = finished_in(folder_);
-  // Those of later steps are not this run's, and the one of this step has just been written.
+  std::erase_if(finished, [&](const auto& one) { return run_of(one.second) != run; });
+  // The one of this step has just been written.
   const auto written = std::ranges::find_if(finished, [&](const auto& one) { return one.second.filename() == name_; });
   const auto older = static_cast<std::size_t>(std::distance(finished.begin(), written));
   const auto kept = static_cast<std::size_t>(std::max(keep, 1)) - 1;
@@ -305,6 +318,7 @@ void Checkpoint::read_manifest() {
   const json& step = manifest.at("step");
   require(step.is_number_integer() && step >= 0 && step <= kMostSteps,
           "has the step " + step.dump() + ", expected a whole number that is not negative");
+  require(manifest.at("run").is_string(), "does not say of which run it is");
   require(manifest.at("configuration").is_object(), "has no configuration that is an object");
   std::set<std::string> listed;
   for (const json& file : manifest.at("files")) {
@@ -317,6 +331,7 @@ void Checkpoint::read_manifest() {
             "says of " + name.dump() + " that it is of kind " + file.at("kind").dump());
   }
   info_ = {.step = step,
+           .run = manifest.at("run"),
            .model = manifest.at("model"),
            .configuration = manifest.at("configuration").dump(),
            .non_persistent_buffers = manifest.value("non_persistent_buffers", std::vector<std::string>())};
@@ -400,6 +415,25 @@ bool is_checkpoint(const std::string& path) {
 
 std::optional<std::string> last_checkpoint(const std::string& folder) {
   return newest_in(folder);
+}
+
+std::string new_run_id() {
+  std::random_device random;
+  std::ostringstream text;
+  text << std::hex << std::setfill('0');
+  constexpr int kWords = 4;
+  for (int i = 0; i < kWords; ++i) text << std::setw(2 * sizeof(std::uint32_t)) << std::uint32_t{random()};
+  return text.str();
+}
+
+void require_one_run(const std::string& folder) {
+  const auto all = finished_in(folder);
+  for (std::size_t i = 1; i < all.size(); ++i) {
+    if (run_of(all[i].second) == run_of(all.front().second)) continue;
+    fail(folder, "has checkpoints of different runs: " + all.front().second.filename().string() + " and " +
+                     all[i].second.filename().string() +
+                     ".\n  Hint: move those of one run away; penstock export and --weights take one by its path.");
+  }
 }
 
 std::int64_t count_checkpoints(const std::string& folder) {

@@ -2,7 +2,7 @@
 // says what belongs together. One is written aside, synced, and renamed when it is whole: a folder with that name is good,
 // whatever happens to the process that writes. `safetensors` in Python opens the files.
 //
-//   manifest.json            version, step, model, the configuration of the run; of each file its size and checksum
+//   manifest.json            version, step, run, model, the configuration of the run; of each file its size and checksum
 //   weights-0.safetensors    parameters and buffers of part 0, "blocks.0.qkv.weight"
 //   optimizer-0.safetensors  what the optimizer remembers of them, "blocks.0.qkv.weight.exp_avg"
 //
@@ -33,6 +33,8 @@ class CheckpointError : public std::runtime_error {
 struct CheckpointInfo {
   // How many steps have been done.
   std::int64_t step = 0;
+  // Tells the checkpoints of this run from those of others; a run that is resumed keeps it.
+  std::string run = {};
   // In a line: Model::description.
   std::string model;
   // JSON; whatever the run wants to know again.
@@ -50,8 +52,8 @@ class CheckpointWriter {
   // Makes the folders, and removes what a run that was killed has left.
   void begin() const;
   void write_part(int part, const NamedTensors& weights, const NamedTensors& optimizer) const;
-  // With parts 0 to `parts` - 1. Of this checkpoint and those of earlier steps the last `keep` stay; those of later steps,
-  // which belong to another run, are left alone.
+  // With parts 0 to `parts` - 1. Of this checkpoint and those of the run's earlier steps the last `keep` stay; those of
+  // later steps and of other runs are left alone. One of another run with the same step is an error.
   void finish(const CheckpointInfo& info, int parts, int keep) const;
   // Removes a checkpoint that cannot be finished, as far as the file system lets it.
   void discard() const noexcept;
@@ -60,7 +62,7 @@ class CheckpointWriter {
   std::string path() const;
 
  private:
-  void prune(int keep) const;
+  void prune(const std::string& run, int keep) const;
 
   std::string folder_;
   std::string name_;
@@ -107,6 +109,10 @@ class Checkpoint {
 bool is_checkpoint(const std::string& path);
 // Returns the path of the last checkpoint in a directory, or none. Throws CheckpointError for one that has lost its manifest.
 std::optional<std::string> last_checkpoint(const std::string& folder);
+// Returns a CheckpointInfo::run that no other run has.
+std::string new_run_id();
+// Throws CheckpointError if a directory has checkpoints of several runs.
+void require_one_run(const std::string& folder);
 // Returns the number of finished checkpoints in a directory.
 std::int64_t count_checkpoints(const std::string& folder);
 // Removes all checkpoints of a directory, finished or not. Throws CheckpointError.

@@ -62,7 +62,8 @@ Trainer::Trainer(std::vector<std::unique_ptr<Model>> replicas, const Data& data,
       data_(data),
       options_(std::move(options)),
       memory_(schedule.ranks(), schedule.stages(), static_cast<int>(replicas_.size())),
-      names_(replicas_.front()->parameter_names()) {
+      names_(replicas_.front()->parameter_names()),
+      run_(new_run_id()) {
   const IntraOpThreads threads(options_.intra_op_threads);
   std::vector<std::vector<PipelineStage>> stages;
   for (std::size_t replica = 0; replica < replicas_.size(); ++replica) {

@@ -244,6 +244,8 @@ class Trainer {
   // All processes, and those that have the same stages; none between threads.
   std::shared_ptr<Group> everyone_;
   std::shared_ptr<Group> peers_;
+  // CheckpointInfo::run.
+  std::string run_;
   std::int64_t steps_done_ = 0;
   std::deque<Record> records_;
   int skipped_in_a_row_ = 0;

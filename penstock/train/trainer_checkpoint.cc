@@ -114,6 +114,7 @@ std::string Trainer::save(const std::string& folder, int keep, const std::string
   together([&] {
     if (!speaks()) return;
     writer.finish({.step = steps_done_,
+                   .run = run_,
                    .model = model().description(),
                    .configuration = configuration,
                    .non_persistent_buffers = model().non_persistent_buffers()},
@@ -197,6 +198,7 @@ void Trainer::load(const Checkpoint& checkpoint) {
       return part_for(own, name.substr(0, name.rfind('.')), *state);
     });
   }
+  run_ = checkpoint.info().run;
   steps_done_ = checkpoint.info().step;
 }
 

@@ -116,6 +116,24 @@ class Checkpoints(Case):
         (self.folder / "kept/step-00000002").rename(self.folder / "aside")
         self.train(*words, "--resume")
 
+    def test_those_of_different_runs_are_told_apart(self):
+        words = [*SMALL, "--checkpoint", "kept", "--steps"]
+        self.train(*words, 1)
+        runs = [self.run_of("kept/step-00000001")]
+        self.train(*words, 2, "--resume")
+        runs.append(self.run_of("kept/step-00000002"))
+        self.train(*SMALL, "--checkpoint", "other", "--steps", 3, output="elsewhere")
+        runs.append(self.run_of("other/step-00000003"))
+        self.assertEqual(runs[0], runs[1])
+        self.assertNotEqual(runs[0], runs[2])
+        (self.folder / "other/step-00000003").rename(self.folder / "kept/step-00000003")
+        self.assert_refused("train", *words, 4, "--output", "run", "--resume",
+                            message="kept: has checkpoints of different runs: step-00000001 and step-00000003.\n  Hint: move "
+                                    "those of one run away; penstock export and --weights take one by its path.")
+
+    def run_of(self, checkpoint):
+        return json.loads((self.folder / checkpoint / "manifest.json").read_text())["run"]
+
     def test_one_of_another_exported_model_is_refused_in_ten_lines(self):
         self.python("""
 def export(layers, width, name):

@@ -40,12 +40,12 @@ const std::string kHint =
 
 class Checkpoints : public ::testing::Test {
  protected:
-  void write(std::int64_t step, int keep = 3) {
+  void write(std::int64_t step, int keep = 3, const std::string& run = "one") {
     const CheckpointWriter writer(path(), step);
     writer.begin();
     writer.write_part(0, {{"a", at::full({2, 2}, step)}}, {{"a.step", at::scalar_tensor(step, at::kLong)}});
     writer.write_part(1, {{"b", at::arange(3)}}, {});
-    writer.finish({.step = step, .model = "a model", .configuration = R"({"seed": 7})"}, 2, keep);
+    writer.finish({.step = step, .run = run, .model = "a model", .configuration = R"({"seed": 7})"}, 2, keep);
   }
   std::string path() const { return (folder.path() / "checkpoints").string(); }
   std::string file(const std::string& name) const { return path() + "/step-00000010/" + name; }
@@ -88,6 +88,26 @@ TEST_F(Checkpoints, NeverPruneTheOneThatWasJustWritten) {
   write(20, /*keep=*/2);
   EXPECT_EQ(names_in(path()),
             (std::set<std::string>{"step-00000015", "step-00000020", "step-00000030", "step-00000031"}));
+}
+
+TEST_F(Checkpoints, OfAnotherRunAreNeitherReplacedNorPruned) {
+  for (const int step : {5, 10}) write(step, /*keep=*/3, "another");
+  write(11, /*keep=*/1);
+  EXPECT_EQ(names_in(path()), (std::set<std::string>{"step-00000005", "step-00000010", "step-00000011"}));
+  expect_error<CheckpointError>([&] { write(10); },
+                                path() +
+                                    "/step-00000010: is a checkpoint of another run, so it is not replaced.\n  Hint: "
+                                    "choose another directory.");
+  EXPECT_EQ(Checkpoint(path() + "/step-00000010").info().run, "another");
+  expect_error<CheckpointError>(
+      [&] { require_one_run(path()); },
+      path() +
+          ": has checkpoints of different runs: step-00000005 and step-00000011.\n  Hint: move "
+          "those of one run away; penstock export and --weights take one by its path.");
+  fs::remove_all(path() + "/step-00000011");
+  EXPECT_NO_THROW(require_one_run(path()));
+  EXPECT_NE(new_run_id(), new_run_id());
+  EXPECT_EQ(new_run_id().size(), 32U);
 }
 
 TEST_F(Checkpoints, AreRemovedAllTogetherWithWhatKilledRunsHaveLeft) {
@@ -190,7 +210,7 @@ TEST_F(Checkpoints, ThatAreDamagedAreRefused) {
       file("manifest.json") + ": is damaged: it is not JSON.");
   damaged(
       "manifest.json", [](std::string& bytes) { bytes = R"({"format": "penstock checkpoint", "version": 9})"; },
-      file("manifest.json") + ": is of version 9; version 2 is what can be read.");
+      file("manifest.json") + ": is of version 9; version 3 is what can be read.");
   damaged(
       "manifest.json", [](std::string& bytes) { bytes = "{}"; },
       file("manifest.json") + ": is not that of a Penstock checkpoint.");

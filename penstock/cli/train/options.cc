@@ -28,7 +28,8 @@ constexpr std::array kProgramOptions{"loss", "ignore-index", "at", "shuffle"};
 constexpr std::array kInputPaths{"model", "data", "csv", "weights"};
 constexpr std::array kOutputPaths{"checkpoint", "output"};
 // Options of one start of a run, rather than of the run.
-constexpr std::array kNotOfTheRun{"help", "config", "resume", "overwrite", "dry-run", "log-every", "memory-limit", "time-limit"};
+constexpr std::array kNotOfTheRun{"help",    "config",    "resume",       "overwrite",
+                                  "dry-run", "log-every", "memory-limit", "time-limit"};
 
 bool is_one_of(const auto& names, const std::string& name) {
   return std::ranges::find(names, name) != names.end();

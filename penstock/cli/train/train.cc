@@ -171,6 +171,7 @@ class Run {
   // Continues from the last checkpoint, if there is one.
   void resume(Trainer& trainer) const {
     if (!last_checkpoint(options_.checkpoint)) return;
+    require_one_run(options_.checkpoint);
     const Checkpoint checkpoint(options_.checkpoint);
     const auto before = parse_json(checkpoint.info().configuration).value("optimizer", "");
     if (before != options_.optimizer.name) {
