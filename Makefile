@@ -109,7 +109,8 @@ soak: build cpus ## what takes long: other CPUs, sanitizers, whole grids on proc
 	@PENSTOCK_KILLS=100 build/release/bin/penstock_runtime_test --gtest_filter='LostRank*'
 	@export PENSTOCK_GRID=whole PENSTOCK_KILLS=100 PENSTOCK=$(CURDIR)/build/release/bin/penstock \
 	  PENSTOCK_PROGRAMS=$(CURDIR)/build/soak/programs PEER_PYTHON=$(CURDIR)/tests/reference_python; \
-	tests/settings python3 tests/cli/train_test.py Sameness && tests/settings python3 tests/cli/train_files_test.py Checkpoints
+	tests/settings python3 tests/cli/train_test.py Sameness && tests/settings python3 tests/cli/train_files_test.py Checkpoints && \
+	PENSTOCK_STRANGERS=20 tests/settings python3 tests/cli/strangers_test.py Connections
 	@$(MAKE) fuzz FUZZ_RUNS=1000000
 	@build/release/bin/penstock_operator_fuzz 5000 1
 	@PENSTOCK_CASES=200000 build/release/bin/penstock_schedule_test --gtest_filter='Mutation*'

@@ -74,6 +74,19 @@ void check_median(Arguments arguments) {
   arguments[0] = arguments[0].toTensor().contiguous();
 }
 
+// The groups of rows or columns end at the offsets.
+void check_grouped_mm(Arguments arguments) {
+  if (!has_tensor(arguments[2])) return;
+  const at::Tensor& offsets = arguments[2].toTensor();
+  std::int64_t most = 0;
+  for (const std::size_t matrix : {0U, 1U}) {
+    for (const std::int64_t size : arguments[matrix].toTensor().sizes()) most = std::max(most, size);
+  }
+  require(offsets.dim() == 1 && is_index(offsets), "the offsets should be a row of integers.");
+  require_range(offsets, 0, most, "the offsets of groups");
+  require(offsets.numel() < 2 || at::diff(offsets).ge(0).all().item<bool>(), "the offsets of groups should not fall.");
+}
+
 // MKL ends the process.
 void check_finite(Arguments arguments) {
   const at::Tensor& matrix = arguments[0].toTensor();
@@ -324,6 +337,7 @@ const std::map<std::string_view, ArgumentCheck>& checks() {
       {"aten::_fft_c2c", check_fft},
       {"aten::_fft_r2c", check_fft},
       {"aten::_fft_c2r", check_fft_to_real},
+      {"aten::_grouped_mm", check_grouped_mm},
       {"aten::_pdist_forward", check_pdist},
       {"aten::_scaled_dot_product_flash_attention_for_cpu", check_attention},
       {"aten::_weight_norm", check_weight_norm},

@@ -68,6 +68,7 @@ constexpr auto kInternal = std::to_array<std::string_view>({"_adaptive_avg_pool2
                                                             "_fft_c2r",
                                                             "_fft_r2c",
                                                             "_fused_rms_norm",
+                                                            "_grouped_mm",
                                                             "_is_all_true",
                                                             "_is_any_true",
                                                             "_linalg_check_errors",
