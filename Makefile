@@ -110,7 +110,9 @@ soak: build cpus ## what takes long: other CPUs, sanitizers, whole grids on proc
 	@export PENSTOCK_GRID=whole PENSTOCK_KILLS=100 PENSTOCK=$(CURDIR)/build/release/bin/penstock \
 	  PENSTOCK_PROGRAMS=$(CURDIR)/build/soak/programs PEER_PYTHON=$(CURDIR)/tests/reference_python; \
 	tests/settings python3 tests/cli/train_test.py Sameness && tests/settings python3 tests/cli/train_files_test.py Checkpoints && \
-	PENSTOCK_STRANGERS=20 tests/settings python3 tests/cli/strangers_test.py Connections
+	PENSTOCK_STRANGERS=20 tests/settings python3 tests/cli/strangers_test.py Connections && \
+	PENSTOCK_FAULTS=all PENSTOCK_INJECT=$(CURDIR)/build/release/bin/penstock_inject.so tests/settings \
+	  python3 tests/faults/faults_test.py
 	@$(MAKE) fuzz FUZZ_RUNS=1000000
 	@build/release/bin/penstock_operator_fuzz 5000 1
 	@PENSTOCK_CASES=200000 build/release/bin/penstock_schedule_test --gtest_filter='Mutation*'

@@ -13,7 +13,6 @@
 #include <cstdlib>
 #include <exception>
 #include <fstream>
-#include <iostream>
 #include <mutex>
 #include <new>
 #include <sstream>
@@ -24,6 +23,7 @@
 #include "penstock/cli/byte_units.h"
 #include "penstock/cli/checks.h"
 #include "penstock/cli/command.h"
+#include "penstock/cli/terminal.h"
 #include "penstock/tensor/reason.h"
 
 namespace penstock::cli {
@@ -86,17 +86,26 @@ void limit_memory(double bytes) {
   throw std::runtime_error("--memory-limit cannot be set: " + std::generic_category().message(errno) + ".");
 }
 
+void write_error(std::string_view text) {
+  [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, text.data(), text.size());
+}
+
+// Takes no memory of its own where there may be none.
 [[noreturn]] void end_with_words() {
-  std::string reason = "an error without a name";
   try {
     if (const std::exception_ptr error = std::current_exception()) std::rethrow_exception(error);
+    write_error("penstock: a thread of this process has ended without an error that could be named.\n");
   } catch (const std::bad_alloc&) {
-    reason = "there is not enough memory";
+    write_error("penstock: a thread of this process has failed: there is not enough memory.\n");
   } catch (const std::exception& error) {
-    reason = brief_reason_of(error);
-  } catch (...) {  // NOLINT(bugprone-empty-catch): it has no words
+    try {
+      write_error("penstock: a thread of this process has failed: " + printable(brief_reason_of(error)) + ".\n");
+    } catch (const std::bad_alloc&) {
+      write_error("penstock: a thread of this process has failed.\n");
+    }
+  } catch (...) {
+    write_error("penstock: a thread of this process has failed with an error without words.\n");
   }
-  std::cerr << "penstock: a thread of this process has failed: " + reason + ".\n" << std::flush;
   ::_exit(kBadUse);
 }
 

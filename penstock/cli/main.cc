@@ -1,10 +1,14 @@
 // The penstock command.
+#include <unistd.h>
+
 #include <algorithm>
 #include <exception>
+#include <filesystem>
 #include <iostream>
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "penstock/cli/command.h"
@@ -87,7 +91,11 @@ int main(int argc, char** argv) {
   try {
     return penstock::cli::run(argc, argv);
   } catch (const std::bad_alloc&) {
-    std::cerr << "penstock: there is not enough memory for this.\n";
+    // Without a stream, which may need some.
+    constexpr std::string_view kMessage = "penstock: there is not enough memory for this.\n";
+    static_cast<void>(!::write(STDERR_FILENO, kMessage.data(), kMessage.size()));
+  } catch (const std::filesystem::filesystem_error& error) {
+    std::cerr << "penstock: " << error.path1().string() << ": " << error.code().message() << ".\n";
   } catch (const std::exception& error) {
     std::cerr << "penstock: " << error.what() << "\n";
   }

@@ -38,8 +38,10 @@ class Aside {
 
   void sync_and_rename(const std::string& target) {
     const int file = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC);
-    if (file < 0 || ::fsync(file) != 0) fail(target, "could not be written: " + reason() + ".");
-    ::close(file);
+    const bool is_synced = file >= 0 && ::fsync(file) == 0;
+    const std::string why = reason();
+    if (file >= 0) ::close(file);
+    if (!is_synced) fail(target, "could not be written: " + why + ".");
     std::error_code error;
     std::filesystem::rename(path_, target, error);
     if (error) fail(target, "could not be written: " + error.message() + ".");
@@ -72,8 +74,10 @@ void write_output(const std::string& path, const std::function<void(std::ostream
     return;
   }
   // Through a link to what it points at.
+  std::error_code unresolved;
   const std::string target =
-      std::filesystem::is_symlink(path, ignored) ? std::filesystem::canonical(path).string() : path;
+      std::filesystem::is_symlink(path, ignored) ? std::filesystem::canonical(path, unresolved).string() : path;
+  if (unresolved) fail(path, "could not be written: " + unresolved.message() + ".");
   Aside aside(target);
   {
     std::ofstream out(aside.path(), std::ios::binary | std::ios::trunc);
@@ -87,9 +91,15 @@ void write_output(const std::string& path, const std::function<void(std::ostream
 }
 
 void require_folder(const std::string& path) {
-  if (std::filesystem::is_directory(path)) fail(path, "is a folder; give the name of a file.");
+  const auto is_folder = [&](const std::filesystem::path& place) {
+    std::error_code error;
+    const std::filesystem::file_status status = std::filesystem::status(place, error);
+    if (!std::filesystem::status_known(status)) fail(path, "cannot be written: " + error.message() + ".");
+    return std::filesystem::is_directory(status);
+  };
+  if (is_folder(path)) fail(path, "is a folder; give the name of a file.");
   const std::filesystem::path folder = std::filesystem::path(path).parent_path();
-  if (!folder.empty() && !std::filesystem::is_directory(folder)) {
+  if (!folder.empty() && !is_folder(folder)) {
     throw std::runtime_error(path + ": cannot be written, as there is no folder " + folder.string() + ".");
   }
 }
@@ -99,9 +109,11 @@ std::string read_file(const std::string& path) {
   if (std::filesystem::is_directory(path, ignored)) fail(path, "could not be read: it is a folder.");
   std::ifstream in(path, std::ios::binary);
   if (!in) fail(path, "could not be read: " + reason() + ".");
-  std::string content{std::istreambuf_iterator<char>(in), {}};
-  if (in.bad()) fail(path, "could not be read: " + reason() + ".");
-  return content;
+  try {
+    return {std::istreambuf_iterator<char>(in), {}};
+  } catch (const std::ios_base::failure& error) {
+    fail(path, "could not be read: " + error.code().message() + ".");
+  }
 }
 
 }  // namespace penstock::cli

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <new>
 #include <optional>
 #include <set>
 #include <string>
@@ -319,6 +320,8 @@ Exported read_exported(const Archive& archive, const AllowedOperators& allowed) 
     exported.effects = effects_of(exported.graph);
     take_assignments(exported);
   } catch (const ProgramError&) {
+    throw;
+  } catch (const std::bad_alloc&) {
     throw;
   } catch (const std::exception& error) {
     throw ProgramError(where + ": is not as the schema has it: " + error.what());

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <nlohmann/json.hpp>
+#include <new>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -35,6 +36,8 @@ class GraphReader {
       fail(place + ": " + error.what());
     } catch (const c10::Error& error) {
       fail(place + ": " + error.what_without_backtrace());
+    } catch (const std::bad_alloc&) {
+      throw;
     } catch (const std::exception& error) {
       // Also what the schema's types throw when they are asked for what they do not hold.
       fail(place + ": is not as the schema has it: " + error.what());

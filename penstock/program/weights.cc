@@ -1,6 +1,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <new>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <utility>
@@ -82,6 +83,8 @@ void read_index(const Archive& archive, const std::string& folder, const std::st
       throw ProgramError(place + ": " + error.what());
     } catch (const c10::Error& error) {
       throw ProgramError(place + ": " + error.what_without_backtrace());
+    } catch (const std::bad_alloc&) {
+      throw;
     } catch (const std::exception& error) {
       throw ProgramError(place + ": is not as the schema has it: " + error.what());
     }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <new>
 #include <numeric>
 #include <set>
 #include <utility>
@@ -30,6 +31,25 @@ std::string list_text(const std::vector<int>& numbers) {
   std::string text;
   for (const int number : numbers) text.append(text.empty() ? "" : ", ").append(std::to_string(number));
   return text;
+}
+
+// What is said of a failure when there is not even memory to say it; short enough to need none.
+constexpr const char* kNoMemory = "out of memory";
+
+std::string reason_or_less(const std::exception& error) noexcept {
+  try {
+    return reason_of(error);
+  } catch (const std::bad_alloc&) {
+    return kNoMemory;
+  }
+}
+
+std::string copy_or_less(const std::string& text) noexcept {
+  try {
+    return text;
+  } catch (const std::bad_alloc&) {
+    return kNoMemory;
+  }
 }
 
 std::vector<int> count_from(int first, int count) {
@@ -420,6 +440,9 @@ void Ranks::run_rank(Running& running, std::size_t index) {
   const std::size_t replica = replica_here(local);
   StepWork& work = running.step->works[replica];
   RankReport failure{.kind = RankReport::Kind::Failed};
+  // Made beforehand, as there may be no memory for it once a rank has failed.
+  const std::string abort_message = "rank " + std::to_string(local.rank) + " has failed";
+  const std::string unknown = "an exception that is no std::exception";
   try {
     if (!work.loss_weights.empty() && !are_threads()) {
       share_weights(work, replica_group_.get(), local.peers.get(), replicas(), deadline_after(options_.timeout));
@@ -434,23 +457,23 @@ void Ranks::run_rank(Running& running, std::size_t index) {
     }
     return;
   } catch (const TransportError& error) {
-    failure.failure = error.what();
+    failure.failure = reason_or_less(error);
     switch (error.why()) {
       case TransportError::Why::Late: failure.kind = RankReport::Kind::WasLate; break;
       case TransportError::Why::Gone: failure.kind = RankReport::Kind::IsGone; break;
       case TransportError::Why::Aborted: failure.kind = RankReport::Kind::None; break;
     }
   } catch (const std::exception& error) {
-    failure.failure = reason_of(error);
+    failure.failure = reason_or_less(error);
   } catch (...) {
-    failure.failure = "an exception that is no std::exception";
+    failure.failure = copy_or_less(unknown);
   }
   {
     const std::lock_guard lock(running.mutex);
-    if (!std::exchange(running.failed, true)) running.what = failure.failure;
+    if (!std::exchange(running.failed, true)) running.what = copy_or_less(failure.failure);
     running.failures[index] = std::move(failure);
   }
-  local.transport->abort("rank " + std::to_string(local.rank) + " has failed");
+  local.transport->abort(abort_message);
 }
 
 RankReport Ranks::report_of(const Local& local, std::size_t index) {

@@ -5,12 +5,14 @@
 
 #include <algorithm>
 #include <exception>
+#include <new>
 #include <string>
 
 namespace penstock {
 
 // Without where in libtorch it came from.
 inline std::string reason_of(const std::exception& error) {
+  if (dynamic_cast<const std::bad_alloc*>(&error) != nullptr) return "there is not enough memory.";
   const auto* from_torch = dynamic_cast<const c10::Error*>(&error);
   return from_torch == nullptr ? error.what() : from_torch->what_without_backtrace();
 }

@@ -9,9 +9,7 @@
 #include <charconv>
 #include <cstdio>
 #include <filesystem>
-#include <fstream>
 #include <iomanip>
-#include <iterator>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <random>
@@ -50,7 +48,8 @@ auto in_words(const std::string& path, Function function) {
   try {
     return function();
   } catch (const fs::filesystem_error& error) {
-    fail(path, "could not be written: " + error.code().message() + ".");
+    fail(error.path1().empty() ? path : error.path1().string(),
+         "could not be written: " + error.code().message() + ".");
   } catch (const AsideFile::Failure& error) {
     throw CheckpointError(error.what());
   } catch (const SafetensorsError& error) {
@@ -58,6 +57,21 @@ auto in_words(const std::string& path, Function function) {
   } catch (const MappingFailure& error) {
     throw CheckpointError(error.what());
   }
+}
+
+// The same for what is removed.
+template <class Function>
+void removing(const std::string& path, Function function) {
+  try {
+    function();
+  } catch (const fs::filesystem_error& error) {
+    fail(error.path1().empty() ? path : error.path1().string(),
+         "could not be removed: " + error.code().message() + ".");
+  }
+}
+
+[[noreturn]] void fail_to_read(const fs::path& path, const std::error_code& error) {
+  fail(path.string(), "could not be read: " + error.message() + ".");
 }
 
 std::string sizes_text(at::IntArrayRef sizes) {
@@ -83,14 +97,18 @@ std::optional<std::int64_t> step_of(const std::string& name) {
   return error == std::errc() && last == end && begin != end ? std::optional(step) : std::nullopt;
 }
 
-// Returns the directories step-N, by step.
+// Returns the directories step-N, by step; none if there is no such folder.
 std::vector<std::pair<std::int64_t, fs::path>> steps_in(const fs::path& folder) {
   std::vector<std::pair<std::int64_t, fs::path>> found;
-  std::error_code ignored;
-  for (fs::directory_iterator next(folder, ignored), end; next != end; next.increment(ignored)) {
+  std::error_code error;
+  fs::directory_iterator next(folder, error);
+  if (error == std::errc::no_such_file_or_directory || error == std::errc::not_a_directory) return found;
+  for (; !error && next != fs::directory_iterator(); next.increment(error)) {
     const std::optional<std::int64_t> step = step_of(next->path().filename().string());
     if (step) found.emplace_back(*step, next->path());
   }
+  // A list that is not whole would hide the newest.
+  if (error) fail_to_read(folder, error);
   std::ranges::sort(found);
   return found;
 }
@@ -164,11 +182,11 @@ json description_of(const fs::path& file) {
           {"crc32", crc32_z(0, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size())}};
 }
 
-json read_json(const std::string& path) {
+json read_json(const std::string& path, json::value_t kind = json::value_t::object) {
   try {
     const MappedFile mapped(path);
     std::optional<json> parsed = try_parse_json(mapped.bytes());
-    if (!parsed || !parsed->is_object()) fail(path, "is damaged: it is not JSON.");
+    if (!parsed || parsed->type() != kind) fail(path, "is damaged: it is not JSON.");
     return *std::move(parsed);
   } catch (const MappingFailure& failure) {
     throw CheckpointError(failure.what());
@@ -232,11 +250,9 @@ void CheckpointWriter::finish(const CheckpointInfo& info, int parts, int keep) c
   in_words(unfinished.string(), [&] {
     json files = json::array();
     for (int part = 0; part < parts; ++part) {
-      std::ifstream in(unfinished / part_name(part));
-      const json described = try_parse_json(std::string{std::istreambuf_iterator<char>(in), {}}).value_or(json());
-      if (!described.is_array())
-        fail((unfinished / part_name(part)).string(), "is missing: a rank has not written its part.");
-      for (const json& file : described) files.push_back(file);
+      const std::string described = (unfinished / part_name(part)).string();
+      if (!fs::exists(described)) fail(described, "is missing: a rank has not written its part.");
+      for (const json& file : read_json(described, json::value_t::array)) files.push_back(file);
     }
     json manifest = {{"format", kFormat},
                      {"version", kVersion},
@@ -261,8 +277,11 @@ void CheckpointWriter::finish(const CheckpointInfo& info, int parts, int keep) c
     if (::renameat2(AT_FDCWD, unfinished.c_str(), AT_FDCWD, path().c_str(), flags) != 0) {
       fail(path(), "could not be written: " + std::generic_category().message(errno) + ".");
     }
-    fs::remove_all(unfinished);
     sync_folder(folder_);
+  });
+  // The checkpoint is there; what is left of an older one, and those before it, are not needed any more.
+  removing(folder_, [&] {
+    fs::remove_all(unfinished);
     prune(info.run, keep);
   });
 }
@@ -283,8 +302,10 @@ void CheckpointWriter::discard() const noexcept {
 }
 
 Checkpoint::Checkpoint(const std::string& path) : path_(path) {
-  std::error_code ignored;
-  if (!fs::exists(path, ignored)) fail(path, "there is no such checkpoint.");
+  std::error_code unknown;
+  const bool is_there = fs::exists(path, unknown);
+  if (unknown) fail_to_read(path, unknown);
+  if (!is_there) fail(path, "there is no such checkpoint.");
   if (!is_checkpoint(path)) {
     const std::optional<std::string> newest = newest_in(path);
     if (!newest) fail(path, "has no checkpoint in it: neither manifest.json nor a folder step-N with one.");
@@ -409,8 +430,10 @@ std::optional<at::Tensor> Checkpoint::optimizer_state(const std::string& name) c
 }
 
 bool is_checkpoint(const std::string& path) {
-  std::error_code ignored;
-  return fs::exists(fs::path(path) / kManifest, ignored);
+  std::error_code error;
+  const bool is_there = fs::exists(fs::path(path) / kManifest, error);
+  if (error) fail_to_read(fs::path(path) / kManifest, error);
+  return is_there;
 }
 
 std::optional<std::string> last_checkpoint(const std::string& folder) {
@@ -441,10 +464,14 @@ std::int64_t count_checkpoints(const std::string& folder) {
 }
 
 void remove_checkpoints(const std::string& folder) {
-  in_words(folder, [&] {
+  removing(folder, [&] {
     for (const auto& [step, checkpoint] : finished_in(folder)) remove_checkpoint(checkpoint);
     remove_leftovers(folder);
   });
+}
+
+void remove_unfinished_checkpoints(const std::string& folder) {
+  removing(folder, [&] { remove_leftovers(folder); });
 }
 
 }  // namespace penstock

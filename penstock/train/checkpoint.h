@@ -105,7 +105,8 @@ class Checkpoint {
   std::map<std::string, at::Tensor> optimizer_;
 };
 
-// Returns true if `path` is itself a finished checkpoint, rather than a directory of them.
+// Returns true if `path` is itself a finished checkpoint, rather than a directory of them. Throws CheckpointError when the
+// system does not say.
 bool is_checkpoint(const std::string& path);
 // Returns the path of the last checkpoint in a directory, or none. Throws CheckpointError for one that has lost its manifest.
 std::optional<std::string> last_checkpoint(const std::string& folder);
@@ -117,5 +118,7 @@ void require_one_run(const std::string& folder);
 std::int64_t count_checkpoints(const std::string& folder);
 // Removes all checkpoints of a directory, finished or not. Throws CheckpointError.
 void remove_checkpoints(const std::string& folder);
+// Removes what runs that were killed have left of checkpoints that they wrote or removed. Throws CheckpointError.
+void remove_unfinished_checkpoints(const std::string& folder);
 
 }  // namespace penstock

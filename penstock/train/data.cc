@@ -5,11 +5,10 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <utility>
 
 #include "penstock/runtime/step.h"
+#include "penstock/tensor/mapped_file.h"
 #include "penstock/tensor/random_scope.h"
 #include "penstock/train/gpt.h"
 
@@ -43,10 +42,11 @@ at::Tensor bytes_of(const std::string& text) {
 }
 
 std::string read_all(const fs::path& path) {
-  std::ifstream in(path, std::ios::binary);
-  std::string text{std::istreambuf_iterator<char>(in), {}};
-  if (!in.is_open() || in.bad()) throw DataError(path.string() + ": cannot be read.");
-  return text;
+  try {
+    return std::string(MappedFile(path.string(), FileAccess::Read).bytes());
+  } catch (const MappingFailure& failure) {
+    throw DataError(failure.what());
+  }
 }
 
 }  // namespace

@@ -73,7 +73,12 @@ void RunDirectory::create() {
   std::vector<fs::path> missing;
   fs::path place = fs::absolute(path_, error).lexically_normal();
   if (!place.has_filename()) place = place.parent_path();
-  for (; !fs::exists(place, error) && place.has_relative_path(); place = place.parent_path()) missing.push_back(place);
+  const auto is_there = [&] {
+    const bool found = fs::exists(place, error);
+    if (error) fail("could not be created: " + place.string() + ": " + error.message() + ".");
+    return found;
+  };
+  for (; place.has_relative_path() && !is_there(); place = place.parent_path()) missing.push_back(place);
   for (auto next = missing.rbegin(); next != missing.rend(); ++next) {
     if (fs::create_directory(*next, error)) created_.push_back(*next);
     if (error) {
@@ -81,7 +86,9 @@ void RunDirectory::create() {
            ".\n  Hint: choose a directory that can be written to.");
     }
   }
-  if (!fs::is_directory(path_, error)) {
+  const fs::file_status status = fs::status(path_, error);
+  if (!fs::status_known(status)) fail("could not be read: " + error.message() + ".");
+  if (!fs::is_directory(status)) {
     fail("is not a directory.\n  Hint: choose another path, or remove the file.");
   }
 }
@@ -106,15 +113,19 @@ void RunDirectory::lock() {
     // A run that ended in between has removed the file that was opened here, and a third one may have made another.
     struct stat opened = {};
     struct stat named = {};
-    if (::fstat(lock_, &opened) == 0 && ::stat(file.c_str(), &named) == 0 && opened.st_ino == named.st_ino &&
-        opened.st_dev == named.st_dev) {
-      break;
-    }
+    if (::fstat(lock_, &opened) != 0) could_not_write(errno);
+    const bool has_name = ::stat(file.c_str(), &named) == 0;
+    if (!has_name && errno != ENOENT) could_not_write(errno);
+    if (has_name && opened.st_ino == named.st_ino && opened.st_dev == named.st_dev) break;
     ::close(std::exchange(lock_, -1));
   }
+  if (::ftruncate(lock_, 0) != 0) could_not_write(errno);
   const std::string text = std::to_string(::getpid()) + " " + host_name() + "\n";
-  if (::ftruncate(lock_, 0) != 0 || ::pwrite(lock_, text.data(), text.size(), 0) != static_cast<ssize_t>(text.size())) {
-    could_not_write(errno);
+  for (std::string_view rest = text; !rest.empty();) {
+    const ssize_t written = ::write(lock_, rest.data(), rest.size());
+    if (written < 0 && errno == EINTR) continue;
+    if (written <= 0) could_not_write(errno);
+    rest.remove_prefix(static_cast<std::size_t>(written));
   }
 }
 

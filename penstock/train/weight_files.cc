@@ -3,13 +3,12 @@
 #include <zlib.h>
 
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <utility>
 
 #include "penstock/schedule/json.h"
+#include "penstock/tensor/mapped_file.h"
 #include "penstock/tensor/safetensors.h"
 
 namespace penstock {
@@ -29,11 +28,17 @@ void read_file(const std::string& path, std::map<std::string, at::Tensor>& tenso
   for (auto& [name, tensor] : read_safetensors(path)) tensors.emplace(name, std::move(tensor));
 }
 
+// Fails when the system does not say.
+bool is_there(const fs::path& path) {
+  std::error_code error;
+  const bool found = fs::exists(path, error);
+  if (error) fail(path.string(), "could not be read: " + error.message() + ".");
+  return found;
+}
+
 // Returns the names of the tensors of each shard.
 std::map<std::string, std::vector<std::string>> read_index(const std::string& path) {
-  std::ifstream in(path, std::ios::binary);
-  const std::string text{std::istreambuf_iterator<char>(in), {}};
-  const json index = try_parse_json(text).value_or(json());
+  const json index = try_parse_json(MappedFile(path).bytes()).value_or(json());
   if (!index.is_object() || !index.contains("weight_map") || !index["weight_map"].is_object()) {
     fail(path, "is no index of weights: it should be JSON with a \"weight_map\" of file names by tensor.");
   }
@@ -63,18 +68,18 @@ void read_shards(const fs::path& directory, std::map<std::string, at::Tensor>& t
 }  // namespace
 
 WeightFiles read_weight_files(const std::string& path) {
-  std::error_code ignored;
-  if (!fs::exists(path, ignored)) fail(path, "there is no such file or directory.");
+  if (!is_there(path)) fail(path, "there is no such file or directory.");
   WeightFiles files{.path = path};
+  std::error_code ignored;
   try {
     if (!fs::is_directory(path, ignored)) {
       read_file(path, files.tensors);
     } else if (is_checkpoint(path) || last_checkpoint(path)) {
       const Checkpoint checkpoint(path);
       files = {.path = checkpoint.path(), .tensors = checkpoint.weights(), .checkpoint = checkpoint.info()};
-    } else if (fs::exists(fs::path(path) / kIndex, ignored)) {
+    } else if (is_there(fs::path(path) / kIndex)) {
       read_shards(path, files.tensors);
-    } else if (fs::exists(fs::path(path) / kSingle, ignored)) {
+    } else if (is_there(fs::path(path) / kSingle)) {
       read_file((fs::path(path) / kSingle).string(), files.tensors);
     } else {
       fail(path,
@@ -83,6 +88,8 @@ WeightFiles read_weight_files(const std::string& path) {
     }
   } catch (const SafetensorsError& error) {
     throw WeightsError(error.what());
+  } catch (const MappingFailure& failure) {
+    throw WeightsError(failure.what());
   }
   return files;
 }

@@ -27,6 +27,7 @@ RunDirectories::RunDirectories(const TrainOptions& options) : options_(options),
     // One lock is enough for one directory.
     if (!fs::equivalent(checkpoint, options.output, ignored)) checkpoint_.emplace(checkpoint);
   }
+  if (!checkpoint.empty()) remove_unfinished_checkpoints(checkpoint);
   if (options.overwrite) return;
   const std::optional<std::string> last = checkpoint.empty() ? std::nullopt : last_checkpoint(checkpoint);
   // Metrics after the checkpoint that a run resumes from are written anew; without one, all of them would be lost.
