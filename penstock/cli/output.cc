@@ -30,8 +30,7 @@ class Aside {
   Aside(const Aside&) = delete;
   Aside& operator=(const Aside&) = delete;
   ~Aside() {
-    std::error_code ignored;
-    if (!renamed_) std::filesystem::remove(path_, ignored);
+    if (!renamed_) ::unlink(path_.c_str());
   }
 
   const std::string& path() const { return path_; }

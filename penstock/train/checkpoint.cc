@@ -297,8 +297,10 @@ void CheckpointWriter::prune(const std::string& run, int keep) const {
 }
 
 void CheckpointWriter::discard() const noexcept {
-  std::error_code ignored;
-  fs::remove_all(fs::path(folder_) / (std::string(kUnfinished) + name_), ignored);
+  try {
+    fs::remove_all(fs::path(folder_) / (std::string(kUnfinished) + name_));
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the next run removes it
+  }
 }
 
 Checkpoint::Checkpoint(const std::string& path) : path_(path) {

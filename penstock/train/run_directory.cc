@@ -94,12 +94,12 @@ void RunDirectory::create() {
 }
 
 void RunDirectory::lock() {
-  const std::string file = (fs::path(path_) / kLock).string();
+  lock_path_ = (fs::path(path_) / kLock).string();
   const auto could_not_write = [&](int code) {
     fail("cannot be written to: " + reason(code) + ".\n  Hint: choose a directory that can be written to.");
   };
   for (;;) {
-    lock_ = ::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0666);
+    lock_ = ::open(lock_path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0666);
     if (lock_ < 0) could_not_write(errno);
     if (::flock(lock_, LOCK_EX | LOCK_NB) != 0) {
       if (errno == EWOULDBLOCK) {
@@ -114,7 +114,7 @@ void RunDirectory::lock() {
     struct stat opened = {};
     struct stat named = {};
     if (::fstat(lock_, &opened) != 0) could_not_write(errno);
-    const bool has_name = ::stat(file.c_str(), &named) == 0;
+    const bool has_name = ::stat(lock_path_.c_str(), &named) == 0;
     if (!has_name && errno != ENOENT) could_not_write(errno);
     if (has_name && opened.st_ino == named.st_ino && opened.st_dev == named.st_dev) break;
     ::close(std::exchange(lock_, -1));
@@ -137,11 +137,11 @@ void RunDirectory::require_space(std::uintmax_t bytes, const std::string& what) 
        ".\n  Hint: free some space, choose a directory on another disk, or keep fewer checkpoints.");
 }
 
+// Takes no memory, as it runs when there may be none.
 void RunDirectory::release() noexcept {
-  std::error_code ignored;
   if (lock_ >= 0) {
     // Removed while it is still locked: whoever opened it before sees that it is another file now.
-    fs::remove(fs::path(path_) / kLock, ignored);
+    ::unlink(lock_path_.c_str());
     ::close(std::exchange(lock_, -1));
   }
   for (auto next = created_.rbegin(); next != created_.rend(); ++next) {

@@ -43,6 +43,7 @@ class RunDirectory {
   std::string path_;
   // From the outermost on.
   std::vector<std::filesystem::path> created_;
+  std::string lock_path_;
   int lock_ = -1;
 };
 

@@ -330,12 +330,18 @@ class Preflight(Case):
         self.assertEqual(self.names_in("kept/aside"), before)
         self.assertEqual(self.names_in("kept/step-00000002x"), ["mine"])
 
-    def test_resuming_without_a_checkpoint_keeps_metrics(self):
-        self.train(*SMALL, "--steps", 2)
+    def test_resuming_without_a_checkpoint_begins_anew_and_keeps_metrics(self):
+        words = [*SMALL, "--steps", 2, "--output", "run", "--checkpoint", "new", "--resume"]
+        self.train(*SMALL, "--steps", 3)
         before = (self.folder / "run/metrics.jsonl").read_bytes()
-        self.assert_refused("train", *SMALL, "--steps", 3, "--output", "run", "--checkpoint", "new", "--resume",
-                            message="run/metrics.jsonl: has the metrics of an earlier run.")
-        self.assertEqual((self.folder / "run/metrics.jsonl").read_bytes(), before)
+        for number in (1, 2):
+            text = self.penstock("train", *words).stdout
+            self.assertIn("there was no checkpoint to resume from; the metrics of the earlier run are in "
+                          f"run/metrics-{number}.jsonl\n", text)
+            self.assertEqual((self.folder / f"run/metrics-{number}.jsonl").read_bytes(), before)
+            self.assertEqual(list(self.losses()), [1, 2])
+            before = (self.folder / "run/metrics.jsonl").read_bytes()
+            shutil.rmtree(self.folder / "new")
 
     def test_targets_of_all_files_are_alike(self):
         x = '"args.0": torch.randn(12, 4)'

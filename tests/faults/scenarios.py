@@ -21,7 +21,6 @@ TRAIN = [*SAVING, "--keep", KEEP]
 
 # Names that no run may leave behind: files and checkpoints that were not finished, removed checkpoints, and locks.
 LEFTOVER = re.compile(r"\.part\d*$|^\.unfinished-|^\.removed-|^\.penstock-")
-METRICS_REFUSED = "run/metrics.jsonl: has the metrics of an earlier run."
 
 
 def must_run(folder, *words):
@@ -116,9 +115,6 @@ class Training:
     def problems_of_resuming(self, folder, saved, expected):
         words = [word for word in self.words if word not in ("--overwrite", "--resume")]
         resumed = run(folder, [*words, "--resume"])
-        if resumed.code == 2 and not checkpoints_in(folder) and METRICS_REFUSED in resumed.stderr:
-            # There is nothing to resume from, and the command asks what to do with the metrics.
-            resumed = run(folder, [*words, "--overwrite"])
         if resumed.code != 0:
             yield f"the resumed run fails: {resumed.stderr.splitlines()[:1]}"
             return

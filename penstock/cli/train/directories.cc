@@ -28,15 +28,11 @@ RunDirectories::RunDirectories(const TrainOptions& options) : options_(options),
     if (!fs::equivalent(checkpoint, options.output, ignored)) checkpoint_.emplace(checkpoint);
   }
   if (!checkpoint.empty()) remove_unfinished_checkpoints(checkpoint);
-  if (options.overwrite) return;
+  if (options.overwrite || options.resume) return;
   const std::optional<std::string> last = checkpoint.empty() ? std::nullopt : last_checkpoint(checkpoint);
-  // Metrics after the checkpoint that a run resumes from are written anew; without one, all of them would be lost.
-  if (options.resume && last) return;
-  if (!checkpoint.empty()) {
-    if (last) {
-      throw RunDirectoryError(checkpoint + ": has checkpoints of an earlier run, the last of them " +
-                              fs::path(*last).filename().string() + "." + kHint + "--checkpoint DIR writes elsewhere.");
-    }
+  if (last) {
+    throw RunDirectoryError(checkpoint + ": has checkpoints of an earlier run, the last of them " +
+                            fs::path(*last).filename().string() + "." + kHint + "--checkpoint DIR writes elsewhere.");
   }
   if (fs::exists(metrics(), ignored) && fs::file_size(metrics(), ignored) > 0) {
     throw RunDirectoryError(metrics() + ": has the metrics of an earlier run." + kHint +
@@ -64,6 +60,26 @@ void RunDirectories::clear() const {
   std::error_code failed;
   fs::remove(metrics(), failed);
   if (failed) throw RunDirectoryError(metrics() + ": could not be removed: " + failed.message() + ".");
+}
+
+std::optional<std::string> RunDirectories::set_metrics_aside() const {
+  const auto require_known = [](const std::string& path, const std::error_code& error) {
+    if (error) throw RunDirectoryError(path + ": could not be renamed: " + error.message() + ".");
+  };
+  std::error_code error;
+  const bool is_there = fs::exists(metrics(), error);
+  require_known(metrics(), error);
+  if (!is_there) return std::nullopt;
+  std::string aside;
+  bool is_taken = true;
+  for (int number = 1; is_taken; ++number) {
+    aside = file("metrics-" + std::to_string(number) + ".jsonl");
+    is_taken = fs::exists(aside, error);
+    require_known(aside, error);
+  }
+  fs::rename(metrics(), aside, error);
+  require_known(metrics(), error);
+  return aside;
 }
 
 std::string RunDirectories::file(const std::string& name) const {

@@ -23,6 +23,9 @@ class RunDirectories {
 
   // Removes the checkpoints and the metrics of an earlier run, for --overwrite.
   void clear() const;
+  // Renames the metrics of a run that has left no checkpoint, for a --resume that begins anew. Returns their new path; none
+  // if there are no metrics. Throws RunDirectoryError.
+  std::optional<std::string> set_metrics_aside() const;
 
   std::string file(const std::string& name) const;
   std::string metrics() const { return file("metrics.jsonl"); }

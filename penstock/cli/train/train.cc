@@ -103,9 +103,12 @@ class Run {
       agreement.fail_together([&] {
         if (!is_coordinator()) return;
         if (options_.overwrite) directories->clear();
+        const auto aside = first == 0 ? directories->set_metrics_aside() : std::nullopt;
         write_output(directories->file("config.json"),
                      [&](std::ostream& out) { out << configuration_.dump(2) << "\n"; });
         progress.emplace(directories->metrics(), first, options_.steps, options_.log_every, setup_.data->unit(), began);
+        if (aside)
+          progress->say("there was no checkpoint to resume from; the metrics of the earlier run are in " + *aside);
       });
     };
     const int stop_code = penstock::train(trainer, options_.steps, held_out_,
