@@ -13,9 +13,9 @@ CLI::Validator whole_number();
 CLI::Validator seed();
 // Not negative.
 CLI::Validator cost();
-// Not negative, and no larger than a float32 may be.
+// Requires a number that is not negative, and no larger than the largest float32.
 CLI::Validator float_number();
-// Not empty.
+// Requires a path that is not empty.
 CLI::Validator path();
 // Above 0.
 CLI::Validator duration();

@@ -41,11 +41,13 @@ void end_in_time(int /*signal*/) {
 void set_timer(double seconds) {
   // Longer than any run, and short enough for the system.
   constexpr double kLongest = 1e8;
-  const double bounded = std::min(seconds, kLongest);
+  constexpr std::int64_t kSecond = 1'000'000;
+  const auto microseconds = static_cast<std::int64_t>(std::ceil(std::min(seconds, kLongest) * 1e6));
   itimerval timer{};
-  timer.it_value.tv_sec = static_cast<time_t>(bounded);
-  timer.it_value.tv_usec = static_cast<suseconds_t>((bounded - std::floor(bounded)) * 1e6) + 1;
-  ::setitimer(ITIMER_REAL, &timer, nullptr);
+  timer.it_value.tv_sec = static_cast<time_t>(microseconds / kSecond);
+  timer.it_value.tv_usec = static_cast<suseconds_t>(microseconds % kSecond);
+  if (::setitimer(ITIMER_REAL, &timer, nullptr) == 0) return;
+  throw std::runtime_error("--time-limit cannot be set: " + std::generic_category().message(errno) + ".");
 }
 
 void limit_time(double seconds) {
@@ -74,13 +76,13 @@ std::string check_size(const std::string& text) {
   return parse_bytes(text) ? "" : "'" + text + "' should be a size above 0, such as 512MiB or 2GB";
 }
 
-// Data is what a process has written or may write, other than files that are mapped: not the weights of a model.
+// Data is all memory that the process may write to. Files that are mapped count, such as the weights of a model.
 void limit_memory(double bytes) {
   constexpr double kMost = 1e18;
   rlimit limit{};
   if (::getrlimit(RLIMIT_DATA, &limit) == 0) {
-    limit.rlim_cur = std::min<rlim_t>(static_cast<rlim_t>(data_bytes()) + static_cast<rlim_t>(std::min(bytes, kMost)),
-                                      limit.rlim_max);
+    const rlim_t wanted = static_cast<rlim_t>(data_bytes()) + static_cast<rlim_t>(std::min(bytes, kMost));
+    limit.rlim_cur = std::min({wanted, limit.rlim_cur, limit.rlim_max});
     if (::setrlimit(RLIMIT_DATA, &limit) == 0) return;
   }
   throw std::runtime_error("--memory-limit cannot be set: " + std::generic_category().message(errno) + ".");
@@ -113,9 +115,9 @@ void write_error(std::string_view text) {
 
 void LimitOptions::add_to(CLI::App& command) {
   command
-      .add_option(
-          "--memory-limit", memory,
-          "Most memory that each process may take besides the model's weights, such as 2GiB (default: no limit)")
+      .add_option("--memory-limit", memory,
+                  "Most memory that each process may take once it has started, weights included, such as 2GiB "
+                  "(default: no limit)")
       ->option_text("SIZE")
       ->check(CLI::Validator(check_size, ""));
   command.add_option("--time-limit", seconds, "Most seconds that the command may take (default: no limit)")

@@ -1,4 +1,4 @@
-// What the process may take, and how it ends when something fails that nobody can catch.
+// Limits of this process's memory and time, and its end when a library throws where nobody can catch it.
 #pragma once
 
 #include <CLI/CLI.hpp>

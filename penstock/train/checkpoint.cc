@@ -200,10 +200,15 @@ std::uint64_t checksum_of(json manifest) {
   return crc32_z(0, reinterpret_cast<const Bytef*>(text.data()), text.size());
 }
 
-// Returns whose a finished checkpoint is; nothing for one that does not say.
-std::string run_of(const fs::path& checkpoint) {
-  const json run = read_json((checkpoint / kManifest).string()).value("run", json());
-  return run.is_string() ? run.get<std::string>() : "";
+// Returns the run of a finished checkpoint; none for one whose manifest does not say, as it is damaged.
+std::optional<std::string> run_of(const fs::path& checkpoint) {
+  try {
+    const json manifest = try_parse_json(MappedFile((checkpoint / kManifest).string()).bytes()).value_or(json());
+    if (!manifest.is_object() || !manifest.value("run", json()).is_string()) return std::nullopt;
+    return manifest.at("run").get<std::string>();
+  } catch (const MappingFailure& failure) {
+    throw CheckpointError(failure.what());
+  }
 }
 
 // Returns true for a name in the checkpoint's own directory.
@@ -453,10 +458,15 @@ std::string new_run_id() {
 
 void require_one_run(const std::string& folder) {
   const auto all = finished_in(folder);
-  for (std::size_t i = 1; i < all.size(); ++i) {
-    if (run_of(all[i].second) == run_of(all.front().second)) continue;
-    fail(folder, "has checkpoints of different runs: " + all.front().second.filename().string() + " and " +
-                     all[i].second.filename().string() +
+  std::optional<std::string> first;
+  fs::path first_checkpoint;
+  for (const auto& [step, checkpoint] : all) {
+    const std::optional<std::string> run = run_of(checkpoint);
+    if (!first) first_checkpoint = checkpoint;
+    if (!first) first = run;
+    if (!run || run == first) continue;
+    fail(folder, "has checkpoints of different runs: " + first_checkpoint.filename().string() + " and " +
+                     checkpoint.filename().string() +
                      ".\n  Hint: move those of one run away; penstock export and --weights take one by its path.");
   }
 }

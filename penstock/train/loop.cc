@@ -16,6 +16,7 @@ int train(Trainer& trainer, std::int64_t steps, const std::vector<Batch>& held_o
   const auto evaluate = [&] {
     if (held_out.empty()) return;
     const Trainer::Evaluation evaluation = trainer.evaluate(held_out, options.eval_outputs);
+    trainer.require_finite(evaluation);
     if (events.evaluated) events.evaluated(trainer.steps_done(), evaluation);
   };
   const auto is_due = [&](std::int64_t every) { return every > 0 && trainer.steps_done() % every == 0; };

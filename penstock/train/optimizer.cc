@@ -186,7 +186,7 @@ double LearningRate::at(std::int64_t step, std::int64_t steps) const {
   if (schedule == "constant") return rate;
   const std::int64_t last = steps - 1;
   const double done =
-      last <= warmup ? 1 : std::min(1.0, static_cast<double>(step - warmup) / static_cast<double>(last - warmup));
+      last <= warmup ? 0 : std::min(1.0, static_cast<double>(step - warmup) / static_cast<double>(last - warmup));
   const double left = schedule == "linear" ? 1 - done : (1 + std::cos(std::numbers::pi * done)) / 2;
   return rate * left + end() * (1 - left);
 }

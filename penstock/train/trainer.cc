@@ -394,7 +394,11 @@ Trainer::Evaluation Trainer::evaluate(const std::vector<Batch>& batches, bool re
   if (evaluation.weight == 0) evaluation.nonfinite = ": there is no target that counts: all of them are ignored.";
   if (evaluation.nonfinite.empty()) return evaluation;
   evaluation.nonfinite.insert(0, "the evaluation after step " + std::to_string(steps_done_));
-  if (options_.on_nonfinite == OnNonFinite::Skip) return evaluation;
+  return evaluation;
+}
+
+void Trainer::require_finite(const Evaluation& evaluation) const {
+  if (evaluation.nonfinite.empty() || options_.on_nonfinite == OnNonFinite::Skip) return;
   throw NonFiniteError(evaluation.nonfinite + "\n  Hint: look at the data and the weights.");
 }
 

@@ -116,8 +116,10 @@ class Trainer {
     std::vector<c10::IValue> outputs;
   };
   // Runs forwards alone, in evaluation mode. The outputs of microbatches are merged only if they are asked for: a model that
-  // gives its loss has nothing to merge. Throws PipelineError, DataError, and NonFiniteError under OnNonFinite::Stop.
+  // gives its loss has nothing to merge. Throws PipelineError and DataError.
   Evaluation evaluate(const std::vector<Batch>& batches, bool return_outputs = false);
+  // Throws NonFiniteError for an evaluation that is not finite, unless the options skip what is not.
+  void require_finite(const Evaluation& evaluation) const;
 
   // Writes a checkpoint into `folder`, of which the last `keep` stay, and says where it is. Throws CheckpointError on all
   // processes when one of them cannot write its part, or has a parameter that is not finite.

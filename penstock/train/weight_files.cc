@@ -29,11 +29,15 @@ void read_file(const std::string& path, std::map<std::string, at::Tensor>& tenso
 }
 
 // Fails when the system does not say.
-bool is_there(const fs::path& path) {
+fs::file_type type_of(const fs::path& path) {
   std::error_code error;
-  const bool found = fs::exists(path, error);
-  if (error) fail(path.string(), "could not be read: " + error.message() + ".");
-  return found;
+  const fs::file_status status = fs::status(path, error);
+  if (!fs::status_known(status)) fail(path.string(), "could not be read: " + error.message() + ".");
+  return status.type();
+}
+
+bool is_there(const fs::path& path) {
+  return type_of(path) != fs::file_type::not_found;
 }
 
 // Returns the names of the tensors of each shard.
@@ -68,11 +72,11 @@ void read_shards(const fs::path& directory, std::map<std::string, at::Tensor>& t
 }  // namespace
 
 WeightFiles read_weight_files(const std::string& path) {
-  if (!is_there(path)) fail(path, "there is no such file or directory.");
+  const fs::file_type type = type_of(path);
+  if (type == fs::file_type::not_found) fail(path, "there is no such file or directory.");
   WeightFiles files{.path = path};
-  std::error_code ignored;
   try {
-    if (!fs::is_directory(path, ignored)) {
+    if (type != fs::file_type::directory) {
       read_file(path, files.tensors);
     } else if (is_checkpoint(path) || last_checkpoint(path)) {
       const Checkpoint checkpoint(path);

@@ -13,8 +13,8 @@
 #include "penstock/tensor/reason.h"
 #include "penstock/transport/c10d_group.h"
 #include "penstock/transport/child_sockets.h"
+#include "penstock/transport/connection_filter.h"
 #include "penstock/transport/control.h"
-#include "penstock/transport/door.h"
 #include "penstock/transport/exit_hook.h"
 #include "penstock/transport/inbox.h"
 #include "penstock/transport/outbox.h"
@@ -208,7 +208,7 @@ std::unique_ptr<Transport> c10d_transport(const Rendezvous& place, C10dOptions o
   // All ranks are connected to the store by now, and nobody else has to be.
   if (place.served_port != 0) {
     close_port_in_children(place.served_port);
-    const Door closed(sockets_listening_on(place.served_port));
+    const ConnectionFilter refused(sockets_listening_on(place.served_port));
   }
   return transport;
 }

@@ -19,12 +19,6 @@
 namespace penstock {
 namespace {
 
-std::optional<ino_t> inode_of_socket(int descriptor) {
-  struct stat status{};
-  if (::fstat(descriptor, &status) != 0 || !S_ISSOCK(status.st_mode)) return std::nullopt;
-  return status.st_ino;
-}
-
 int option_of(int socket, int option) {
   int value = -1;
   socklen_t size = sizeof value;
@@ -108,6 +102,12 @@ void keep_from_children(int descriptor, ino_t inode) {
 
 }  // namespace
 
+std::optional<ino_t> inode_of_socket(int descriptor) {
+  struct stat status{};
+  if (::fstat(descriptor, &status) != 0 || !S_ISSOCK(status.st_mode)) return std::nullopt;
+  return status.st_ino;
+}
+
 void close_in_children(int socket) {
   if (const auto inode = inode_of_socket(socket)) keep_from_children(socket, *inode);
 }
@@ -118,11 +118,9 @@ void close_port_in_children(int port) {
   }
 }
 
-std::vector<int> sockets_listening_on(int port) {
-  std::vector<int> found;
-  for (const auto& [descriptor, inode] : tcp_sockets()) {
-    if (listens(descriptor) && own_port(descriptor) == port) found.push_back(descriptor);
-  }
+std::map<int, ino_t> sockets_listening_on(int port) {
+  std::map<int, ino_t> found = tcp_sockets();
+  std::erase_if(found, [port](const auto& one) { return !listens(one.first) || own_port(one.first) != port; });
   return found;
 }
 
@@ -141,11 +139,9 @@ void NewSockets::close_in_children() const {
   for (const auto& [descriptor, inode] : found()) keep_from_children(descriptor, inode);
 }
 
-std::vector<int> NewSockets::listening() const {
-  std::vector<int> listening;
-  for (const auto& [descriptor, inode] : found()) {
-    if (listens(descriptor)) listening.push_back(descriptor);
-  }
+std::map<int, ino_t> NewSockets::listening() const {
+  std::map<int, ino_t> listening = found();
+  std::erase_if(listening, [](const auto& one) { return !listens(one.first); });
   return listening;
 }
 

@@ -5,7 +5,7 @@
 #include <sys/types.h>
 
 #include <map>
-#include <vector>
+#include <optional>
 
 namespace penstock {
 
@@ -16,8 +16,11 @@ void close_in_children(int socket);
 // Does so for all TCP sockets of this process whose own end is at this port: the listening one, and those that it accepted.
 void close_port_in_children(int port);
 
-// Returns the descriptors of the TCP sockets of this process that listen on this port.
-std::vector<int> sockets_listening_on(int port);
+// Returns the inode of a socket; none for another file.
+std::optional<ino_t> inode_of_socket(int descriptor);
+
+// Returns the TCP sockets of this process that listen on this port: inodes by descriptor.
+std::map<int, ino_t> sockets_listening_on(int port);
 
 // Finds the TCP sockets that a library opens. One that another thread opens at the same time is taken for one of them.
 //
@@ -28,8 +31,8 @@ class NewSockets {
  public:
   NewSockets();
   void close_in_children() const;
-  // Returns the descriptors of those that listen.
-  std::vector<int> listening() const;
+  // Returns those that listen: inodes by descriptor.
+  std::map<int, ino_t> listening() const;
 
  private:
   std::map<int, ino_t> found() const;

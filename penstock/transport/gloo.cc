@@ -6,13 +6,14 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <system_error>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <vector>
 
 #include "penstock/transport/child_sockets.h"
-#include "penstock/transport/door.h"
+#include "penstock/transport/connection_filter.h"
 #include "penstock/transport/sockets.h"
 
 namespace penstock {
@@ -51,22 +52,25 @@ void ignore_broken_pipes() {
 
 BackendFactory gloo_backends(const GlooOptions& options) {
   ignore_broken_pipes();
-  // Besides the listening socket and what watches it.
+  // A device has a listening socket and a few descriptors that watch it.
   constexpr int kOfDevice = 8;
   require_descriptors(kOfDevice);
+  // The sockets of devices that are made at the same time are told apart.
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
   const NewSockets listening;
   const Device device = device_of(options);
   listening.close_in_children();
-  const auto door = std::make_shared<Door>(listening.listening());
+  const auto filter = std::make_shared<ConnectionFilter>(listening.listening());
   const std::chrono::milliseconds timeout = bounded(options.timeout);
-  return [device, door, timeout](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
+  return [device, filter, timeout](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
     const auto gloo = c10d::ProcessGroupGloo::Options::create(timeout);
     gloo->devices = {device};
     // Threads for collectives, which run one after the other.
     gloo->threads = 1;
-    // For a moment, there are two of each connection's.
+    // While two ranks connect, there may be two descriptors for one connection.
     require_descriptors(2 * size);
-    const Door::Opening opening(*door);
+    const ConnectionFilter::Opening opening(*filter);
     const NewSockets connections;
     auto group = c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, gloo);
     connections.close_in_children();

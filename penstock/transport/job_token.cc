@@ -47,10 +47,18 @@ class SignedStore final : public c10d::PrefixStore {
 
   Bytes get(const std::string& key) override { return verified(key, PrefixStore::get(key)); }
 
-  // Who asks takes set and get instead.
+  // Callers that ask use set and get instead of what follows, which is not signed.
   bool hasExtendedApi() const override { return false; }
+  void append(const std::string&, const Bytes&) override { refuse("append"); }
+  std::vector<Bytes> multiGet(const std::vector<std::string>&) override { refuse("multiGet"); }
+  void multiSet(const std::vector<std::string>&, const std::vector<Bytes>&) override { refuse("multiSet"); }
+  void queuePush(const std::string&, const Bytes&) override { refuse("queuePush"); }
+  Bytes queuePop(const std::string&, bool) override { refuse("queuePop"); }
 
  private:
+  [[noreturn]] static void refuse(const char* what) {
+    throw std::logic_error(std::string(what) + " is not signed, so a store whose values are signed does not have it.");
+  }
   std::string signature_of(const std::string& key, const Bytes& value) const {
     return token_.sign(std::array{key, std::string(value.begin(), value.end())});
   }
@@ -67,7 +75,7 @@ class SignedStore final : public c10d::PrefixStore {
       const std::string signature(bytes.begin(), bytes.begin() + kSize);
       if (token_.verifies(std::array{key, std::string(value.begin(), value.end())}, signature)) return value;
     }
-    throw std::runtime_error("'" + key + "' in the store was not written by a rank of this job.");
+    throw UnsignedValueError("'" + key + "' in the store was not written by a rank of this job.");
   }
 
   JobToken token_;

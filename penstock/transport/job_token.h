@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -34,13 +35,19 @@ class JobToken {
   std::string secret_;
 };
 
-// Texts in one, each preceded by its length.
+// Joins texts into one, each preceded by its length.
 std::string join_texts(std::span<const std::string> texts);
-// The reverse of join_texts. Throws std::invalid_argument for anything else.
+// Returns the texts that join_texts has joined. Throws std::invalid_argument for anything else.
 std::vector<std::string> split_texts(std::string_view joined);
 
-// Returns a store below `prefix` in which every value is signed. A value that was not written with this token under this
-// key is an error when it is read. Numbers (add) are not signed.
+// Thrown when a value is read from a signed store that was not written with its token under its key.
+class UnsignedValueError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// Returns a store below `prefix` in which every value is signed. Numbers (add) are not signed, and calls that would pass
+// the signature by (append, multiGet, queues) throw std::logic_error.
 c10::intrusive_ptr<c10d::Store> signed_store(const std::string& prefix, c10::intrusive_ptr<c10d::Store> store,
                                              JobToken token);
 

@@ -30,6 +30,8 @@ constexpr milliseconds kFirstLine = std::chrono::seconds(2);
 constexpr milliseconds kBetweenLines = std::chrono::seconds(10);
 // Rank 0 serves the store: when it fails, it gives the others this long to read why.
 constexpr milliseconds kLinger = std::chrono::seconds(1);
+// Ranks that have all connected have at least this long to prove that they know the token.
+constexpr milliseconds kProving = std::chrono::seconds(10);
 constexpr const char* kFailure = "failure";
 // In the part of the store that all jobs see: whose it is.
 constexpr const char* kJob = "job";
@@ -63,22 +65,24 @@ std::string list_text(const std::vector<int>& ranks) {
   return ranks.size() > kMost ? text + ", …" : text;
 }
 
-// One rank's way to the others.
-class Arrival {
+// Publishes one rank, waits for the others and checks what they have published.
+class Handshake {
  public:
-  Arrival(const c10::intrusive_ptr<c10d::Store>& lobby, const Membership& own)
-      : lobby_(lobby),
+  Handshake(const c10::intrusive_ptr<c10d::Store>& common, const Membership& own)
+      : common_(common),
         own_(own),
         deadline_(deadline_after(own.timeout)),
         fingerprint_(own.token.sign(std::array<std::string, 1>{"fingerprint"})) {
-    const auto jobs = c10::make_intrusive<c10d::PrefixStore>("job/" + fingerprint_, lobby);
+    const auto jobs = c10::make_intrusive<c10d::PrefixStore>("job/" + fingerprint_, common);
     // Each rank counts its own.
-    const std::int64_t number = jobs->add("arrivals/" + std::to_string(own.rank), 1);
-    place_ = c10::make_intrusive<c10d::PrefixStore>("arrival/" + std::to_string(number), jobs);
-    store_ = signed_store("members", place_, own.token);
+    const std::int64_t number = jobs->add("handshakes/" + std::to_string(own.rank), 1);
+    place_ = c10::make_intrusive<c10d::PrefixStore>("handshake/" + std::to_string(number), jobs);
+    // A value of one handshake is none of another.
+    token_ = JobToken(own.token.sign(std::array<std::string, 2>{"handshake", std::to_string(number)}));
+    store_ = signed_store("members", place_, token_);
   }
 
-  c10::intrusive_ptr<c10d::Store> meet() {
+  c10::intrusive_ptr<c10d::Store> run() {
     publish();
     wait_for(member_key, [this] { require_same_job(); });
     const std::vector<std::string> members = read_members();
@@ -87,25 +91,26 @@ class Arrival {
     transcript.insert(transcript.end(), members.begin(), members.end());
     prove(transcript);
     transcript.front() = "session";
-    return signed_store("session", place_, JobToken(own_.token.sign(transcript)));
+    return signed_store("session", place_, JobToken(token_.sign(transcript)));
   }
 
  private:
   // Rank 0 says whose the store is.
   void publish() {
-    if (own_.rank == 0) lobby_->set(kJob, fingerprint_);
+    if (own_.rank == 0) common_->set(kJob, fingerprint_);
     std::vector<std::string> texts{JobToken::random().secret(), "WORLD_SIZE", std::to_string(own_.ranks)};
     for (const auto& [name, value] : own_.agreed) {
       texts.push_back(name);
       texts.push_back(value);
     }
-    store_->set(member_key(own_.rank), join_texts(texts));
+    published_ = join_texts(texts);
+    store_->set(member_key(own_.rank), published_);
   }
 
   // Throws when the store is another job's. Whoever waits there for this rank learns that a wrong one has come.
   void require_same_job() {
-    if (own_.rank == 0 || !lobby_->check({kJob}) || lobby_->get_to_str(kJob) == fingerprint_) return;
-    lobby_->set(refused_key(own_.rank), std::string());
+    if (own_.rank == 0 || !common_->check({kJob}) || common_->get_to_str(kJob) == fingerprint_) return;
+    common_->set(refused_key(own_.rank), std::string());
     const std::string rank = std::to_string(own_.rank);
     throw TransportError(TransportError::Why::Aborted, /*peer=*/0,
                          "rank " + rank +
@@ -120,7 +125,7 @@ class Arrival {
     std::vector<std::string> keys;
     for (int rank = 0; rank < own_.ranks; ++rank) keys.push_back(key(rank));
     for (milliseconds pause = kFirstPause; !store_->check(keys); pause = std::min(pause * 2, kLongestPause)) {
-      if (store_->check({kFailure})) fail(decode_failure(store_->get_to_str(kFailure)));
+      if (const auto failure = published_failure()) fail(decode_failure(*failure));
       look();
       if (Clock::now() >= deadline_) {
         const std::vector<int> missing = missing_of(keys);
@@ -153,7 +158,7 @@ class Arrival {
   std::string refused_text(const std::vector<int>& missing, const std::string& before, const std::string& behind) {
     std::vector<int> refused;
     for (const int rank : missing) {
-      if (lobby_->check({refused_key(rank)})) refused.push_back(rank);
+      if (common_->check({refused_key(rank)})) refused.push_back(rank);
     }
     if (refused.empty()) return "";
     return before + "a process with another job token has come as " + list_text(refused) + behind;
@@ -164,6 +169,8 @@ class Arrival {
     for (int rank = 0; rank < own_.ranks; ++rank) {
       members.push_back(read(rank, member_key(rank)));
     }
+    // The random number of this rank is what makes the proofs of others new.
+    if (members[static_cast<std::size_t>(own_.rank)] != published_) fail(unproven(own_.rank));
     return members;
   }
 
@@ -171,11 +178,18 @@ class Arrival {
   std::string read(int rank, const std::string& key) {
     try {
       return store_->get_to_str(key);
-    } catch (const c10::Error&) {
-      throw;
-    } catch (const std::runtime_error&) {
+    } catch (const UnsignedValueError&) {
       fail(unproven(rank));
     }
+  }
+
+  // Returns the failure that a rank of this job has published, if there is one.
+  std::optional<std::string> published_failure() {
+    try {
+      if (store_->check({kFailure})) return store_->get_to_str(kFailure);
+    } catch (const UnsignedValueError&) {  // NOLINT(bugprone-empty-catch): it is a stranger's
+    }
+    return std::nullopt;
   }
 
   static TransportError unproven(int rank) {
@@ -200,10 +214,13 @@ class Arrival {
 
   // Each rank signs what all have published, and looks at the signatures of the others.
   void prove(const std::vector<std::string>& transcript) {
-    const JobToken transcript_token(own_.token.sign(transcript));
+    const JobToken transcript_token(token_.sign(transcript));
     const auto texts_of = [](int rank) { return std::array<std::string, 2>{"proof", std::to_string(rank)}; };
     store_->set(proof_key(own_.rank), transcript_token.sign(texts_of(own_.rank)));
+    // The last rank may have come at the last moment, and proves itself at once.
+    deadline_ = std::max<Deadline>(deadline_, deadline_after(kProving));
     wait_for(proof_key, [] {});
+    if (const auto failure = published_failure()) fail(decode_failure(*failure));
     for (int rank = 0; rank < own_.ranks; ++rank) {
       if (!transcript_token.verifies(texts_of(rank), read(rank, proof_key(rank)))) fail(unproven(rank));
     }
@@ -213,7 +230,12 @@ class Arrival {
   [[noreturn]] void fail(const TransportError& failure) {
     const std::array<std::string, 3> texts{std::to_string(static_cast<int>(failure.why())),
                                            std::to_string(failure.peer()), failure.what()};
-    const std::string first = store_->compareSet(kFailure, std::string(), join_texts(texts));
+    std::string first = join_texts(texts);
+    try {
+      first = store_->compareSet(kFailure, std::string(), first);
+    } catch (const UnsignedValueError&) {
+      store_->set(kFailure, first);
+    }
     store_->set(informed_key(own_.rank), std::string());
     if (own_.rank == 0) {
       std::vector<std::string> informed;
@@ -228,13 +250,16 @@ class Arrival {
     throw decode_failure(first);
   }
 
-  // What all jobs see that come to this store.
-  c10::intrusive_ptr<c10d::Store> lobby_;
+  // The part of the store that processes of all jobs use.
+  c10::intrusive_ptr<c10d::Store> common_;
   const Membership& own_;
   Deadline deadline_;
+  // What this rank has published of itself.
+  std::string published_;
   // Tells tokens apart without telling them.
   std::string fingerprint_;
-  // What the ranks of this job see, and of it what they publish here, signed.
+  // The part that only ranks of this job use, and below it the signed one that this handshake uses.
+  JobToken token_;
   c10::intrusive_ptr<c10d::Store> place_;
   c10::intrusive_ptr<c10d::Store> store_;
 };
@@ -243,7 +268,7 @@ class Arrival {
 
 c10::intrusive_ptr<c10d::Store> require_all_ranks(const c10::intrusive_ptr<c10d::Store>& store, const Membership& own) {
   try {
-    return Arrival(store, own).meet();
+    return Handshake(store, own).run();
   } catch (const c10::Error& error) {
     const std::string what = reason_of(error);
     throw TransportError(TransportError::Why::Gone, TransportError::kNobody,

@@ -69,7 +69,8 @@ class Reader {
   JobToken token() const {
     std::string secret = text("PENSTOCK_JOB_TOKEN");
     if (secret.empty()) secret = text("TORCHELASTIC_RUN_ID");
-    if (secret.empty() && !text("SLURM_STEP_NUM_TASKS").empty()) {
+    // The steps of a Slurm job may be ranks of one run, with RANK and WORLD_SIZE of their own.
+    if (secret.empty() && std::string_view(launcher().rank) == "SLURM_PROCID") {
       secret = text("SLURM_JOB_ID") + "." + text("SLURM_STEP_ID");
     }
     return JobToken(std::move(secret));
@@ -196,7 +197,7 @@ c10::intrusive_ptr<c10d::Store> make_store(const RankEnvironment& environment, s
   options.port = static_cast<std::uint16_t>(environment.master_port);
   options.isServer = serves(environment);
   options.waitWorkers = false;
-  // Of the store's own thread, and a connection of each rank.
+  // The store has a thread that watches some, and one for the connection of each rank.
   constexpr int kOfStore = 16;
   try {
     require_descriptors(kOfStore + (options.isServer ? environment.ranks : 0));

@@ -13,7 +13,6 @@
 #include <cerrno>
 #include <cstdint>
 #include <filesystem>
-#include <iterator>
 #include <memory>
 #include <stdexcept>
 #include <system_error>
@@ -147,11 +146,17 @@ void require_descriptors(int count) {
   rlimit limit{};
   if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return;
   std::error_code error;
-  // One of them is the iterator's own.
-  auto open = std::distance(std::filesystem::directory_iterator("/proc/self/fd", error), {}) - 1;
-  if (error) open = 0;
-  const std::int64_t left = static_cast<std::int64_t>(limit.rlim_cur) - open;
-  if (!error && left >= count) return;
+  std::int64_t open = 0;
+  for (std::filesystem::directory_iterator next("/proc/self/fd", error), end; !error && next != end;
+       next.increment(error)) {
+    ++open;
+  }
+  const bool are_none_left =
+      error == std::errc::too_many_files_open || error == std::errc::too_many_files_open_in_system;
+  if (error && !are_none_left) return;
+  // One of those is the iterator's own.
+  const std::int64_t left = are_none_left ? 0 : static_cast<std::int64_t>(limit.rlim_cur) - (open - 1);
+  if (left >= count) return;
   throw std::runtime_error("connections need " + std::to_string(count) + " file descriptors, and of " +
                            std::to_string(limit.rlim_cur) + " this process has " +
                            std::to_string(std::max<std::int64_t>(left, 0)) +

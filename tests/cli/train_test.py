@@ -420,6 +420,9 @@ for name in ("one", "two"):
         for text, code in ranks(["--csv", "a.csv"], ["--csv", "b.csv"]):
             self.assertEqual(code, 2, text)
             self.assertRegex(text, r"\n  csv \(checksum\): \d+ on rank 1, \d+ on rank 0\n")
+        for text, code in ranks([], ["--ranks", 4]):
+            self.assertEqual(code, 2, text)
+            self.assertIn("\n  ranks: 4 on rank 1, 2 on rank 0\n", text)
         # A number may be written in several ways, and a default may be given.
         for text, code in ranks(["--beta2", ".980", "--weight-decay", "1e-2"], ["--ranks", 2, "--microbatches", 8]):
             self.assertEqual(code, 0, text)

@@ -106,6 +106,11 @@ TEST_F(Checkpoints, OfAnotherRunAreNeitherReplacedNorPruned) {
           "those of one run away; penstock export and --weights take one by its path.");
   fs::remove_all(path() + "/step-00000011");
   EXPECT_NO_THROW(require_one_run(path()));
+  // One that is damaged is nobody's.
+  std::ofstream(path() + "/step-00000005/manifest.json") << "{";
+  EXPECT_NO_THROW(require_one_run(path()));
+  write(12, /*keep=*/1, "another");
+  EXPECT_EQ(names_in(path()), (std::set<std::string>{"step-00000005", "step-00000012"}));
   EXPECT_NE(new_run_id(), new_run_id());
   EXPECT_EQ(new_run_id().size(), 32U);
 }

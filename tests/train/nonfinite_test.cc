@@ -295,7 +295,9 @@ TEST(DataErrors, NameAStepInWhichNothingCounts) {
       [&] { trainer.step(); },
       "step 1, some.file: there is no target that counts: all of them are ignored.\n  Hint: see "
       "--ignore-index, or let --on-nonfinite skip leave out such steps.");
-  expect_error<NonFiniteError>([&] { trainer.evaluate({data.batch(0)}); },
+  const Trainer::Evaluation evaluation = trainer.evaluate({data.batch(0)});
+  EXPECT_TRUE(std::isnan(evaluation.loss));
+  expect_error<NonFiniteError>([&] { trainer.require_finite(evaluation); },
                                "the evaluation after step 0: there is no target that counts: all of them are ignored."
                                "\n  Hint: look at the data and the weights.");
   models.clear();
@@ -318,12 +320,14 @@ TEST(NonFinite, EvaluationStopsOrSaysWhereItIsNotFinite) {
   const std::vector<Batch> batches{data.batch(0), data.batch(1)};
   const std::string where =
       "the evaluation after step 0, batch-1, microbatch 2 (rows 4 to 5), stage 1: the loss is NaN.";
-  expect_error<NonFiniteError>([&] { trainer_of(data, {})->evaluate(batches); },
+  const auto stopping = trainer_of(data, {});
+  const Trainer::Evaluation evaluation = stopping->evaluate(batches);
+  EXPECT_EQ(evaluation.nonfinite, where);
+  EXPECT_TRUE(std::isnan(evaluation.loss));
+  expect_error<NonFiniteError>([&] { stopping->require_finite(evaluation); },
                                where + "\n  Hint: look at the data and the weights.");
-  const Trainer::Evaluation skipped = trainer_of(data, {.on_nonfinite = OnNonFinite::Skip})->evaluate(batches);
-  EXPECT_EQ(skipped.nonfinite, where);
-  EXPECT_TRUE(std::isnan(skipped.loss));
-  EXPECT_EQ(trainer_of(data, {})->evaluate({data.batch(0)}).nonfinite, "");
+  EXPECT_NO_THROW(trainer_of(data, {.on_nonfinite = OnNonFinite::Skip})->require_finite(evaluation));
+  EXPECT_EQ(stopping->evaluate({data.batch(0)}).nonfinite, "");
 }
 
 }  // namespace

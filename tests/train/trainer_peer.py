@@ -33,7 +33,7 @@ STEPS, WARMUP, RATE, LEAST, MICROBATCHES = 50, 10, 4e-3, 0.05, 4
 def rate_of(step):
     if step < WARMUP:
         return RATE * (step + 1) / WARMUP
-    done = (step - WARMUP) / (STEPS - WARMUP)
+    done = (step - WARMUP) / (STEPS - 1 - WARMUP)
     return RATE * (LEAST + (1 - LEAST) * (1 + math.cos(math.pi * done)) / 2)
 
 

@@ -314,6 +314,9 @@ TEST(LearningRate, FallsToItsMinimum) {
     EXPECT_DOUBLE_EQ(rate.at(kSteps - 1, kSteps), 0.05);
     rate.minimum = 0;
     EXPECT_DOUBLE_EQ(rate.at(kSteps - 1, kSteps), 0);
+    // A run that ends with its warm-up, or one step later, does not fall.
+    EXPECT_DOUBLE_EQ(rate.at(9, 10), 0.2);
+    EXPECT_DOUBLE_EQ(rate.at(10, 11), 0.2);
     rate.rate = 0;
     EXPECT_DOUBLE_EQ(rate.at(kSteps - 1, kSteps), 0);
   }

@@ -131,10 +131,10 @@ TEST(Membership, IsCompleteAlthoughAProcessOfAnotherJobHasComeFirst) {
 }
 
 // Where the ranks of a job whose token is "ours" meet the first time, without signatures.
-c10::intrusive_ptr<c10d::Store> place_of_first_arrival(const c10::intrusive_ptr<c10d::Store>& store,
+c10::intrusive_ptr<c10d::Store> place_of_first_handshake(const c10::intrusive_ptr<c10d::Store>& store,
                                                        const std::string& part = "members") {
   const std::string fingerprint = JobToken("ours").sign(std::array<std::string, 1>{"fingerprint"});
-  return c10::make_intrusive<c10d::PrefixStore>("job/" + fingerprint + "/arrival/1/" + part, store);
+  return c10::make_intrusive<c10d::PrefixStore>("job/" + fingerprint + "/handshake/1/" + part, store);
 }
 
 Thrown unproven(int rank) {
@@ -146,32 +146,54 @@ Thrown unproven(int rank) {
                   "earlier run.\n  Hint: let only the hosts of the job reach MASTER_PORT."};
 }
 
+Membership of_job(int rank) {
+  return {.rank = rank, .ranks = 2, .token = JobToken("ours"), .timeout = kLong};
+}
+
 TEST(Membership, IsNotForAStrangerWhoWritesAsARank) {
-  const auto store = c10::make_intrusive<c10d::HashStore>();
-  for (const std::string value : {"", "0123456789", std::string(200, 'x').c_str()}) {
-    place_of_first_arrival(store)->set("member/1", value);
-    EXPECT_EQ(thrown_by([&] {
-                require_all_ranks(store, {.rank = 0, .ranks = 2, .token = JobToken("ours"), .timeout = kLong});
-              }),
-              unproven(1));
-    store->deleteKey("job/" + JobToken("ours").sign(std::array<std::string, 1>{"fingerprint"}) + "/arrivals/0");
-    place_of_first_arrival(store)->deleteKey("failure");
+  const std::vector<std::string> values{"", "0123456789", std::string(200, 'x')};
+  for (const std::string& value : values) {
+    const auto store = c10::make_intrusive<c10d::HashStore>();
+    place_of_first_handshake(store)->set("member/1", value);
+    EXPECT_EQ(thrown_by([&] { require_all_ranks(store, of_job(0)); }), unproven(1));
   }
 }
 
+TEST(Membership, IsNotDisturbedByAFailureThatAStrangerHasWritten) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  place_of_first_handshake(store)->set("failure", std::string("nonsense"));
+  Membership own = of_job(0);
+  own.timeout = kShort;
+  EXPECT_EQ(thrown_by([&] { require_all_ranks(store, own); }),
+            late(1, std::string("rank 1 of 2 has not connected within 0.2 s") + kStartHint));
+}
+
+// All that the ranks of an earlier run have published, and some of it.
 TEST(Membership, IsNotForValuesOfAnEarlierRun) {
   const auto earlier = c10::make_intrusive<c10d::HashStore>();
-  on_threads(2, [&](int rank) {
-    require_all_ranks(earlier, {.rank = rank, .ranks = 2, .token = JobToken("ours"), .timeout = kLong});
+  on_threads(2, [&](int rank) { require_all_ranks(earlier, of_job(rank)); });
+  const auto values_of = [&](const std::vector<std::string>& keys) {
+    const auto store = c10::make_intrusive<c10d::HashStore>();
+    for (const std::string& key : keys) {
+      place_of_first_handshake(store)->set(key, place_of_first_handshake(earlier)->get(key));
+    }
+    return store;
+  };
+  const auto some = values_of({"member/1", "proof/1"});
+  EXPECT_EQ(thrown_by([&] { require_all_ranks(some, of_job(0)); }), unproven(1));
+  // The value of rank 0 is overwritten as soon as it is there.
+  const auto all = values_of({"proof/0", "proof/1"});
+  Thrown found;
+  on_threads(2, [&](int thread) {
+    if (thread == 0) {
+      found = thrown_by([&] { require_all_ranks(all, of_job(0)); });
+      return;
+    }
+    const auto place = place_of_first_handshake(all);
+    place->wait({"member/0"}, kLong);
+    for (const char* key : {"member/0", "member/1"}) place->set(key, place_of_first_handshake(earlier)->get(key));
   });
-  const auto store = c10::make_intrusive<c10d::HashStore>();
-  for (const char* key : {"member/1", "proof/1"}) {
-    place_of_first_arrival(store)->set(key, place_of_first_arrival(earlier)->get(key));
-  }
-  EXPECT_EQ(thrown_by([&] {
-              require_all_ranks(store, {.rank = 0, .ranks = 2, .token = JobToken("ours"), .timeout = kLong});
-            }),
-            unproven(1));
+  EXPECT_EQ(found, unproven(0));
 }
 
 TEST(Membership, GivesAStoreWhoseValuesAreSigned) {
@@ -186,7 +208,9 @@ TEST(Membership, GivesAStoreWhoseValuesAreSigned) {
   EXPECT_EQ(own[1]->compareSet("address", std::string("here"), std::string("there")), "there");
   EXPECT_EQ(own[0]->get_to_str("address"), "there");
   EXPECT_EQ(own[0]->add("number", 2), 2);
-  const auto raw = place_of_first_arrival(store, "session");
+  EXPECT_FALSE(own[0]->hasExtendedApi());
+  EXPECT_THROW(own[0]->multiGet({"address"}), std::logic_error);
+  const auto raw = place_of_first_handshake(store, "session");
   const std::string signed_value = raw->get_to_str("address");
   for (const std::string& value : {std::string("elsewhere"), signed_value + " ", signed_value.substr(1)}) {
     raw->set("address", value);

@@ -59,6 +59,22 @@ TEST(RankEnvironment, IsWhatTorchrunSets) {
   EXPECT_EQ(found.interface, "eth1");
 }
 
+TEST(RankEnvironment, HasTheTokenOfTheJob) {
+  const Values launched{{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_PORT", "29400"}};
+  const auto token = [](const Values& launcher, const Values& others) {
+    Values values = launcher;
+    values.insert(others.begin(), others.end());
+    return read(values).token.secret();
+  };
+  EXPECT_EQ(token(launched, {}), "");
+  EXPECT_EQ(token(launched, {{"TORCHELASTIC_RUN_ID", "run"}}), "run");
+  EXPECT_EQ(token(launched, {{"TORCHELASTIC_RUN_ID", "run"}, {"PENSTOCK_JOB_TOKEN", "secret"}}), "secret");
+  const Values step{{"SLURM_STEP_NUM_TASKS", "2"}, {"SLURM_JOB_ID", "7"}, {"SLURM_STEP_ID", "3"}};
+  EXPECT_EQ(token(step, {{"SLURM_PROCID", "0"}}), "7.3");
+  // Steps of their own may be ranks of one run.
+  EXPECT_EQ(token(launched, step), "");
+}
+
 TEST(RankEnvironment, IsWhatSlurmSets) {
   const Values values{{"SLURM_PROCID", "5"},
                       {"SLURM_STEP_NUM_TASKS", "8"},

@@ -116,6 +116,7 @@ void evaluate(const EvalOptions& options, std::shared_ptr<Transport> transport) 
   Trainer trainer(std::move(replicas), data, schedule, std::move(trainer_options));
   const auto began = Clock::now();
   const Trainer::Evaluation evaluation = trainer.evaluate(batches);
+  trainer.require_finite(evaluation);
   Metrics metrics{.loss = evaluation.loss, .batches = batches.size()};
   metrics.seconds = std::chrono::duration<double>(Clock::now() - began).count();
   for (const Batch& batch : batches) metrics.rows += data.size_of(batch);

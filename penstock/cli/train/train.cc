@@ -57,8 +57,8 @@ class Run {
 
   // Returns an exit code.
   int train(const Agreement& agreement) {
-    require_processes();
     agreement.require_same_options(resolved_options());
+    require_processes();
     // Locked until the run ends.
     std::optional<RunDirectories> directories;
     agreement.fail_together([&] {
