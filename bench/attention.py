@@ -1,8 +1,8 @@
-"""Our attention beside the peer's, on one thread: 1 x 8 heads x 2,048 x 64 in float32, causal within a window of 256.
+"""Our attention compared with PyTorch's, on one thread: 1 x 8 heads x 2,048 x 64 in float32, causal within a window of 256.
 
     attention.py --bench penstock_attention_bench [--runs N]
 
-Runs in a Python with the peer. Then the memory that a forward and a backward hold at most besides their inputs, each in
+Runs in a Python with torch. Then the memory that a forward and a backward hold at most besides their inputs, each in
 a process of its own, by length.
 """
 
@@ -84,7 +84,7 @@ def compare_times(path, runs):
         "our forward + backward": (lambda: bench.numbers(1, "both", LENGTH)[0], None),
         "SDPA, dense mask, forward + backward": (lambda: seconds(peer.sdpa_both), "our forward + backward"),
         "our block mask": (lambda: bench.numbers(1, "mask", LENGTH)[0], None),
-        "the peer's block mask": (lambda: seconds(peer.make_mask), "our block mask"),
+        "PyTorch's block mask": (lambda: seconds(peer.make_mask), "our block mask"),
     }
     times = {name: [] for name in measured}
     with Answering(path) as bench:
@@ -100,7 +100,7 @@ def compare_times(path, runs):
 
 
 def peak_memory(length):
-    """The peer's, for SDPA with the dense mask; run in a process of its own."""
+    """PyTorch's, for SDPA with the dense mask; run in a process of its own."""
     status = pathlib.Path("/proc/self/status")
 
     def line(name):
@@ -131,7 +131,7 @@ def compare_memory(path):
 
 
 def main():
-    arguments = argparse.ArgumentParser(description="Times our attention beside the peer's.")
+    arguments = argparse.ArgumentParser(description="Times our attention compared with PyTorch's.")
     arguments.add_argument("--bench", required=True, help="the penstock_attention_bench program")
     arguments.add_argument("--runs", type=int, default=11, help="of each (default: %(default)s)")
     arguments.add_argument("--peak-memory", type=int, metavar="LENGTH", help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""The GPT of examples/ as bench/program.py exports it for us and gives it to the peer; its blocks are those of
+"""The GPT of examples/ as bench/program.py exports it for us and gives it to PyTorch; its blocks are those of
 bench/transformer.h."""
 
 import pathlib

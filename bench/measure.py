@@ -1,6 +1,6 @@
 """What the benchmarks share: programs that answer questions, tables, and goals.
 
-Ours and the peer's take turns in one run, so that what else the machine does hits both. Times are medians, with the
+Ours and PyTorch's take turns in one run, so that what else the machine does hits both. Times are medians, with the
 fastest and the slowest run beside them as a measure of the noise.
 """
 

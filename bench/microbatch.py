@@ -1,8 +1,8 @@
-"""Microbatches: how fast ours are split and merged, beside torch.distributed.pipelining ("the peer").
+"""Microbatches: how fast ours are split and merged, compared with torch.distributed.pipelining.
 
     microbatch.py --bench build/release/bin/penstock_microbatch_bench [--runs 15]
 
-Runs in a Python with the peer, on one thread each.
+Runs in a Python with torch, on one thread each.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def rows_of(case, ours, theirs):
 
 
 def main():
-    arguments = argparse.ArgumentParser(description="Times our microbatches beside the peer's.")
+    arguments = argparse.ArgumentParser(description="Times our microbatches compared with PyTorch's.")
     arguments.add_argument("--bench", required=True, help="the penstock_microbatch_bench program")
     arguments.add_argument("--runs", type=int, default=15, help=f"of each case, {REPEATS} times each (default: %(default)s)")
     options = arguments.parse_args()
@@ -85,7 +85,7 @@ def main():
     gc.collect()
     gc.freeze()
     ratios = {}
-    table = [(f"{TENSORS} float32 tensors", f"{CHUNKS} chunks", "ours", "the peer", "ratio")]
+    table = [(f"{TENSORS} float32 tensors", f"{CHUNKS} chunks", "ours", "PyTorch", "ratio")]
     with Answering(options.bench) as bench:
         for case in CASES:
             # The first of all pays for caches and allocators.
@@ -100,7 +100,7 @@ def main():
             ratios[case] = ratio
     print(f"Split and merged, one thread, median of {options.runs} runs (fastest–slowest)\n")
     print_table(table)
-    return report_goals({"512x64 split and merged at least 4 times as fast as by the peer": ratios[512, 64, False] >= 4})
+    return report_goals({"512x64 split and merged at least 4 times as fast as by PyTorch": ratios[512, 64, False] >= 4})
 
 
 if __name__ == "__main__":

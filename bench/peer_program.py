@@ -1,4 +1,4 @@
-"""Measures the GPT of gpt.py under eager PyTorch, and cut by torch.distributed.pipelining ("the peer").
+"""Measures the GPT of gpt.py under eager PyTorch, and cut by torch.distributed.pipelining.
 
 bench/program.py talks to it: see peer_ranks.py.
 

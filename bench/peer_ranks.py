@@ -1,4 +1,4 @@
-"""What the measurements of torch.distributed.pipelining ("the peer") share: two processes with Gloo, one thread each.
+"""What the measurements of torch.distributed.pipelining share: two processes with Gloo, one thread each.
 
 They read lines, answer each with a line, and end with their input. Rank 1 is the same program, started by rank 0.
 """

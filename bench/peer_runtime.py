@@ -1,4 +1,4 @@
-"""Measures steps of torch.distributed.pipelining ("the peer") on two processes with Gloo, one thread each.
+"""Measures steps of torch.distributed.pipelining on two processes with Gloo, one thread each.
 
 bench/runtime.py talks to it: see peer_ranks.py.
 

@@ -1,4 +1,4 @@
-"""Times torch.distributed.pipelining ("the peer") at making and lowering ScheduleInterleaved1F1B.
+"""Times torch.distributed.pipelining at making and lowering ScheduleInterleaved1F1B.
 
 Reads lines `RANKS STAGES_PER_RANK MICROBATCHES`, answers each with the seconds that the constructor took, and ends with
 its input. Importing torch is not in them. bench/schedule.py talks to it.

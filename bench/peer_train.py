@@ -1,4 +1,4 @@
-"""Measures training steps of the GPT of examples/ under torch.distributed.pipelining ("the peer"): forward, backward,
+"""Measures training steps of the GPT of examples/ under torch.distributed.pipelining: forward, backward,
 clipping and AdamW.
 
 bench/train.py talks to it: see peer_ranks.py.

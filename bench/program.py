@@ -1,9 +1,8 @@
-"""Exported programs: what running one costs beside eager PyTorch, and in stages beside torch.distributed.pipelining ("the
-peer").
+"""Exported programs: what running one costs beside eager PyTorch, and in stages beside torch.distributed.pipelining .
 
     program.py --bench build/release/bin/penstock_program_bench [--runs 5]
 
-Runs in a Python with the peer, and exports the model there. Ours are two thread ranks; the peer's are two processes on
+Runs in a Python with torch, and exports the model there. Ours are two thread ranks; PyTorch's are two processes on
 Gloo, as it has no threads.
 """
 
@@ -19,7 +18,7 @@ from measure import Answering, print_table, ratio_of, report_goals, with_noise
 EAGER_STEPS = 10
 WIDE_MICROBATCHES, WIDE_STEPS = 8, 3
 TINY_MICROBATCHES, TINY_STEPS = 64, 10
-# How many times as fast as the peer we want to be: schedule and stages.
+# How many times as fast as PyTorch we want to be: schedule and stages.
 TINY_GOALS = {("1F1B", 2): 1.5, ("Interleaved1F1B", 4): 3}
 
 
@@ -47,7 +46,7 @@ def compare_eager(bench, peer, folder, runs):
 def compare_peer(bench, peer, folder, runs):
     cases = [("wide", "1F1B", 2, WIDE_MICROBATCHES, WIDE_STEPS, 1)]
     cases += [("tiny", *case, TINY_MICROBATCHES, TINY_STEPS, goal) for case, goal in TINY_GOALS.items()]
-    rows, reached = [("the same on 2 ranks", "ours", "the peer", "ratio", "goal")], {}
+    rows, reached = [("the same on 2 ranks", "ours", "PyTorch", "ratio", "goal")], {}
     for case, schedule, stages, microbatches, steps, goal in cases:
         ours, theirs = [], []
         for _ in range(runs):
@@ -57,13 +56,13 @@ def compare_peer(bench, peer, folder, runs):
         width, batch, length = gpt.CASES[case]
         what = f"{schedule}, {microbatches} microbatches of {batch} x {length} tokens, width {width}"
         rows.append((what, with_noise(ours), with_noise(theirs), f"{ratio:.2f}x", f"{goal}x"))
-        reached[f"{what}: at least {goal} times as fast as the peer"] = ratio >= goal
+        reached[f"{what}: at least {goal} times as fast as PyTorch"] = ratio >= goal
     print_table(rows)
     return reached
 
 
 def main():
-    arguments = argparse.ArgumentParser(description="Measures exported programs beside eager PyTorch and the peer.")
+    arguments = argparse.ArgumentParser(description="Measures exported programs compared with eager PyTorch and torch.distributed.pipelining.")
     arguments.add_argument("--bench", required=True, help="the penstock_program_bench program")
     arguments.add_argument("--runs", type=int, default=5, help="of each case (default: %(default)s)")
     options = arguments.parse_args()

@@ -1,8 +1,8 @@
-"""Steps: what our executor costs and keeps, beside torch.distributed.pipelining ("the peer") and beside a bare loop.
+"""Steps: what our executor costs and keeps, compared with torch.distributed.pipelining and beside a bare loop.
 
     runtime.py --bench build/release/bin/penstock_runtime_bench [--runs 5]
 
-Runs in a Python with the peer. Ours are two thread ranks and, where it says so, two processes on Gloo, which the peer's
+Runs in a Python with torch. Ours are two thread ranks and, where it says so, two processes on Gloo, which PyTorch's
 always are, as it has no threads.
 """
 
@@ -15,7 +15,7 @@ from measure import Answering, print_table, ratio_of, report_goals, with_noise
 
 MICROBATCHES = 64
 STEPS = 15
-# How many times as fast as the peer we want to be.
+# How many times as fast as PyTorch we want to be.
 OVERHEAD = {"1F1B": 4, "Interleaved1F1B": 8, "InterleavedZeroBubble": 8, "ZBVZeroBubble": 8}
 PROCESSES = 2
 # Of the bare loop and the executor in each run: short ones, so that what else the machine does hits both.
@@ -28,7 +28,7 @@ MEBIBYTE = 2**20
 
 
 def compare_overhead(bench, peer, runs):
-    rows, reached = [("2 ranks, 64 microbatches of one row, linear 16", "ours", "the peer", "ratio", "goal")], {}
+    rows, reached = [("2 ranks, 64 microbatches of one row, linear 16", "ours", "PyTorch", "ratio", "goal")], {}
     for schedule, threads_goal in OVERHEAD.items():
         threads, processes, theirs = [], [], []
         for _ in range(runs):
@@ -38,7 +38,7 @@ def compare_overhead(bench, peer, runs):
         for what, ours, goal in (("threads", threads, threads_goal), ("processes", processes, PROCESSES)):
             ratio = ratio_of(theirs, ours)
             rows.append((f"{schedule}, {what}", with_noise(ours), with_noise(theirs), f"{ratio:.1f}x", f"{goal}x"))
-            reached[f"{schedule} on {what} at least {goal} times as fast as the peer"] = ratio >= goal
+            reached[f"{schedule} on {what} at least {goal} times as fast as PyTorch"] = ratio >= goal
     print_table(rows)
     return reached
 
@@ -70,13 +70,13 @@ def compare_transformer(bench, peer, runs):
     noise = f"{min(simulated):.2f}–{max(simulated):.2f}"
     print_table(
         [
-            ("a transformer, 2 ranks, 8 microbatches of 2 x 128", "ours", "the peer", "ratio", "goal"),
+            ("a transformer, 2 ranks, 8 microbatches of 2 x 128", "ours", "PyTorch", "ratio", "goal"),
             ("1F1B", with_noise(ours), with_noise(theirs), f"{ratio:.2f}x", "1x"),
             ("simulated ÷ measured makespan", f"{quotient:.2f} ({noise})", "", "", "0.9"),
         ]
     )
     return {
-        "the transformer at least as fast as the peer's": ratio >= 1,
+        "the transformer at least as fast as PyTorch's": ratio >= 1,
         "the transformer's simulated makespan at least 0.9 of the measured one": quotient >= 0.9,
     }
 
@@ -88,7 +88,7 @@ def peak_of(command, microbatches):
 
 
 def compare_memory(bench, peer, runs):
-    commands = {"ours": bench, "the peer": peer}
+    commands = {"ours": bench, "PyTorch": peer}
     peaks = {(who, count): [] for who in commands for count in (FEW, MANY)}
     for _ in range(runs):
         for (who, count), found in peaks.items():
@@ -108,7 +108,7 @@ def compare_memory(bench, peer, runs):
 
 
 def main():
-    arguments = argparse.ArgumentParser(description="Measures our executor beside the peer's.")
+    arguments = argparse.ArgumentParser(description="Measures our executor compared with PyTorch's.")
     arguments.add_argument("--bench", required=True, help="the penstock_runtime_bench program")
     arguments.add_argument("--runs", type=int, default=5, help="of each case (default: %(default)s)")
     options = arguments.parse_args()

@@ -1,4 +1,4 @@
-"""Schedules: how fast ours are made, lowered and simulated, beside torch.distributed.pipelining ("the peer").
+"""Schedules: how fast ours are made, lowered and simulated, compared with torch.distributed.pipelining.
 
     schedule.py --bench build/release/bin/penstock_schedule_bench [--python .venv/bin/python] [--runs 3]
 """
@@ -11,7 +11,7 @@ import sys
 from measure import Answering, print_table, ratio_of, report_goals, with_noise
 
 LOWERED = ((4, 2, 16), (8, 2, 64), (8, 2, 256), (16, 2, 512), (32, 4, 256))
-# Runs of ours for one of the peer's.
+# Runs of ours for one of PyTorch's.
 REPEATED = 7
 SIMULATED = ((8, 2, 256), (32, 4, 256), (1024, 2, 4096))
 
@@ -21,7 +21,7 @@ def size(case):
 
 
 def compare_lowering(bench, peer, runs):
-    rows = [("ranks x stages a rank x microbatches", "ours", "the peer", "ratio")]
+    rows = [("ranks x stages a rank x microbatches", "ours", "PyTorch", "ratio")]
     # The first of all pays for caches and allocators.
     bench.numbers(1, "lower", 4, 2, 8)
     peer.numbers(1, 4, 2, 8)
@@ -56,9 +56,9 @@ def measure_simulation(path, runs):
 
 
 def main():
-    arguments = argparse.ArgumentParser(description="Times our schedules beside the peer's.")
+    arguments = argparse.ArgumentParser(description="Times our schedules compared with PyTorch's.")
     arguments.add_argument("--bench", required=True, help="the penstock_schedule_bench program")
-    arguments.add_argument("--python", default=sys.executable, help="one with the peer (default: this one)")
+    arguments.add_argument("--python", default=sys.executable, help="one with torch (default: this one)")
     arguments.add_argument("--runs", type=int, default=3, help="of each case (default: %(default)s)")
     options = arguments.parse_args()
     if options.runs < 1:
@@ -72,7 +72,7 @@ def main():
     print("\nsimulated, lowered")
     speed, memory = measure_simulation(options.bench, options.runs)
     goals = {
-        "lowering at least 100 times as fast as the peer": ratio >= 100,
+        "lowering at least 100 times as fast as PyTorch": ratio >= 100,
         "simulation of at least 5 million actions a second": speed >= 5,
         "the largest in under 4 GiB": memory < 4,
     }

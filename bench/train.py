@@ -1,8 +1,8 @@
-"""Training: `penstock train` beside torch.distributed.pipelining ("the peer"), and on two ranks beside one.
+"""Training: `penstock train` compared with torch.distributed.pipelining, and on two ranks beside one.
 
     train.py --penstock build/release/bin/penstock [--runs 3]
 
-Runs in a Python with the peer. Ours are thread ranks; the peer's are two processes on Gloo, as it has no threads. A step is
+Runs in a Python with torch. Ours are thread ranks; PyTorch's are two processes on Gloo, as it has no threads. A step is
 forward, backward, clipping and AdamW, one thread a rank.
 """
 
@@ -18,7 +18,7 @@ import tempfile
 from measure import Answering, print_table, ratio_of, report_goals, with_noise
 
 LAYERS = 4
-# Width, bytes of a row, rows of a batch, microbatches, steps; and how many times as fast as the peer we want to be.
+# Width, bytes of a row, rows of a batch, microbatches, steps; and how many times as fast as PyTorch we want to be.
 CASES = {
     "compute-bound": (256, 128, 16, 8, 6, 1.0),
     "many small microbatches": (64, 4, 64, 64, 20, 1.0),
@@ -38,7 +38,7 @@ def train(penstock, folder, ranks, width, length, rows, microbatches, steps):
 
 
 def main():
-    arguments = argparse.ArgumentParser(description="Measures training beside the peer.")
+    arguments = argparse.ArgumentParser(description="Measures training compared with PyTorch.")
     arguments.add_argument("--penstock", required=True, help="the command")
     arguments.add_argument("--runs", type=int, default=3, help="of each case (default: %(default)s)")
     options = arguments.parse_args()
@@ -50,7 +50,7 @@ def main():
     with tempfile.TemporaryDirectory() as name, Answering(*peer) as answering:
         folder = pathlib.Path(name)
         (folder / "text").write_bytes(random.Random(0).randbytes(100_000))
-        rows = [("2 ranks", "ours", "the peer", "bytes/s", "ratio", "goal")]
+        rows = [("2 ranks", "ours", "PyTorch", "bytes/s", "ratio", "goal")]
         for what, (width, length, batch, microbatches, steps, goal) in CASES.items():
             ours, theirs = [], []
             for _ in range(options.runs):
@@ -60,7 +60,7 @@ def main():
             rate = batch * length / statistics.median(ours)
             named = f"{what}: width {width}, {batch} x {length} bytes, {microbatches} microbatches"
             rows.append((named, with_noise(ours), with_noise(theirs), f"{rate:,.0f}", f"{ratio:.2f}x", f"{goal:g}x"))
-            goals[f"{what}: at least as fast as the peer"] = ratio >= goal
+            goals[f"{what}: at least as fast as PyTorch"] = ratio >= goal
         print_table(rows)
         print()
         width, length, batch, microbatches, steps = SCALING
