@@ -1,4 +1,4 @@
-"""Exported programs: what running one costs beside eager PyTorch, and in stages beside torch.distributed.pipelining .
+"""Exported programs: what running one costs beside eager PyTorch, and in stages beside torch.distributed.pipelining.
 
     program.py --bench build/release/bin/penstock_program_bench [--runs 5]
 
