@@ -225,6 +225,8 @@ void check_fft(Arguments arguments) {
     require(dim >= -dims && dim < dims, "there is no dimension " + std::to_string(dim) + ".");
     if (dim < 0) dim += dims;
   }
+  // The kernel takes dimensions for indices.
+  arguments[1] = along;
   std::ranges::sort(along);
   require(std::ranges::adjacent_find(along) == along.end(), "no dimension should be named twice.");
 }
@@ -232,6 +234,24 @@ void check_fft(Arguments arguments) {
 void check_fft_to_real(Arguments arguments) {
   check_fft(arguments);
   require(arguments[3].toInt() > 0, "the last dimension should have a size.");
+}
+
+// The kernel allocates the sum, which may overflow, and then writes each element as often as it says.
+void check_repeats(const c10::IValue& argument) {
+  const at::Tensor& repeats = argument.toTensor();
+  require(is_index(repeats), "the repeats should be integers.");
+  constexpr std::int64_t kMost = std::int64_t{1} << 40U;
+  require_range(repeats, 0, kMost, "the repeats");
+  require(repeats.numel() == 0 || repeats.to(at::kDouble).sum().item<double>() <= static_cast<double>(kMost),
+          "the sum of the repeats should be at most " + std::to_string(kMost) + ".");
+}
+
+void check_repeat_interleave(Arguments arguments) {
+  check_repeats(arguments[0]);
+}
+
+void check_repeat_interleave_of(Arguments arguments) {
+  check_repeats(arguments[1]);
 }
 
 void check_pdist(Arguments arguments) {
@@ -354,6 +374,8 @@ const std::map<std::string_view, ArgumentCheck>& checks() {
       {"aten::replication_pad1d", check_padding},
       {"aten::replication_pad2d", check_padding},
       {"aten::replication_pad3d", check_padding},
+      {"aten::repeat_interleave.Tensor", check_repeat_interleave},
+      {"aten::repeat_interleave.self_Tensor", check_repeat_interleave_of},
       {"aten::segment_reduce", check_segment_reduce},
       {"aten::_upsample_bicubic2d_aa.", check_antialias},
       {"aten::_upsample_bilinear2d_aa.", check_antialias},
