@@ -23,13 +23,13 @@ struct ProgramCommand {
 };
 inline constexpr ProgramCommand kProgramCommands[] = {
     {"train", "Train a model in a pipeline: a small GPT, or an exported model"},
-    {"generate", "Write text with a model that was trained"},
+    {"generate", "Generate text with a trained GPT"},
     {"launch", "Run a command as several ranks, each a process of this machine"},
-    {"split", "Cut an exported model into stages, and show them and what crosses"},
-    {"check", "Compare an exported model in a pipeline with one process: outputs and gradients"},
+    {"split", "Cut an exported model into stages, and show them with their boundary values"},
+    {"check", "Compare outputs and gradients of an exported model in a pipeline with those of one process"},
     {"run", "Run an exported model in a pipeline: inference"},
     {"eval", "Evaluate an exported model on data: loss, accuracy and perplexity"},
-    {"export", "Write what was trained as safetensors, or as an exported model"},
+    {"export", "Export trained weights as safetensors, or as an exported model"},
 };
 // In the library that is loaded for them: adds what is needed for one of them, by its name.
 constexpr const char* kAddProgramCommand = "penstock_add_program_command";

@@ -96,7 +96,10 @@ void write_error(std::string_view text) {
 [[noreturn]] void end_with_words() {
   try {
     if (const std::exception_ptr error = std::current_exception()) std::rethrow_exception(error);
-    write_error("penstock: a thread of this process has ended without an error that could be named.\n");
+    // An exception that leaves a function which cannot throw is not the current one.
+    write_error(std::uncaught_exceptions() > 0
+                    ? "penstock: a thread of this process has failed, most likely as there is not enough memory.\n"
+                    : "penstock: a thread of this process has ended without an error that could be named.\n");
   } catch (const std::bad_alloc&) {
     write_error("penstock: a thread of this process has failed: there is not enough memory.\n");
   } catch (const std::exception& error) {

@@ -64,10 +64,11 @@ void add_check(CLI::App& command, int& exit) {
   const auto options = std::make_shared<Options>();
   options->cut.add_to(command);
   options->run.add_to(command);
-  command.add_flag("--eval", options->eval, "In evaluation mode: without dropout, with learnt statistics");
-  command.add_option("--inputs", options->inputs, "Inputs of all microbatches: args.0, kwargs.mask, …; else made up")
+  command.add_flag("--eval", options->eval, "Check in evaluation mode: without dropout, with learned statistics");
+  command
+      .add_option("--inputs", options->inputs, "Inputs of all microbatches: args.0, kwargs.mask, … (default: random)")
       ->option_text("FILE.safetensors");
-  command.add_option("--dump", options->dump, "Write what the pipeline gave: output.0, …, grad.NAME, …")
+  command.add_option("--dump", options->dump, "Write outputs and gradients of the pipeline: output.0, …, grad.NAME, …")
       ->option_text("FILE.safetensors");
   command
       .add_option("--tolerance", options->tolerance,
@@ -75,7 +76,7 @@ void add_check(CLI::App& command, int& exit) {
                   "(default: 8 times the spacing of the dtype's numbers at 1)")
       ->option_text("T")
       ->check(cost());
-  options->weights.add_to(command, "Weights to compare with instead of the model's own");
+  options->weights.add_to(command, "Weights to use in place of the model's own");
   on_call(command, [options, &exit] {
     if (!options->dump.empty()) require_folder(options->dump);
     Program program = read_program(options->cut, options->weights.read());

@@ -5,13 +5,47 @@
 #include <c10/util/Logging.h>
 
 #include <cstdlib>
+#include <initializer_list>
 #include <stdexcept>
 #include <utility>
 
 #include "penstock/cli/command.h"
 #include "penstock/cli/limits.h"
 
+namespace {
+
+struct Group {
+  const char* name;
+  std::initializer_list<const char*> options;
+};
+
+// Where --help shows each option. Options that are not named here stand at the beginning.
+void group_options(CLI::App& command) {
+  static const std::initializer_list<Group> kGroups{
+      {"Model", {"--weights", "--layers", "--width", "--heads", "--dropout", "--dtype", "--allow-operator"}},
+      {"Data", {"--data", "--inputs", "--loss", "--ignore-index", "--shuffle", "--digits", "--rows", "--length"}},
+      {"Cut", {"--at", "--stages"}},
+      {"Schedule", {"--schedule", "--csv", "--ranks", "--microbatches", "--data-parallel", "--shard"}},
+      {"Run",
+       {"--steps", "--accumulate", "--transport", "--threads", "--seed", "--timeout", "--eval-every", "--on-nonfinite",
+        "--max-skipped", "--memory-limit", "--time-limit", "--dry-run", "--config", "--eval", "--tolerance"}},
+      {"Optimizer",
+       {"--optimizer", "--learning-rate", "--lr-schedule", "--warmup", "--min-lr", "--momentum", "--beta1", "--beta2",
+        "--weight-decay", "--clip"}},
+      {"Checkpoints", {"--checkpoint", "--checkpoint-every", "--keep", "--resume", "--overwrite"}},
+      {"Output", {"--output", "--log-every", "--json", "--format", "--dump", "--pt2", "--model"}},
+  };
+  for (const Group& group : kGroups) {
+    for (const char* name : group.options) {
+      if (CLI::Option* const option = command.get_option_no_throw(name)) option->group(group.name);
+    }
+  }
+}
+
+}  // namespace
+
 void penstock::cli::on_call(CLI::App& command, std::function<void()> act) {
+  group_options(command);
   command.callback([act = std::move(act)] {
     // Its warnings are for those who work on it: a host without a name, memory that it does not know.
     if (std::getenv("TORCH_CPP_LOG_LEVEL") == nullptr) FLAGS_caffe2_log_level = c10::GLOG_ERROR;

@@ -136,18 +136,19 @@ void add_eval(CLI::App& command, int& /*exit*/) {
   const auto options = std::make_shared<EvalOptions>();
   options->cut.add_to(command);
   options->run.add_to(command);
-  options->weights.add_to(command, "Weights to evaluate instead of the model's own");
+  options->weights.add_to(command, "Weights to use in place of the model's own");
   command
       .add_option("--data", options->data,
                   "Batches in safetensors files: one, or a directory, of which the files named eval… are read, or all "
                   "if there are none")
       ->option_text("PATH")
       ->required();
-  command.add_option("--loss", options->files.loss, "The model's output itself, or compared with the batch's target")
+  command
+      .add_option("--loss", options->files.loss,
+                  "Loss: the model's output, or its output compared with the batch's target")
       ->option_text("output|mse|cross_entropy [output]")
       ->check(one_of({"output", "mse", "cross_entropy"}));
-  command
-      .add_option("--ignore-index", options->files.ignore_index, "Class of the targets that cross_entropy leaves out")
+  command.add_option("--ignore-index", options->files.ignore_index, "Target class that cross_entropy leaves out")
       ->option_text("N [-100]");
   command.add_flag("--json", options->json, "Print JSON");
   on_call(command, [options] {

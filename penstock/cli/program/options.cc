@@ -14,20 +14,20 @@ namespace penstock::cli {
 void add_allowed_operators(CLI::App& command, std::vector<std::string>& names) {
   command
       .add_option("--allow-operator", names,
-                  "Operators that the model may call besides those that only compute on their arguments")
+                  "Operators that the model may call in addition to those that only compute on their arguments")
       ->option_text("LIBRARY::NAME…")
       ->expected(1, CLI::detail::expected_max_vector_size);
 }
 
 void CutOptions::add_to(CLI::App& command, bool required) {
-  command.add_option("MODEL.pt2", model, "What torch.export.save has written")->required(required);
+  command.add_option("MODEL.pt2", model, "Exported model, written by torch.export.save")->required(required);
   auto* const places = command
                            .add_option("--at", at,
-                                       "Cut before these modules, or behind them as NAME:end; besides the pipe_split() "
-                                       "marks of the model")
+                                       "Modules to cut before, or after with NAME:end, in addition to the model's own "
+                                       "pipe_split() marks")
                            ->option_text("NAME…")
                            ->expected(1, CLI::detail::expected_max_vector_size);
-  command.add_option("--stages", stages, "Cut into so many stages that take about the same time")
+  command.add_option("--stages", stages, "Number of stages, cut so that they take about the same time")
       ->option_text("N")
       ->check(whole_number())
       ->excludes(places);
@@ -51,29 +51,30 @@ Pipe CutOptions::cut(const Program& program, int otherwise) const {
 }
 
 void RunOptions::add_to(CLI::App& command) {
-  command.add_option("--ranks", ranks, "How many ranks; by default as many as the schedule needs for the stages")
+  command.add_option("--ranks", ranks, "Number of ranks (default: as many as the schedule needs for the stages)")
       ->option_text("P")
       ->check(whole_number());
-  auto* const by_name = command.add_option("--schedule", schedule, "A schedule; `penstock schedule list` names them")
-                            ->option_text("NAME [1F1B]");
+  auto* const by_name =
+      command.add_option("--schedule", schedule, "Name of the schedule; `penstock schedule list` lists them")
+          ->option_text("NAME [1F1B]");
   auto* const by_file =
-      command.add_option("--csv", csv, "A file with a schedule, a row for each rank")->option_text("FILE");
+      command.add_option("--csv", csv, "File with a schedule, one row for each rank")->option_text("FILE");
   by_file->excludes(by_name)->excludes(command.get_option("--ranks"));
   command
       .add_option("--microbatches", microbatches,
-                  "How many microbatches; by default as many as the inputs are, or two a rank")
+                  "Number of microbatches (default: as many as the inputs hold, or two for each rank)")
       ->option_text("M")
       ->check(whole_number());
-  command.add_option("--transport", transport, "Ranks are threads, or processes that talk through gloo")
+  command.add_option("--transport", transport, "Thread ranks, or process ranks that communicate through Gloo")
       ->option_text("threads|gloo [threads]")
       ->check(one_of({"threads", "gloo"}));
-  command.add_option("--threads", threads, "Threads of each rank's own operators")
+  command.add_option("--threads", threads, "Number of intra-op threads of each rank")
       ->option_text("N [1]")
       ->check(whole_number());
-  command.add_option("--seed", seed, "Of random numbers: dropout, and inputs that are made up")
+  command.add_option("--seed", seed, "Seed of random numbers: dropout and random inputs")
       ->option_text("S [0]")
       ->check(cli::seed());
-  command.add_option("--timeout", timeout, "Seconds that a rank waits for another")
+  command.add_option("--timeout", timeout, "Timeout in seconds of a wait for another rank")
       ->option_text("T [300]")
       ->check(duration());
 }

@@ -26,10 +26,10 @@ void add_run(CLI::App& command, int& /*exit*/) {
   command.add_option("--inputs", options->inputs, "Inputs of all microbatches: args.0, kwargs.mask, …")
       ->option_text("FILE.safetensors")
       ->required();
-  command.add_option("--output", options->output, "Where outputs go: output.0, …")
+  command.add_option("--output", options->output, "File for the outputs: output.0, …")
       ->option_text("FILE.safetensors")
       ->required();
-  options->weights.add_to(command, "Weights to run with instead of the model's own");
+  options->weights.add_to(command, "Weights to use in place of the model's own");
   on_call(command, [options] {
     require_folder(options->output);
     Program program = read_program(options->cut, options->weights.read());

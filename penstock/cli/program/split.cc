@@ -56,8 +56,8 @@ void add_split(CLI::App& command, int& /*exit*/) {
   };
   const auto options = std::make_shared<Options>();
   options->cut.add_to(command);
-  auto* const json = command.add_flag("--json", options->json, "As JSON");
-  command.add_option("--format", options->format, "text, or svg: a picture")
+  auto* const json = command.add_flag("--json", options->json, "Print JSON");
+  command.add_option("--format", options->format, "Output format: text, or svg for a picture")
       ->check(one_of({"text", "svg"}))
       ->option_text("FORMAT [text]")
       ->excludes(json);

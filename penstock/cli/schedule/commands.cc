@@ -34,7 +34,7 @@ int terminal_width() {
 }
 
 void add_list(CLI::App& parent) {
-  auto* const command = parent.add_subcommand("list", "Name the schedules");
+  auto* const command = parent.add_subcommand("list", "List the schedules");
   command->callback([] {
     for (const Generator& generator : generators()) {
       const std::string stages = generator.stages_per_rank == 0 ? "any" : std::to_string(generator.stages_per_rank);
@@ -56,11 +56,13 @@ void add_show(CLI::App& parent) {
   auto* const command = parent.add_subcommand("show", "Draw a schedule");
   options->spec.add_to(*command);
   options->costs.add_to(*command, "one stage and one microbatch");
-  command->add_option("--format", options->format, "text, svg, html (one page to zoom in) or trace (Chrome, Perfetto)")
+  command
+      ->add_option("--format", options->format,
+                   "Output format: text, svg, html (an interactive timeline) or trace (Chrome, Perfetto)")
       ->check(one_of({"text", "svg", "html", "trace"}))
       ->option_text("FORMAT [text]");
   command->add_flag("--lowered", options->is_lowered,
-                    "With messages, sharding and reductions; as text, a table of the lists");
+                    "Show messages, sharding and reductions; as text, a table of the lists");
   command->add_option("-o,--output", options->output, "Write to a file")->option_text("FILE");
   command->callback([options] {
     const Schedule given = options->spec.schedule();
@@ -98,7 +100,7 @@ void add_export(CLI::App& parent) {
   const auto options = std::make_shared<Options>();
   auto* const command = parent.add_subcommand("export", "Write a schedule as CSV, a row for each rank");
   options->spec.add_to(*command);
-  command->add_flag("--lowered", options->is_lowered, "With messages, sharding and reductions");
+  command->add_flag("--lowered", options->is_lowered, "Write messages, sharding and reductions too");
   command->add_option("-o,--output", options->output, "Write to a file")->option_text("FILE");
   command->callback([options] {
     const Schedule given = options->spec.schedule();
@@ -111,7 +113,7 @@ void add_export(CLI::App& parent) {
 void add_verify(CLI::App& parent, int& exit) {
   const auto spec = std::make_shared<ScheduleOptions>();
   auto* const command =
-      parent.add_subcommand("verify", "Prove that a schedule is complete, in order and free of deadlock");
+      parent.add_subcommand("verify", "Verify that a schedule is complete, in order and free of deadlock");
   spec->add_to(*command);
   command->callback([spec, &exit] {
     const Schedule given = spec->schedule();
@@ -134,10 +136,10 @@ void add_simulate(CLI::App& parent) {
   };
   const auto options = std::make_shared<Options>();
   auto* const command =
-      parent.add_subcommand("simulate", "Reckon how long a schedule takes, who waits for whom, and what ranks keep");
+      parent.add_subcommand("simulate", "Simulate a schedule: its makespan, stalls and saved activations");
   options->spec.add_to(*command);
   options->costs.add_to(*command, "one stage and one microbatch");
-  command->add_flag("--json", options->json, "As JSON");
+  command->add_flag("--json", options->json, "Print JSON");
   command->callback([options] {
     const Schedule executed = lowered(options->spec.schedule());
     const Timeline timeline = simulate(executed, options->costs.get(executed.stages(), executed.ranks()));

@@ -53,12 +53,14 @@ std::vector<std::vector<int>> parse_groups(const std::vector<std::string>& lists
 }  // namespace
 
 void ScheduleOptions::add_to(CLI::App& command) {
-  auto* const by_name = command.add_option("NAME", name, "A schedule; `penstock schedule list` names them");
+  auto* const by_name = command.add_option("NAME", name, "Name of the schedule; `penstock schedule list` lists them");
   auto* const by_file =
-      command.add_option("--csv", csv, "A file with a schedule, a row for each rank")->option_text("FILE");
+      command.add_option("--csv", csv, "File with a schedule, one row for each rank")->option_text("FILE");
   by_name->excludes(by_file);
   add_size_to(command);
-  command.add_option("--stages-per-rank", stages_per_rank, "Stages a rank: 1 for GPipe and 1F1B, else 2")
+  command
+      .add_option("--stages-per-rank", stages_per_rank,
+                  "Number of stages of each rank (default: 1 for GPipe and 1F1B, else 2)")
       ->option_text("V")
       ->check(whole_number())
       ->excludes(by_file);
@@ -75,8 +77,8 @@ void ScheduleOptions::add_to(CLI::App& command) {
 }
 
 void ScheduleOptions::add_size_to(CLI::App& command) {
-  command.add_option("--ranks", ranks, "How many ranks")->option_text("P")->check(whole_number());
-  command.add_option("--microbatches", microbatches, "How many microbatches")->option_text("M")->check(whole_number());
+  command.add_option("--ranks", ranks, "Number of ranks")->option_text("P")->check(whole_number());
+  command.add_option("--microbatches", microbatches, "Number of microbatches")->option_text("M")->check(whole_number());
 }
 
 std::string ScheduleOptions::title() const {
@@ -114,8 +116,8 @@ void CostOptions::add_to(CLI::App& command, const std::string& of) {
   add("--input", costs.stage.input, "Time of an input backward");
   add("--weight", costs.stage.weight, "Time of a weight backward; a full backward takes both");
   add("--latency", costs.link.latency, "Time from a send to its arrival");
-  add("--bandwidth", costs.link.bandwidth, "Bytes a link carries in a unit of time; 0: without limit");
-  command.add_option("--costs", file, "A file with costs by stage and by link")->option_text("FILE.json");
+  add("--bandwidth", costs.link.bandwidth, "Bytes that a link carries in a unit of time (0: no limit)");
+  command.add_option("--costs", file, "File with costs by stage and by link")->option_text("FILE.json");
 }
 
 Costs CostOptions::get(int entries, int ranks) const {

@@ -48,15 +48,15 @@ void add_generate(CLI::App& command, int& /*exit*/) {
     int ranks = 2;
   };
   const auto options = std::make_shared<Options>();
-  command.add_option("CHECKPOINT", options->checkpoint, "A folder that penstock train --checkpoint has written")
+  command.add_option("CHECKPOINT", options->checkpoint, "Checkpoint, or a directory of checkpoints")
       ->required();
   command.add_option("TEXT", options->text, "What it goes on from");
-  command.add_option("--bytes", options->write.bytes, "How many follow")->option_text("N [200]")->check(whole_number());
-  command.add_option("--temperature", options->write.temperature, "How daring it is; 0 takes the likeliest byte")
+  command.add_option("--bytes", options->write.bytes, "Number of bytes to generate")->option_text("N [200]")->check(whole_number());
+  command.add_option("--temperature", options->write.temperature, "Sampling temperature (0: greedy)")
       ->option_text("T [0.8]")
       ->check(cost());
-  command.add_option("--seed", options->write.seed, "Of the choices")->option_text("S [0]");
-  command.add_option("--ranks", options->ranks, "How many ranks share the model")
+  command.add_option("--seed", options->write.seed, "Seed of the sampling")->option_text("S [0]");
+  command.add_option("--ranks", options->ranks, "Number of ranks that share the model")
       ->option_text("P [2]")
       ->check(whole_number());
   on_call(command, [options] {

@@ -18,7 +18,9 @@ void add_launch(CLI::App& command, int& exit) {
     int processes = 2;
   };
   const auto options = std::make_shared<Options>();
-  command.add_option("--processes", options->processes, "How many")->option_text("N [2]")->check(whole_number());
+  command.add_option("--processes", options->processes, "Number of processes to start")
+      ->option_text("N [2]")
+      ->check(whole_number());
   command.prefix_command();
   command.footer("The rest is a command of penstock and its options: penstock launch --processes 4 train --ranks 4");
   on_call(command, [options, &command, &exit] {

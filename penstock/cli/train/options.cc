@@ -105,99 +105,111 @@ void TrainOptions::add_to(CLI::App& command) {
   cut.add_to(command, /*required=*/false);
   run.ranks = 0;
   run.add_to(command);
-  command.get_option("--ranks")->description("How many ranks; 2, or as many as the schedule needs for the stages");
-  command.get_option("--microbatches")->description("How many microbatches; four a rank unless told");
+  command.get_option("--ranks")->description(
+      "Number of ranks (default: 2, or as many as the schedule needs for the stages)");
+  command.get_option("--microbatches")->description("Number of microbatches (default: four for each rank)");
 
   command
-      .add_option("--data", data,
-                  "Text to train on, a file or a folder; of MODEL.pt2, a folder of batches. Left out: "
-                  "sums, made on the fly")
+      .add_option(
+          "--data", data,
+          "Text to train on, a file or a directory; for MODEL.pt2, a directory of batches (default: sums, generated)")
       ->option_text("PATH");
-  command.add_option("--loss", loss, "Of MODEL.pt2: its output itself, or compared with the batch's target")
+  command.add_option("--loss", loss, "Loss of MODEL.pt2: its output, or its output compared with the batch's target")
       ->option_text("output|mse|cross_entropy [output]")
       ->check(one_of({"output", "mse", "cross_entropy"}));
   command
       .add_option("--ignore-index", ignore_index,
-                  "Class of the targets that cross_entropy leaves out, in the loss and in the mean")
+                  "Target class that cross_entropy leaves out of the loss and of its mean")
       ->option_text("N [-100]");
   command
       .add_flag("--shuffle,!--no-shuffle", shuffle,
-                "Draw the order of the batches of MODEL.pt2 anew each time around, by --seed; otherwise by file name")
+                "Shuffle the batches of MODEL.pt2 in each epoch, by --seed; otherwise they come by file name")
       ->default_str("true");
-  command.add_option("--digits", digits, "Of the numbers that are added")->option_text("N [3]")->check(whole_number());
-  command.add_option("--rows", rows, "Rows of a batch")->option_text("N [128]")->check(whole_number());
-  command.add_option("--length", length, "Bytes of a row of text")->option_text("N [128]")->check(whole_number());
+  command.add_option("--digits", digits, "Number of digits of the numbers that are added")
+      ->option_text("N [3]")
+      ->check(whole_number());
+  command.add_option("--rows", rows, "Number of rows of a batch")->option_text("N [128]")->check(whole_number());
+  command.add_option("--length", length, "Number of bytes of a row of text")
+      ->option_text("N [128]")
+      ->check(whole_number());
 
-  command.add_option("--layers", gpt.layers, "Of the GPT")->option_text("N [4]")->check(whole_number());
-  command.add_option("--width", gpt.width, "Of its layers")->option_text("N [64]")->check(whole_number());
-  command.add_option("--heads", gpt.heads, "Of its attention")->option_text("N [4]")->check(whole_number());
-  command.add_option("--dropout", gpt.dropout, "Part of its activations that is left out")
-      ->option_text("P [0]")
-      ->check(float_number());
-  command.add_option("--dtype", dtype, "Of products; parameters are float32")
+  command.add_option("--layers", gpt.layers, "Number of transformer layers")
+      ->option_text("N [4]")
+      ->check(whole_number());
+  command.add_option("--width", gpt.width, "Width of the layers")->option_text("N [64]")->check(whole_number());
+  command.add_option("--heads", gpt.heads, "Number of attention heads")->option_text("N [4]")->check(whole_number());
+  command.add_option("--dropout", gpt.dropout, "Dropout probability")->option_text("P [0]")->check(float_number());
+  command.add_option("--dtype", dtype, "Data type of matrix products (autocast); parameters are float32")
       ->option_text("float32|bfloat16 [float32]")
       ->check(one_of({"float32", "bfloat16"}));
 
-  command.add_option("--steps", steps, "How many")->option_text("N [1600]")->check(whole_number());
-  command.add_option("--optimizer", optimizer.name, "What steps the parameters")
+  command.add_option("--steps", steps, "Number of optimizer steps")->option_text("N [1600]")->check(whole_number());
+  command.add_option("--optimizer", optimizer.name, "Optimizer")
       ->option_text("sgd|adam|adamw [adamw]")
       ->check(one_of({"sgd", "adam", "adamw"}));
-  command.add_option("--learning-rate", learning_rate.rate, "At its height")
+  command.add_option("--learning-rate", learning_rate.rate, "Learning rate after the warm-up")
       ->option_text("R [0.004]")
       ->check(float_number());
-  command.add_option("--lr-schedule", learning_rate.schedule, "How it goes down after the warm-up")
+  command.add_option("--lr-schedule", learning_rate.schedule, "Decay of the learning rate after the warm-up")
       ->option_text("constant|linear|cosine [cosine]")
       ->check(one_of({"constant", "linear", "cosine"}));
-  command.add_option("--warmup", learning_rate.warmup, "Steps in which it goes up")->option_text("N [50]");
-  command.add_option("--min-lr", learning_rate.minimum, "Learning rate that linear and cosine end with")
+  command.add_option("--warmup", learning_rate.warmup, "Number of warm-up steps")->option_text("N [50]");
+  command.add_option("--min-lr", learning_rate.minimum, "Learning rate of the last step, with linear and cosine decay")
       ->option_text("R [a twentieth of --learning-rate]")
       ->check(float_number());
-  command.add_option("--momentum", optimizer.momentum, "Of sgd")->option_text("M [0.9]")->check(float_number());
-  command.add_option("--beta1", optimizer.beta1, "Of adam and adamw: how slowly the mean of gradients follows")
+  command.add_option("--momentum", optimizer.momentum, "Momentum of sgd")
+      ->option_text("M [0.9]")
+      ->check(float_number());
+  command.add_option("--beta1", optimizer.beta1, "Decay rate of the mean of gradients, for adam and adamw")
       ->option_text("B [0.9]")
       ->check(CLI::Range(0.0, 1.0));
-  command.add_option("--beta2", optimizer.beta2, "The same of the mean of their squares")
+  command.add_option("--beta2", optimizer.beta2, "Decay rate of the mean of squared gradients, for adam and adamw")
       ->option_text("B [0.98]")
       ->check(CLI::Range(0.0, 1.0));
-  command.add_option("--weight-decay", optimizer.weight_decay, "Of all optimizers")
+  command.add_option("--weight-decay", optimizer.weight_decay, "Weight decay")
       ->option_text("D [0.01]")
       ->check(float_number());
-  command.add_option("--clip", clip, "The most that the norm of all gradients may be; 0 for any")
+  command.add_option("--clip", clip, "Largest norm of all gradients, to which they are clipped (0: no clipping)")
       ->option_text("N [1]")
       ->check(float_number());
   command
       .add_option("--on-nonfinite", on_nonfinite,
-                  "At a loss or a norm of gradients that is NaN or infinite: stop, or skip the step")
+                  "Stop at a loss or gradient norm that is NaN or infinite, or skip the step")
       ->option_text("stop|skip [stop]")
       ->check(one_of({"stop", "skip"}));
-  command.add_option("--max-skipped", max_skipped, "Steps that may be skipped in a row; the next one stops the run")
+  command.add_option("--max-skipped", max_skipped, "Number of consecutive steps that may be skipped")
       ->option_text("N [10]")
       ->check(whole_number());
-  command.add_option("--accumulate", accumulate, "Batches a step")->option_text("N [1]")->check(whole_number());
-  command.add_option("--data-parallel", data_parallel, "Replicas of the pipeline, which share the rows of a batch")
+  command.add_option("--accumulate", accumulate, "Number of batches whose gradients a step accumulates")
+      ->option_text("N [1]")
+      ->check(whole_number());
+  command.add_option("--data-parallel", data_parallel, "Number of data-parallel replicas of the pipeline")
       ->option_text("D [1]")
       ->check(whole_number());
-  command.add_flag("--shard", shard, "Replicas keep a part of each parameter, instead of all");
+  command.add_flag("--shard", shard, "Shard parameters and optimizer state over the replicas");
 
-  weights.add_to(command, "Weights to start from; a checkpoint that is resumed comes first");
-  command.add_option("--eval-every", eval_every, "Steps between evaluations; 0 for one at the end")
+  weights.add_to(command, "Initial weights; a checkpoint that is resumed takes precedence");
+  command.add_option("--eval-every", eval_every, "Number of steps between evaluations (0: only at the end)")
       ->option_text("N [0]");
-  command.add_option("--checkpoint", checkpoint, "Folder for checkpoints")->option_text("DIR")->check(path());
-  command.add_option("--checkpoint-every", checkpoint_every, "Steps between them; 0 for one at the end")
+  command.add_option("--checkpoint", checkpoint, "Directory for checkpoints")->option_text("DIR")->check(path());
+  command
+      .add_option("--checkpoint-every", checkpoint_every, "Number of steps between checkpoints (0: only at the end)")
       ->option_text("N [0]");
-  command.add_option("--keep", keep, "How many of them stay")->option_text("K [3]")->check(whole_number());
-  command.add_flag("--resume", resume, "Continue from the last checkpoint of the directory, if there is one");
-  command.add_flag("--overwrite", overwrite,
-                   "Begin anew where an earlier run has left checkpoints or metrics, and remove them");
-  command.add_flag(
-      "--dry-run", dry_run,
-      "Check everything that the run reads and writes, estimate memory and time by two trial steps, and stop");
-  command.add_option("--log-every", log_every, "Steps between lines of progress; about twenty lines unless told")
+  command.add_option("--keep", keep, "Number of checkpoints to keep")->option_text("K [3]")->check(whole_number());
+  command.add_flag("--resume", resume, "Resume from the newest checkpoint, or begin if there is none");
+  command.add_flag("--overwrite", overwrite, "Remove the checkpoints and metrics of an earlier run, and begin anew");
+  command.add_flag("--dry-run", dry_run,
+                   "Check all inputs and outputs, estimate memory and time with two trial steps, and stop");
+  command
+      .add_option("--log-every", log_every,
+                  "Number of steps between lines of progress (default: about twenty lines in all)")
       ->option_text("N");
-  command.add_option("--output", output, "Folder for what the run leaves: metrics, configuration, timeline")
+  command.add_option("--output", output, "Run directory: metrics, configuration and timeline")
       ->option_text("DIR [penstock-train]")
       ->check(path());
-  command.add_option("--config", config, "A file with these options by name, TOML or JSON; the line comes first")
+  command
+      .add_option("--config", config,
+                  "File with these options by name, TOML or JSON; the command line takes precedence")
       ->option_text("FILE");
   for (CLI::Option* option : command.get_options()) option->capture_default_str();
 }
