@@ -8,6 +8,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <string>
 #include <thread>
@@ -38,6 +39,7 @@ Clock::duration awake_with(int ranks) {
 // All that the ranks have in common.
 struct Shared {
   explicit Shared(int count) : awake(awake_with(count)), reporters_(static_cast<std::size_t>(count)) {
+    reports_.reserve(reporters_.size());
     for (int i = 0; i < count; ++i) boxes.emplace_back(awake);
   }
 
@@ -77,8 +79,13 @@ void Shared::abort(const std::string& reason) {
   const std::lock_guard lock(mutex_);
   if (aborted_) return;
   aborted_ = true;
-  reason_ = reason;
-  for (const auto& report : reporters_) reports_.emplace_back(report ? report() : "");
+  // The others are told even when there is no memory to say why.
+  try {
+    reason_ = reason;
+    for (const auto& report : reporters_) reports_.emplace_back(report ? report() : "");
+  } catch (const std::bad_alloc&) {
+    reports_.resize(reporters_.size());
+  }
   for (Mailbox<Message>& box : boxes) box.close();
   for (const auto& [key, meeting] : meetings_) meeting->close();
 }

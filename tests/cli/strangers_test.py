@@ -262,10 +262,9 @@ save_tensors({"args.0": torch.ones(2, 4), "target": torch.ones(2, 4)}, "batch.sa
                       ["train", *SMALL]):
             result = self.penstock(*words, "--time-limit", "0.002", code=2)
             self.assertEqual(result.stderr.splitlines()[0], "penstock: the time limit of 0.002 s has passed.")
-        # The ranks of a run end by themselves, and the process that has started them tells how.
+        # The ranks of a run end before the process that has started them.
         result = self.penstock("train", *SMALL, "--steps", 1000000, "--transport", "gloo", "--time-limit", 3, code=2)
         self.assertIn("penstock: the time limit of 3 s has passed.\n", result.stderr)
-        self.assertRegex(result.stderr, r"\npenstock: rank [01] exited with 2\.\n")
         # With time enough, it changes nothing.
         self.penstock("split", "large.pt2", "--time-limit", "1e300")
 
