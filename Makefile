@@ -28,11 +28,11 @@ help: ## this list
 demo: build ## a small model trained, an exported one cut, schedules drawn and compared
 	@scripts/demo
 
-test: build ## all tests, and those of the schedule room once more under the sanitizers
+test: build ## all tests, and those of the schedule layer once more under the sanitizers
 	@$(call quietly,cmake --preset asan-schedule)
 	@$(call quietly,cmake --build --preset asan-schedule -j $(JOBS))
 	@$(call quietly,ctest --preset asan-schedule --output-on-failure --no-tests=error -j $(JOBS))
-	@echo "The schedule room's tests pass under the address and undefined-behaviour sanitizers."
+	@echo "The schedule layer's tests pass under the address and undefined-behaviour sanitizers."
 	@ctest --preset release --output-on-failure --no-tests=error -j $(JOBS)
 
 build: setup ## the library and the command, into build/release
@@ -52,8 +52,8 @@ format: ## the sources brought into form
 	@$(SOURCES) | xargs -r clang-format-19 -i
 
 bench: build ## timings, beside those of torch.distributed.pipelining
-	@for room in schedule microbatch attention runtime program; do \
-	  echo; .venv/bin/python bench/$$room.py --bench build/release/bin/penstock_$${room}_bench; \
+	@for area in schedule microbatch attention runtime program; do \
+	  echo; .venv/bin/python bench/$$area.py --bench build/release/bin/penstock_$${area}_bench; \
 	done
 	@echo; .venv/bin/python bench/train.py --penstock build/release/bin/penstock
 

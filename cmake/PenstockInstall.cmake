@@ -1,14 +1,14 @@
 # Installation: headers under include/penstock, the libraries, the command, and a package for find_package(penstock).
 include(CMakePackageConfigHelpers)
 
-set(penstock_rooms "${PROJECT_SOURCE_DIR}/penstock/schedule")
+set(penstock_layers "${PROJECT_SOURCE_DIR}/penstock/schedule")
 if(PENSTOCK_TORCH)
-  foreach(room tensor transport stage program runtime train)
-    list(APPEND penstock_rooms "${PROJECT_SOURCE_DIR}/penstock/${room}")
+  foreach(layer tensor transport stage program runtime train)
+    list(APPEND penstock_layers "${PROJECT_SOURCE_DIR}/penstock/${layer}")
   endforeach()
 endif()
-# What lies in folders inside a room is its own.
-install(DIRECTORY ${penstock_rooms} DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/penstock"
+# What lies in folders inside a layer is its own.
+install(DIRECTORY ${penstock_layers} DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/penstock"
         FILES_MATCHING PATTERN "*.h" PATTERN "generators" EXCLUDE PATTERN "passes" EXCLUDE PATTERN "draw" EXCLUDE
         PATTERN "verify" EXCLUDE PATTERN "attention" EXCLUDE)
 # One set of targets for each component, so that the one without libtorch can be found alone.

@@ -1,8 +1,8 @@
-"""Reads the #includes below penstock/ and fails on any edge between rooms that the table does not allow.
+"""Reads the #includes below penstock/ and fails on any edge between layers that the table does not allow.
 
 Also: no tracked file names a path of the machine that it was written on.
 
-    python3 tests/rooms/rooms_test.py
+    python3 tests/layers/layers_test.py
 """
 
 import re
@@ -13,8 +13,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Which rooms a room may use besides itself.
-ROOMS = {
+# Which layers a layer may use besides itself.
+LAYERS = {
     "schedule": [],
     "tensor": [],
     "transport": ["tensor"],
@@ -47,8 +47,8 @@ def includes_of(text):
         yield code.count("\n", 0, match.start()) + 1, match["target"]
 
 
-def objection_to(room, is_header, include):
-    """Why `room` may not have this include, and what it may have; None if it may."""
+def objection_to(layer, is_header, include):
+    """Why `layer` may not have this include, and what it may have; None if it may."""
     quoted = re.fullmatch(r'"(.+)"', include)
     angled = re.fullmatch(r"<(.+)>", include)
     if not quoted and not angled:
@@ -56,24 +56,24 @@ def objection_to(room, is_header, include):
     name = (quoted or angled)[1]
 
     if name.startswith("penstock/"):
-        own_way = f'"penstock/ROOM/…" with one of the rooms {", ".join(ROOMS)}'
+        own_way = f'"penstock/LAYER/…" with one of the layers {", ".join(LAYERS)}'
         if angled:
             return "is a header of ours in angle brackets.", own_way
         parts = name.split("/")
-        if len(parts) < 3 or parts[1] not in ROOMS or ".." in parts:
-            return "is in no room.", own_way
-        allowed = [room, *ROOMS[room]]
-        if is_header and name in PRIVATE and room == "schedule":
+        if len(parts) < 3 or parts[1] not in LAYERS or ".." in parts:
+            return "is in no layer.", own_way
+        allowed = [layer, *LAYERS[layer]]
+        if is_header and name in PRIVATE and layer == "schedule":
             return "is private, and in a header.", "only sources may use it"
         if parts[1] not in allowed:
-            return f"leads from {room} to {parts[1]}.", f"{room} may use {', '.join(allowed)}"
+            return f"leads from {layer} to {parts[1]}.", f"{layer} may use {', '.join(allowed)}"
         return None
     if quoted:
-        return "is not named from the root.", 'headers of ours as "penstock/ROOM/…", any other in angle brackets'
+        return "is not named from the root.", 'headers of ours as "penstock/LAYER/…", any other in angle brackets'
 
-    if name.startswith("CLI/") and room != "cli":
-        return f"leads from {room} to CLI11.", "only cli may use CLI11"
-    if room == "schedule":
+    if name.startswith("CLI/") and layer != "cli":
+        return f"leads from {layer} to CLI11.", "only cli may use CLI11"
+    if layer == "schedule":
         allowed = "schedule may use the standard library" + ("" if is_header else " and nlohmann::json")
         if TORCH.match(name):
             return "leads from schedule to libtorch.", allowed
@@ -87,22 +87,22 @@ def objection_to(room, is_header, include):
 def wrong_edges(root):
     """One message for each include or file below root/penstock that breaks the rules."""
     messages = []
-    rooms = f"the rooms are {', '.join(ROOMS)}"
+    layers = f"the layers are {', '.join(LAYERS)}"
     for folder in sorted((root / "penstock").iterdir()):
-        if folder.is_dir() and folder.name not in ROOMS:
-            messages.append(f"penstock/{folder.name}: is not a room.\n  Allowed: {rooms}; a new one gets a row here")
+        if folder.is_dir() and folder.name not in LAYERS:
+            messages.append(f"penstock/{folder.name}: is not a layer.\n  Allowed: {layers}; a new one gets a row here")
     for path in sorted((root / "penstock").rglob("*")):
         if path.suffix not in SOURCES or not path.is_file():
             continue
         place = path.relative_to(root)
         if len(place.parts) < 3:
-            messages.append(f"{place}: is in no room.\n  Allowed: {rooms}")
-        room = place.parts[1]
-        if len(place.parts) < 3 or room not in ROOMS:
+            messages.append(f"{place}: is in no layer.\n  Allowed: {layers}")
+        layer = place.parts[1]
+        if len(place.parts) < 3 or layer not in LAYERS:
             continue
         is_header = path.suffix not in {".cc", ".cpp", ".cu"} and place.as_posix() not in PRIVATE
         for line, include in includes_of(path.read_text(encoding="utf-8")):
-            objection = objection_to(room, is_header, include)
+            objection = objection_to(layer, is_header, include)
             if objection:
                 messages.append(f"{place}:{line}: #include {include} {objection[0]}\n  Allowed: {objection[1]}")
     return messages
@@ -141,17 +141,17 @@ def machine_paths(files, root, own=(ROOT, Path.home())):
     return messages
 
 
-class Rooms(unittest.TestCase):
+class Layers(unittest.TestCase):
     def test_each_room_uses_only_what_its_row_names(self):
         messages = wrong_edges(ROOT)
         if messages:
             self.fail("\n" + "\n".join(messages))
 
     def test_the_table_only_leads_down(self):
-        names = list(ROOMS)
-        for room, uses in ROOMS.items():
+        names = list(LAYERS)
+        for layer, uses in LAYERS.items():
             for used in uses:
-                self.assertLess(names.index(used), names.index(room), f"{room} uses {used}, which stands below it")
+                self.assertLess(names.index(used), names.index(layer), f"{layer} uses {used}, which stands below it")
 
     def test_there_is_something_to_read(self):
         headers = [path for path in (ROOT / "penstock").rglob("*.h") if list(includes_of(path.read_text("utf-8")))]
@@ -221,22 +221,22 @@ class InATree(unittest.TestCase):
         self.assert_reported("penstock/train/loop.cc", "#include <CLI/CLI.hpp>\n", "leads from train to CLI11")
 
     def test_a_header_that_is_not_named_from_the_root_is_reported(self):
-        self.assert_reported("penstock/schedule/csv.cc", '#include "csv.h"\n', "not named from the root", "penstock/ROOM")
+        self.assert_reported("penstock/schedule/csv.cc", '#include "csv.h"\n', "not named from the root", "penstock/LAYER")
 
     def test_a_header_of_ours_in_angle_brackets_is_reported(self):
         self.assert_reported("penstock/cli/main.cc", "#include <penstock/schedule/csv.h>\n", "angle brackets")
 
-    def test_a_way_around_the_rooms_is_reported(self):
-        self.assert_reported("penstock/tensor/a.cc", '#include "penstock/tensor/../runtime/a.h"\n', "in no room")
+    def test_a_way_around_the_layers_is_reported(self):
+        self.assert_reported("penstock/tensor/a.cc", '#include "penstock/tensor/../runtime/a.h"\n', "in no layer")
 
     def test_an_include_by_macro_is_reported(self):
         self.assert_reported("penstock/tensor/a.cc", "#include HEADER\n", "a.cc:1", "HEADER cannot be read")
 
     def test_an_unknown_folder_is_reported(self):
-        self.assert_reported("penstock/helpers/strings.h", "#include <string>\n", "penstock/helpers: is not a room")
+        self.assert_reported("penstock/helpers/strings.h", "#include <string>\n", "penstock/helpers: is not a layer")
 
-    def test_a_source_outside_of_the_rooms_is_reported(self):
-        self.assert_reported("penstock/penstock.h", "#include <string>\n", "penstock/penstock.h: is in no room")
+    def test_a_source_outside_of_the_layers_is_reported(self):
+        self.assert_reported("penstock/penstock.h", "#include <string>\n", "penstock/penstock.h: is in no layer")
 
     def test_comments_and_texts_are_not_read(self):
         self.write(
