@@ -1,8 +1,8 @@
 // The nodes of an export's graph.
 #pragma once
 
-#include <nlohmann/json.hpp>
 #include <new>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <unordered_map>
 #include <utility>

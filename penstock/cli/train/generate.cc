@@ -48,10 +48,11 @@ void add_generate(CLI::App& command, int& /*exit*/) {
     int ranks = 2;
   };
   const auto options = std::make_shared<Options>();
-  command.add_option("CHECKPOINT", options->checkpoint, "Checkpoint, or a directory of checkpoints")
-      ->required();
+  command.add_option("CHECKPOINT", options->checkpoint, "Checkpoint, or a directory of checkpoints")->required();
   command.add_option("TEXT", options->text, "What it goes on from");
-  command.add_option("--bytes", options->write.bytes, "Number of bytes to generate")->option_text("N [200]")->check(whole_number());
+  command.add_option("--bytes", options->write.bytes, "Number of bytes to generate")
+      ->option_text("N [200]")
+      ->check(whole_number());
   command.add_option("--temperature", options->write.temperature, "Sampling temperature (0: greedy)")
       ->option_text("T [0.8]")
       ->check(cost());
