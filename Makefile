@@ -108,7 +108,7 @@ soak: build cpus ## what takes long: other CPUs, sanitizers, whole grids on proc
 	  tests/settings python3 tests/cli/program_test.py OnProcesses
 	@PENSTOCK_KILLS=100 build/release/bin/penstock_runtime_test --gtest_filter='LostRank*'
 	@export PENSTOCK_GRID=whole PENSTOCK_KILLS=100 PENSTOCK=$(CURDIR)/build/release/bin/penstock \
-	  PENSTOCK_PROGRAMS=$(CURDIR)/build/soak/programs PEER_PYTHON=$(CURDIR)/tests/reference_python; \
+	  PENSTOCK_PROGRAMS=$(CURDIR)/build/soak/programs REFERENCE_PYTHON=$(CURDIR)/tests/reference_python; \
 	tests/settings python3 tests/cli/train_test.py Sameness && tests/settings python3 tests/cli/train_files_test.py Checkpoints && \
 	PENSTOCK_STRANGERS=20 tests/settings python3 tests/cli/strangers_test.py Connections && \
 	PENSTOCK_FAULTS=all PENSTOCK_INJECT=$(CURDIR)/build/release/bin/penstock_inject.so tests/settings \

@@ -22,7 +22,7 @@ LENGTH = 2048
 LENGTHS = (1024, 2048, 4096, 8192)
 
 
-class Peer:
+class PyTorch:
     """What torch has for it, at one length."""
 
     def __init__(self, length):
@@ -73,18 +73,18 @@ def seconds(act):
 
 
 def compare_times(path, runs):
-    peer = Peer(LENGTH)
-    peer.warm_up()
+    pytorch = PyTorch(LENGTH)
+    pytorch.warm_up()
     # name, how to measure it, what of ours it stands beside
     measured = {
         "our forward": (lambda: bench.numbers(1, "forward", LENGTH)[0], None),
-        "flex_attention, eager": (lambda: seconds(peer.eager), "our forward"),
-        "flex_attention, compiled": (lambda: seconds(peer.compiled), "our forward"),
-        "SDPA, dense mask": (lambda: seconds(peer.sdpa), "our forward"),
+        "flex_attention, eager": (lambda: seconds(pytorch.eager), "our forward"),
+        "flex_attention, compiled": (lambda: seconds(pytorch.compiled), "our forward"),
+        "SDPA, dense mask": (lambda: seconds(pytorch.sdpa), "our forward"),
         "our forward + backward": (lambda: bench.numbers(1, "both", LENGTH)[0], None),
-        "SDPA, dense mask, forward + backward": (lambda: seconds(peer.sdpa_both), "our forward + backward"),
+        "SDPA, dense mask, forward + backward": (lambda: seconds(pytorch.sdpa_both), "our forward + backward"),
         "our block mask": (lambda: bench.numbers(1, "mask", LENGTH)[0], None),
-        "PyTorch's block mask": (lambda: seconds(peer.make_mask), "our block mask"),
+        "PyTorch's block mask": (lambda: seconds(pytorch.make_mask), "our block mask"),
     }
     times = {name: [] for name in measured}
     with Answering(path) as bench:
@@ -106,11 +106,11 @@ def peak_memory(length):
     def line(name):
         return next(int(row.split()[1]) for row in status.read_text().splitlines() if row.startswith(name)) * 1024
 
-    peer = Peer(length)
-    peer.sdpa()
+    pytorch = PyTorch(length)
+    pytorch.sdpa()
     pathlib.Path("/proc/self/clear_refs").write_text("5")
     before = line("VmRSS")
-    peer.sdpa_both()
+    pytorch.sdpa_both()
     return line("VmHWM") - before
 
 

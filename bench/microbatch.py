@@ -24,7 +24,7 @@ TENSORS = 4
 CHUNKS = 64
 # Rows, columns, and whether the tensors are leaves that require grad. Of the wide ones joining is mostly copying, and of
 # leaves that require grad splitting is mostly libtorch's making of a node of the graph for each chunk, for ours and the
-# peer alike.
+# pytorch alike.
 CASES = ((512, 16, False), (512, 64, False), (512, 256, False), (512, 64, True))
 # Of a case in a run, which counts by its median: on a busy machine most of the short ones are left alone.
 REPEATS = 21
@@ -38,7 +38,7 @@ def keep_freed_memory():
     libc.mallopt(malloc_trim_threshold, 1 << 30)
 
 
-def peer_seconds(rows, columns, grad):
+def torch_seconds(rows, columns, grad):
     args = tuple(torch.rand(rows, columns, requires_grad=grad) for _ in range(TENSORS))
     spec = tuple(TensorChunkSpec(0) for _ in args)
     splitting, merging = [], []
@@ -90,11 +90,11 @@ def main():
         for case in CASES:
             # The first of all pays for caches and allocators.
             our_seconds(bench, *case)
-            peer_seconds(*case)
+            torch_seconds(*case)
             ours, theirs = [], []
             for _ in range(options.runs):
                 ours.append(our_seconds(bench, *case))
-                theirs.append(peer_seconds(*case))
+                theirs.append(torch_seconds(*case))
             rows, ratio = rows_of(case, ours, theirs)
             table += rows
             ratios[case] = ratio

@@ -28,13 +28,13 @@ def export(folder):
         torch.export.save(torch.export.export(model, (ids,)), folder / f"{case}.pt2")
 
 
-def compare_eager(bench, peer, folder, runs):
+def compare_eager(bench, pytorch, folder, runs):
     rows, reached = [("a GPT, 4 layers of width 256, 2 x 128 tokens, one process", "ours", "eager", "ratio", "goal")], {}
     for threads in (1, 2):
         ours, theirs = [], []
         for _ in range(runs):
             ours += bench.numbers(1, "one", folder / "wide.pt2", threads, EAGER_STEPS)
-            theirs += peer.numbers(1, "eager", "wide", threads, EAGER_STEPS)
+            theirs += pytorch.numbers(1, "eager", "wide", threads, EAGER_STEPS)
         ratio = ratio_of(theirs, ours)
         what = f"{threads} thread{'s' if threads > 1 else ''}"
         rows.append((what, with_noise(ours), with_noise(theirs), f"{ratio:.2f}x", "1x"))
@@ -43,7 +43,7 @@ def compare_eager(bench, peer, folder, runs):
     return reached
 
 
-def compare_peer(bench, peer, folder, runs):
+def compare_torch(bench, pytorch, folder, runs):
     cases = [("wide", "1F1B", 2, WIDE_MICROBATCHES, WIDE_STEPS, 1)]
     cases += [("tiny", *case, TINY_MICROBATCHES, TINY_STEPS, goal) for case, goal in TINY_GOALS.items()]
     rows, reached = [("the same on 2 ranks", "ours", "PyTorch", "ratio", "goal")], {}
@@ -51,7 +51,7 @@ def compare_peer(bench, peer, folder, runs):
         ours, theirs = [], []
         for _ in range(runs):
             ours += bench.numbers(1, "pipeline", folder / f"{case}.pt2", schedule, stages, microbatches, steps)
-            theirs += peer.numbers(1, "pipeline", case, schedule, stages, microbatches, steps)
+            theirs += pytorch.numbers(1, "pipeline", case, schedule, stages, microbatches, steps)
         ratio = ratio_of(theirs, ours)
         width, batch, length = gpt.CASES[case]
         what = f"{schedule}, {microbatches} microbatches of {batch} x {length} tokens, width {width}"
@@ -69,14 +69,14 @@ def main():
     if options.runs < 1:
         arguments.error("--runs is at least 1")
 
-    peer = (sys.executable, str(pathlib.Path(__file__).with_name("peer_program.py")))
+    pytorch = (sys.executable, str(pathlib.Path(__file__).with_name("torch_program.py")))
     print(f"Forward and backward, median of {options.runs} runs (fastest–slowest)\n")
-    with tempfile.TemporaryDirectory() as name, Answering(options.bench) as bench, Answering(*peer) as answering_peer:
+    with tempfile.TemporaryDirectory() as name, Answering(options.bench) as bench, Answering(*pytorch) as answering_torch:
         folder = pathlib.Path(name)
         export(folder)
-        goals = compare_eager(bench, answering_peer, folder, options.runs)
+        goals = compare_eager(bench, answering_torch, folder, options.runs)
         print()
-        goals |= compare_peer(bench, answering_peer, folder, options.runs)
+        goals |= compare_torch(bench, answering_torch, folder, options.runs)
     return report_goals(goals)
 
 

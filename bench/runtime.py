@@ -27,13 +27,13 @@ FEW, MANY = 16, 1024
 MEBIBYTE = 2**20
 
 
-def compare_overhead(bench, peer, runs):
+def compare_overhead(bench, pytorch, runs):
     rows, reached = [("2 ranks, 64 microbatches of one row, linear 16", "ours", "PyTorch", "ratio", "goal")], {}
     for schedule, threads_goal in OVERHEAD.items():
         threads, processes, theirs = [], [], []
         for _ in range(runs):
             threads += bench.numbers(1, "overhead", schedule, MICROBATCHES, STEPS)
-            theirs += peer.numbers(1, "overhead", schedule, MICROBATCHES, STEPS)
+            theirs += pytorch.numbers(1, "overhead", schedule, MICROBATCHES, STEPS)
             processes += bench.numbers(1, "processes", schedule, MICROBATCHES, STEPS)
         for what, ours, goal in (("threads", threads, threads_goal), ("processes", processes, PROCESSES)):
             ratio = ratio_of(theirs, ours)
@@ -59,13 +59,13 @@ def compare_bare(bench, runs):
     return {"the executor adds less than 10 % to a bare loop": added < 0.1}
 
 
-def compare_transformer(bench, peer, runs):
+def compare_transformer(bench, pytorch, runs):
     ours, simulated, theirs = [], [], []
     for _ in range(runs):
         seconds, quotient = bench.numbers(2, "transformer", TRANSFORMER_MICROBATCHES, TRANSFORMER_STEPS)
         ours.append(seconds)
         simulated.append(quotient)
-        theirs += peer.numbers(1, "transformer", TRANSFORMER_MICROBATCHES, TRANSFORMER_STEPS)
+        theirs += pytorch.numbers(1, "transformer", TRANSFORMER_MICROBATCHES, TRANSFORMER_STEPS)
     ratio, quotient = ratio_of(theirs, ours), statistics.median(simulated)
     noise = f"{min(simulated):.2f}–{max(simulated):.2f}"
     print_table(
@@ -87,8 +87,8 @@ def peak_of(command, microbatches):
         return answering.numbers(1, "memory", microbatches)[0] / MEBIBYTE
 
 
-def compare_memory(bench, peer, runs):
-    commands = {"ours": bench, "PyTorch": peer}
+def compare_memory(bench, pytorch, runs):
+    commands = {"ours": bench, "PyTorch": pytorch}
     peaks = {(who, count): [] for who in commands for count in (FEW, MANY)}
     for _ in range(runs):
         for (who, count), found in peaks.items():
@@ -116,16 +116,16 @@ def main():
         arguments.error("--runs is at least 1")
 
     bench = (options.bench,)
-    peer = (sys.executable, str(pathlib.Path(__file__).with_name("peer_runtime.py")))
+    pytorch = (sys.executable, str(pathlib.Path(__file__).with_name("torch_runtime.py")))
     print(f"A step, median of {options.runs} runs (fastest–slowest)\n")
-    with Answering(*bench) as answering, Answering(*peer) as answering_peer:
-        goals = compare_overhead(answering, answering_peer, options.runs)
+    with Answering(*bench) as answering, Answering(*pytorch) as answering_torch:
+        goals = compare_overhead(answering, answering_torch, options.runs)
         print()
         goals |= compare_bare(answering, options.runs)
         print()
-        goals |= compare_transformer(answering, answering_peer, options.runs)
+        goals |= compare_transformer(answering, answering_torch, options.runs)
     print()
-    goals |= compare_memory(bench, peer, options.runs)
+    goals |= compare_memory(bench, pytorch, options.runs)
     return report_goals(goals)
 
 

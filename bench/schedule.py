@@ -20,17 +20,17 @@ def size(case):
     return "x".join(map(str, case))
 
 
-def compare_lowering(bench, peer, runs):
+def compare_lowering(bench, pytorch, runs):
     rows = [("ranks x stages a rank x microbatches", "ours", "PyTorch", "ratio")]
     # The first of all pays for caches and allocators.
     bench.numbers(1, "lower", 4, 2, 8)
-    peer.numbers(1, 4, 2, 8)
+    pytorch.numbers(1, 4, 2, 8)
     for case in LOWERED:
         ours, theirs = [], []
         for _ in range(runs):
             # What takes milliseconds is run several times in its turn, or it would measure the caches the other left.
             ours += [bench.numbers(1, "lower", *case)[0] for _ in range(REPEATED)]
-            theirs += peer.numbers(1, *case)
+            theirs += pytorch.numbers(1, *case)
         ratio = ratio_of(theirs, ours)
         rows.append((size(case), with_noise(ours), with_noise(theirs), f"{ratio:.0f}x"))
     print_table(rows)
@@ -64,11 +64,11 @@ def main():
     if options.runs < 1:
         arguments.error("--runs is at least 1")
 
-    peer = pathlib.Path(__file__).with_name("peer_schedule.py")
+    pytorch = pathlib.Path(__file__).with_name("torch_schedule.py")
     print(f"Interleaved1F1B, median of {options.runs} runs (fastest–slowest)\n")
     print("made and lowered")
-    with Answering(options.bench) as bench, Answering(options.python, str(peer)) as answering_peer:
-        ratio = compare_lowering(bench, answering_peer, options.runs)
+    with Answering(options.bench) as bench, Answering(options.python, str(pytorch)) as answering_torch:
+        ratio = compare_lowering(bench, answering_torch, options.runs)
     print("\nsimulated, lowered")
     speed, memory = measure_simulation(options.bench, options.runs)
     goals = {

@@ -44,10 +44,10 @@ def main():
     options = arguments.parse_args()
     if options.runs < 1:
         arguments.error("--runs is at least 1")
-    peer = (sys.executable, "-W", "ignore", str(pathlib.Path(__file__).with_name("peer_train.py")))
+    pytorch = (sys.executable, "-W", "ignore", str(pathlib.Path(__file__).with_name("torch_train.py")))
     print(f"A step of training, a GPT of {LAYERS} layers, 1F1B: median of {options.runs} runs (fastest–slowest)\n")
     goals = {}
-    with tempfile.TemporaryDirectory() as name, Answering(*peer) as answering:
+    with tempfile.TemporaryDirectory() as name, Answering(*pytorch) as answering:
         folder = pathlib.Path(name)
         (folder / "text").write_bytes(random.Random(0).randbytes(100_000))
         rows = [("2 ranks", "ours", "PyTorch", "bytes/s", "ratio", "goal")]

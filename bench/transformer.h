@@ -1,5 +1,5 @@
 // The transformer of bench/runtime.py: bytes to the bytes that follow them, in two stages of two blocks each.
-// bench/peer_runtime.py has the same for the peer.
+// bench/torch_runtime.py has the same for PyTorch.
 #pragma once
 
 #include <ATen/ATen.h>

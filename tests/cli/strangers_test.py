@@ -1,6 +1,6 @@
 """Processes that do not belong to a run, on its ports: other jobs, wrong tokens, silent listeners, slow and idle connections,
 random bytes. All of it on loopback. And the limits of a process, which a stranger's model, or a system, may bring it to.
-PENSTOCK names the command and PEER_PYTHON a Python with torch; PENSTOCK_STRANGERS=N repeats the random attacks N times."""
+PENSTOCK names the command and REFERENCE_PYTHON a Python with torch; PENSTOCK_STRANGERS=N repeats the random attacks N times."""
 
 import contextlib
 import os

@@ -1,5 +1,5 @@
 """What the tests of penstock train have in common. PENSTOCK names the command, PENSTOCK_PROGRAMS the directory that models.py
-has written, and PEER_PYTHON a Python with torch; with PENSTOCK_KILLS=N, N runs are killed, and with PENSTOCK_GRID=whole every
+has written, and REFERENCE_PYTHON a Python with torch; with PENSTOCK_KILLS=N, N runs are killed, and with PENSTOCK_GRID=whole every
 schedule runs on processes too."""
 
 import json
@@ -14,7 +14,7 @@ from messages import without_waiting
 
 PENSTOCK = os.environ["PENSTOCK"]
 PROGRAMS = os.environ["PENSTOCK_PROGRAMS"]
-PEER_PYTHON = os.environ["PEER_PYTHON"]
+REFERENCE_PYTHON = os.environ["REFERENCE_PYTHON"]
 WHOLE_GRID = os.environ.get("PENSTOCK_GRID") == "whole"
 KILLS = int(os.environ.get("PENSTOCK_KILLS", "3"))
 
@@ -63,7 +63,7 @@ class Case(unittest.TestCase):
         """Runs a script with torch and the tests' own save_tensors."""
         begin = "import sys, torch\nsys.path.append(sys.argv[1])\nfrom exporting import save_tensors\ntorch.manual_seed(0)\n"
         tests = pathlib.Path(__file__).parent.parent / "program"
-        subprocess.run([PEER_PYTHON, "-W", "ignore", "-c", begin + script, tests, *words], cwd=self.folder, check=True,
+        subprocess.run([REFERENCE_PYTHON, "-W", "ignore", "-c", begin + script, tests, *words], cwd=self.folder, check=True,
                        timeout=120)
 
     def batches(self, **files):

@@ -12,7 +12,7 @@ import subprocess
 import time
 import unittest
 
-from train_case import Case, KILLS, PEER_PYTHON, PENSTOCK, PROGRAMS, SMALL, children_of
+from train_case import Case, KILLS, REFERENCE_PYTHON, PENSTOCK, PROGRAMS, SMALL, children_of
 
 
 class Checkpoints(Case):
@@ -162,7 +162,7 @@ export(40, 9, "wider.pt2")
     def test_python_opens_them(self):
         self.train(*SMALL, "--steps", 1, "--checkpoint", "kept")
         script = "import json, safetensors; print(sorted(safetensors.safe_open('kept/step-00000001/weights-0.safetensors', 'pt').keys())[0])"
-        found = subprocess.run([PEER_PYTHON, "-W", "ignore", "-c", script], cwd=self.folder, capture_output=True, text=True, timeout=120)
+        found = subprocess.run([REFERENCE_PYTHON, "-W", "ignore", "-c", script], cwd=self.folder, capture_output=True, text=True, timeout=120)
         self.assertEqual(found.stdout, "blocks.0.before_attention.bias\n", found.stderr)
 
 

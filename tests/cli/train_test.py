@@ -9,7 +9,7 @@ import socket
 import subprocess
 import unittest
 
-from train_case import Case, PEER_PYTHON, PENSTOCK, PROGRAMS, SMALL, WHOLE_GRID
+from train_case import Case, REFERENCE_PYTHON, PENSTOCK, PROGRAMS, SMALL, WHOLE_GRID
 
 
 class Training(Case):
@@ -100,7 +100,7 @@ class Loss(torch.nn.Module):
         return torch.nn.functional.mse_loss(self.second(torch.relu(self.first(x))), y)
 torch.export.save(torch.export.export(Loss().train(), (torch.ones(3, 4), torch.ones(3, 2))), sys.argv[1])
 """
-        subprocess.run([PEER_PYTHON, "-W", "ignore", "-c", script, self.folder / "loss.pt2"], check=True, timeout=120)
+        subprocess.run([REFERENCE_PYTHON, "-W", "ignore", "-c", script, self.folder / "loss.pt2"], check=True, timeout=120)
         batch = '{"args.0": torch.randn(12, 4), "args.1": torch.randn(12, 2)}'
         self.batches(batch0=batch, eval0=batch)
         text = self.train("loss.pt2", "--data", "data", "--loss", "output", "--steps", 2, "--microbatches", 4)
@@ -178,7 +178,7 @@ with safe_open(sys.argv[2], "pt") as file:
 output = torch.cat([model(part) for part in x.split(3)])
 print(torch.nn.functional.cross_entropy(output, y, ignore_index=7).item())
 """
-        found = subprocess.run([PEER_PYTHON, "-W", "ignore", "-c", script, f"{PROGRAMS}/pair.pt2", self.folder / "data/a.safetensors"],
+        found = subprocess.run([REFERENCE_PYTHON, "-W", "ignore", "-c", script, f"{PROGRAMS}/pair.pt2", self.folder / "data/a.safetensors"],
                                capture_output=True, text=True, timeout=120)
         self.assertAlmostEqual(self.losses()[1], float(found.stdout), delta=1e-6, msg=found.stderr)
 
@@ -440,7 +440,7 @@ for name in ("one", "two"):
         self.assertIn("penstock launch: rank 0 exited with 2\n", result.stderr)
 
     def test_torchrun_starts_ranks(self):
-        torchrun = [PEER_PYTHON, "-m", "torch.distributed.run", "--no-python", "--nproc-per-node", "2", PENSTOCK, "train",
+        torchrun = [REFERENCE_PYTHON, "-m", "torch.distributed.run", "--no-python", "--nproc-per-node", "2", PENSTOCK, "train",
                     *map(str, SMALL), "--steps", "2", "--output", "run"]
         result = subprocess.run(torchrun, cwd=self.folder, capture_output=True, text=True, timeout=300)
         self.assertEqual(result.returncode, 0, result.stderr)

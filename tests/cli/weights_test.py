@@ -1,5 +1,5 @@
 """--weights, penstock export and penstock eval, as a user calls them. PENSTOCK names the command, PENSTOCK_PROGRAMS what
-models.py has written, and PEER_PYTHON a Python with torch."""
+models.py has written, and REFERENCE_PYTHON a Python with torch."""
 
 import array
 import json
@@ -15,8 +15,8 @@ from messages import without_waiting
 
 PENSTOCK = os.environ["PENSTOCK"]
 PROGRAMS = os.environ["PENSTOCK_PROGRAMS"]
-PEER_PYTHON = os.environ["PEER_PYTHON"]
-PEER = pathlib.Path(__file__).resolve().parent / "weights_peer.py"
+REFERENCE_PYTHON = os.environ["REFERENCE_PYTHON"]
+REFERENCE = pathlib.Path(__file__).resolve().parent / "weights_reference.py"
 
 TIED = os.path.join(PROGRAMS, "tied.pt2")
 PAIR = os.path.join(PROGRAMS, "pair.pt2")
@@ -58,12 +58,12 @@ class Case(unittest.TestCase):
         cls.weights = pathlib.Path(cls.given.name) / "weights"
         cls.data.mkdir()
         cls.weights.mkdir()
-        cls.peer("data", cls.data)
-        cls.peer("weights", TIED, 1, cls.weights)
+        cls.reference("data", cls.data)
+        cls.reference("weights", TIED, 1, cls.weights)
 
     @staticmethod
-    def peer(*words):
-        result = subprocess.run([PEER_PYTHON, PEER, *map(str, words)], capture_output=True, text=True, timeout=300)
+    def reference(*words):
+        result = subprocess.run([REFERENCE_PYTHON, REFERENCE, *map(str, words)], capture_output=True, text=True, timeout=300)
         if result.returncode != 0:
             raise AssertionError(result.stderr)
         return result.stdout
@@ -98,8 +98,8 @@ class Case(unittest.TestCase):
         self.answers("run", model, "--inputs", self.data / "eval-0.safetensors", "--output", "out.safetensors", *words)
         return read_tensors(self.folder / "out.safetensors")[0]["output.0"]
 
-    def peer_outputs(self, model):
-        self.peer("run", model, self.data / "eval-0.safetensors", self.folder / "expected.safetensors")
+    def reference_outputs(self, model):
+        self.reference("run", model, self.data / "eval-0.safetensors", self.folder / "expected.safetensors")
         return read_tensors(self.folder / "expected.safetensors")[0]["output.0"]
 
     def train(self, *words, model=TIED, checkpoint="kept"):
@@ -205,15 +205,15 @@ class Export(Case):
         self.assertIn(f"trained.pt2: {TIED} with the weights of kept/step-00000004\n", text)
         trained = self.run_outputs(TIED, "--weights", "kept")
         self.assertEqual(self.run_outputs("trained.pt2"), trained)
-        self.assert_close(self.peer_outputs(self.folder / "trained.pt2"), trained)
-        self.assertGreater(max(abs(a - b) for a, b in zip(self.peer_outputs(TIED), trained)), 1e-3)
-        self.peer("state", self.folder / "trained.pt2", self.folder / "state.safetensors")
+        self.assert_close(self.reference_outputs(self.folder / "trained.pt2"), trained)
+        self.assertGreater(max(abs(a - b) for a, b in zip(self.reference_outputs(TIED), trained)), 1e-3)
+        self.reference("state", self.folder / "trained.pt2", self.folder / "state.safetensors")
         self.assertEqual(read_tensors(self.folder / "state.safetensors")[0], read_tensors(self.folder / "model.safetensors")[0])
         # The same model from elsewhere.
         shutil.copy(TIED, self.folder / "copy.pt2")
         self.answers("export", self.weights / "sharded", "--model", "copy.pt2", "--pt2", "other.pt2")
         self.assertEqual(self.run_outputs("other.pt2"), self.run_outputs(TIED, "--weights", self.weights / "hf"))
-        self.assert_close(self.peer_outputs(self.folder / "other.pt2"), self.run_outputs("other.pt2"))
+        self.assert_close(self.reference_outputs(self.folder / "other.pt2"), self.run_outputs("other.pt2"))
         # It is a model like any other.
         self.train("--steps", 1, "--weights", "kept", model="trained.pt2", checkpoint="further")
 
@@ -249,7 +249,7 @@ class Eval(Case):
         super().setUpClass()
         cls.models = pathlib.Path(cls.given.name) / "models"
         cls.models.mkdir()
-        cls.peer("models", cls.models)
+        cls.reference("models", cls.models)
 
     def metrics(self, *words):
         return json.loads(self.answers("eval", *words, "--json"))
@@ -260,7 +260,7 @@ class Eval(Case):
 
     def test_gives_the_metrics_of_the_whole_data(self):
         held_out = [self.data / f"eval-{i}.safetensors" for i in (0, 1)]
-        expected = json.loads(self.peer("eval", TIED, "cross_entropy", *held_out))
+        expected = json.loads(self.reference("eval", TIED, "cross_entropy", *held_out))
         for words in ([], ["--stages", 2], ["--stages", 2, "--transport", "gloo"], ["--stages", 2, "--schedule", "GPipe"]):
             found = self.metrics(TIED, "--data", self.data, "--loss", "cross_entropy", *words)
             self.assert_metrics(expected, found)
@@ -272,7 +272,7 @@ class Eval(Case):
         self.train("--steps", 30, "--learning-rate", 0.05)
         self.answers("export", "kept", "--pt2", "trained.pt2")
         held_out = [self.data / f"eval-{i}.safetensors" for i in (0, 1)]
-        expected = json.loads(self.peer("eval", self.folder / "trained.pt2", "cross_entropy", *held_out))
+        expected = json.loads(self.reference("eval", self.folder / "trained.pt2", "cross_entropy", *held_out))
         found = self.metrics(TIED, "--data", self.data, "--loss", "cross_entropy", "--weights", "kept")
         self.assert_metrics(expected, found)
         self.assertLess(found["loss"], self.metrics(TIED, "--data", self.data, "--loss", "cross_entropy")["loss"])
@@ -280,7 +280,7 @@ class Eval(Case):
     def test_a_model_that_was_exported_for_evaluation(self):
         model = self.models / "classes.pt2"
         # Rows do not divide: 13 and 5.
-        expected = json.loads(self.peer("eval", model, "cross_entropy", *sorted(self.models.glob("classes-*.safetensors"))))
+        expected = json.loads(self.reference("eval", model, "cross_entropy", *sorted(self.models.glob("classes-*.safetensors"))))
         for words in ([], ["--microbatches", 3], ["--ranks", 2]):
             for file in self.models.glob("classes-*.safetensors"):
                 shutil.copy(file, self.folder)
@@ -290,7 +290,7 @@ class Eval(Case):
 
     def test_a_loss_that_is_not_of_classes(self):
         data = self.models / "squares-0.safetensors"
-        expected = json.loads(self.peer("eval", self.models / "squares.pt2", "mse", data))
+        expected = json.loads(self.reference("eval", self.models / "squares.pt2", "mse", data))
         found = self.metrics(self.models / "squares.pt2", "--data", data, "--loss", "mse")
         self.assert_metrics(expected, found)
         # The model's own loss is the same, and takes no target.

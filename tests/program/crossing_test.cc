@@ -199,7 +199,7 @@ std::vector<Shared> shared_models() {
       {"tied", exported, {{"head", kBegin}}},
       {"shared_across", from_zoo, {{"middle", kBegin}}},
       {"called_twice", from_zoo, {{"middle", kBegin}}},
-      {"peer_example", from_zoo, {{"linear0", kEnd}}},
+      {"reference_example", from_zoo, {{"linear0", kEnd}}},
   };
 }
 

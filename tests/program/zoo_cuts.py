@@ -55,7 +55,7 @@ class ConsecutiveMarks(nn.Module):
 
 
 @entry(
-    "peer_example",
+    "reference_example",
     lambda: ((torch.randn(3, 8),), {"y": torch.randn(3, 8)}),
     [
         (["linear0"], "the skip and a parameter with two names cross the border"),
@@ -64,7 +64,7 @@ class ConsecutiveMarks(nn.Module):
         (["linear1:end"], "a product with the shared parameter right behind the cut"),
     ],
 )
-class PeerExample(nn.Module):
+class ReferenceExample(nn.Module):
     """What PyTorch's own tests of pipelines try: a skip, a parameter used several times and under two names."""
 
     def __init__(self):

@@ -11,7 +11,7 @@ TEST(Action, IsSmall) {
   EXPECT_LE(sizeof(Action), 20U);
 }
 
-TEST(Action, PrintsAndParsesAsThePeersText) {
+TEST(Action, PrintsAndParsesAsPyTorchsText) {
   const std::vector<std::pair<Action, std::string>> cases = {
       {forward(0, 1), "0F1"},
       {input_backward(2, 3), "2I3"},
@@ -56,7 +56,7 @@ TEST(Action, HasACounterpartForEachMessage) {
   EXPECT_EQ(to_string(counterpart(parse_action("1SEND_F0"))), "2RECV_F0");
 }
 
-// The peer reads "1F0junk" as 1F0 and "2F" as a forward of no microbatch.
+// PyTorch reads "1F0junk" as 1F0 and "2F" as a forward of no microbatch.
 TEST(Action, RefusesWhatIsNoActionAndSaysWhy) {
   const std::vector<std::pair<std::string, std::string>> cases = {
       {"", "an empty text is not an action"},

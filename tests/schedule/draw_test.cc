@@ -68,7 +68,7 @@ TEST(TextDrawing, NamesSkipsAndSharedStages) {
   EXPECT_NE(text.find("skip 0 -> 2   shared by stages 0 1"), std::string::npos) << text;
 }
 
-// The peer's spacing puts the weight gradients of ZBV on wrong ranks.
+// PyTorch's spacing puts the weight gradients of ZBV on wrong ranks.
 TEST(TraceDrawing, HasEveryActionOnItsOwnRankInItsCategory) {
   const Schedule schedule = lower(zbv_zero_bubble(4, 8));
   const auto trace = nlohmann::json::parse(drawn(schedule, draw_trace, /*all_actions=*/true));
@@ -134,7 +134,7 @@ TEST(HtmlDrawing, CarriesItsDataSafely) {
   EXPECT_EQ(data["timelines"][0]["makespan"], simulate(dual_pipe_v(2, 4)).makespan);
 }
 
-// The peer's table fails when there are fewer steps than ranks.
+// PyTorch's table fails when there are fewer steps than ranks.
 TEST(Table, HasALineForEachStepAlsoWhenThereAreFewerThanRanks) {
   EXPECT_EQ(table_of(parse_csv("0F0\n1F0\n2F0,2B0\n")),
             "step  rank 0  rank 1  rank 2\n"

@@ -29,7 +29,7 @@ TEST(Placement, TakesUnequalNumbersOfStagesARank) {
             (std::vector<int>{0, 2, 3}));
 }
 
-TEST(Placement, MapsStagesAndRanksUnderThePeersNames) {
+TEST(Placement, MapsStagesAndRanksUnderPyTorchsNames) {
   EXPECT_EQ(generate_stage_to_rank_mapping(3, 5), (std::vector<int>{0, 1, 2, 0, 1}));
   EXPECT_EQ(generate_stage_to_rank_mapping(2, 4, "v"), (std::vector<int>{0, 1, 1, 0}));
   EXPECT_EQ(generate_rank_to_stage_mapping(2, 4, "v"), (std::vector<std::vector<int>>{{0, 3}, {1, 2}}));

@@ -82,7 +82,7 @@ TEST(Communication, PostsTheNextReceiveBeforeThisOneIsUsed) {
       "1RECV_F0,1RECV_F1,1F0,1RECV_F2,1F1,1RECV_F3,1F2,1F3,1B0,1SEND_B0,1B1,1SEND_B1,1B2,1SEND_B2,1B3,1SEND_B3\n");
 }
 
-// Messages of the peer's have no tags, nor have NCCL's.
+// Messages of PyTorch's have no tags, nor have NCCL's.
 TEST(Communication, ReceivesInTheOrderOfSendingBetweenTwoRanks) {
   Random random = seeded(5);
   for (const Generator& generator : generators()) {
@@ -142,7 +142,7 @@ TEST(Lowering, RefusesWhatIsNotValidOrLoweredAlready) {
   expect_error([] { add_communication(lower(gpipe(2, 2))); }, "the schedule has messages already");
 }
 
-// Lists that come with reductions, as the peer's GPipe and 1F1B do, get the messages that they lack.
+// Lists that come with reductions, as PyTorch's GPipe and 1F1B do, get the messages that they lack.
 TEST(Lowering, AddsWhatIsMissing) {
   const Schedule reduced = add_reductions(gpipe(2, 2));
   EXPECT_EQ(lower(reduced), lower(gpipe(2, 2)));

@@ -528,22 +528,22 @@ TEST_F(AttentionTest, RefusesToBeDifferentiatedTwice) {
       << message;
 }
 
-// Against the peer itself: attention_peer.py has run it.
-TEST(AttentionPeer, GivesTheSameResults) {
+// Against PyTorch itself: attention_reference.py has run it.
+TEST(AttentionReference, GivesTheSameResults) {
   std::size_t count = 0;
-  for (const Case& peer : testing::peer_cases("attention.pt")) {
-    SCOPED_TRACE(peer.at("name").toStringRef());
-    const auto tensor = [&peer](const char* name) { return peer.at(name).toTensor(); };
+  for (const Case& reference : testing::reference_cases("attention.pt")) {
+    SCOPED_TRACE(reference.at("name").toStringRef());
+    const auto tensor = [&reference](const char* name) { return reference.at(name).toTensor(); };
     const at::Tensor query = tensor("query");
     std::optional<BlockMask> mask;
-    if (peer.at("allowed").isTensor()) mask = mask_of(tensor("allowed"), 32);
-    const std::string modification = peer.at("score_mod").toStringRef();
+    if (reference.at("allowed").isTensor()) mask = mask_of(tensor("allowed"), 32);
+    const std::string modification = reference.at("score_mod").toStringRef();
     const ScoreMod score_mod = modification == "alibi"      ? alibi(slopes_of(query.size(1)))
                                : modification == "soft_cap" ? ScoreMod(soft_cap)
                                                             : nullptr;
     const at::Tensor out = flex_attention(query, tensor("key"), tensor("value"), score_mod, mask,
-                                          peer.at("scale").toOptional<double>(), true);
-    // The peer's slopes are in float32, and so are its scores for the smaller types.
+                                          reference.at("scale").toOptional<double>(), true);
+    // PyTorch's slopes are in float32, and so are its scores for the smaller types.
     const double tolerance = query.scalar_type() == at::kBFloat16 ? 3e-2
                              : query.scalar_type() == at::kFloat  ? 5e-6
                              : modification == "alibi"            ? 1e-6

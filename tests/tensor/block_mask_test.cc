@@ -307,21 +307,21 @@ TEST_F(BlockMaskTest, RefusesToMergeMasksOfDifferentForm) {
   EXPECT_NE(two(first, without_full).find("without full blocks"), std::string::npos);
 }
 
-// Against the peer itself: attention_peer.py has run it.
+// Against PyTorch itself: attention_reference.py has run it.
 
-BlockMask ours(const Case& peer) {
+BlockMask ours(const Case& reference) {
   std::vector<std::int64_t> sizes;
-  for (const c10::IValue& size : items(peer.at("sizes"))) sizes.push_back(size.toInt());
-  const std::string rule = peer.at("rule").toStringRef();
-  const at::Tensor argument = peer.at("argument").toTensor();
+  for (const c10::IValue& size : items(reference.at("sizes"))) sizes.push_back(size.toInt());
+  const std::string rule = reference.at("rule").toStringRef();
+  const at::Tensor argument = reference.at("argument").toTensor();
   const MaskMod mod = rule == "causal"   ? MaskMod(causal)
                       : rule == "window" ? window(argument.item<std::int64_t>())
                                          : looked_up(argument);
   return create_block_mask(mod, sizes[0], sizes[1], sizes[2], sizes[3], {sizes[4], sizes[5]});
 }
 
-void expect_fields(const Case& peer, const BlockMask& mask) {
-  const auto fields = peer.at("fields").toGenericDict();
+void expect_fields(const Case& reference, const BlockMask& mask) {
+  const auto fields = reference.at("fields").toGenericDict();
   const std::pair<const char*, at::Tensor> named[] = {{"kv_num_blocks", mask.kv_num_blocks()},
                                                       {"kv_indices", mask.kv_indices()},
                                                       {"full_kv_num_blocks", mask.full_kv()->num_blocks},
@@ -333,15 +333,15 @@ void expect_fields(const Case& peer, const BlockMask& mask) {
   for (const auto& [name, tensor] : named) EXPECT_TRUE(same_tensor(fields.at(name).toTensor(), tensor)) << name;
 }
 
-TEST(BlockMaskPeer, MakesTheSameMasks) {
+TEST(BlockMaskReference, MakesTheSameMasks) {
   std::size_t count = 0;
-  for (const Case& peer : testing::peer_cases("masks.pt")) {
+  for (const Case& reference : testing::reference_cases("masks.pt")) {
     SCOPED_TRACE("case " + std::to_string(count++));
-    const BlockMask mask = ours(peer);
-    expect_fields(peer, mask);
-    EXPECT_TRUE(same_tensor(peer.at("dense").toTensor(), mask.to_dense()));
-    EXPECT_NEAR(mask.sparsity(), peer.at("sparsity").toDouble(), 1e-9);
-    const std::string text = peer.at("text").toStringRef();
+    const BlockMask mask = ours(reference);
+    expect_fields(reference, mask);
+    EXPECT_TRUE(same_tensor(reference.at("dense").toTensor(), mask.to_dense()));
+    EXPECT_NEAR(mask.sparsity(), reference.at("sparsity").toDouble(), 1e-9);
+    const std::string text = reference.at("text").toStringRef();
     std::ostringstream own;
     own << mask;
     if (!text.empty()) {
@@ -361,11 +361,11 @@ TensorIndex read_index(const c10::IValue& words) {
   return at::full({1}, number(1), at::kLong);
 }
 
-TEST(BlockMaskPeer, HasTheSamePartsAtAnIndex) {
+TEST(BlockMaskReference, HasTheSamePartsAtAnIndex) {
   std::size_t count = 0;
-  for (const Case& peer : testing::peer_cases("masks.pt")) {
-    const BlockMask mask = ours(peer);
-    for (const c10::IValue& part : items(peer.at("parts"))) {
+  for (const Case& reference : testing::reference_cases("masks.pt")) {
+    const BlockMask mask = ours(reference);
+    for (const c10::IValue& part : items(reference.at("parts"))) {
       SCOPED_TRACE("part " + std::to_string(count++));
       std::vector<TensorIndex> indices;
       for (const c10::IValue& words : items(part.toGenericDict().at("index"))) indices.push_back(read_index(words));
@@ -376,13 +376,13 @@ TEST(BlockMaskPeer, HasTheSamePartsAtAnIndex) {
   EXPECT_GE(count, 400U);
 }
 
-TEST(BlockMaskPeer, SplitsIntoTheSameChunks) {
+TEST(BlockMaskReference, SplitsIntoTheSameChunks) {
   std::size_t count = 0;
-  for (const Case& peer : testing::peer_cases("masks.pt")) {
-    const std::vector<c10::IValue> expected = items(peer.at("chunks"));
+  for (const Case& reference : testing::reference_cases("masks.pt")) {
+    const std::vector<c10::IValue> expected = items(reference.at("chunks"));
     if (expected.empty()) continue;
     SCOPED_TRACE("case " + std::to_string(count++));
-    const BlockMask mask = ours(peer);
+    const BlockMask mask = ours(reference);
     const std::vector<BlockMask> chunks = mask.split(static_cast<std::int64_t>(expected.size()));
     for (std::size_t i = 0; i < chunks.size(); ++i) {
       const Case chunk = expected[i].toGenericDict();

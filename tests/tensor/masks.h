@@ -1,4 +1,4 @@
-// What the tests of block masks and attention share: mask functions, masks at random, the peer's cases, checks of
+// What the tests of block masks and attention share: mask functions, masks at random, PyTorch's cases, checks of
 // errors.
 #pragma once
 
@@ -77,9 +77,9 @@ inline ::testing::AssertionResult same_tensor(const at::Tensor& expected, const 
   return ::testing::AssertionFailure() << text.str();
 }
 
-// Cases that attention_peer.py has written.
+// Cases that attention_reference.py has written.
 using Case = c10::Dict<c10::IValue, c10::IValue>;
-inline std::vector<Case> peer_cases(const std::string& file) {
+inline std::vector<Case> reference_cases(const std::string& file) {
   std::vector<Case> cases;
   for (const c10::IValue& each : read_pickled("PENSTOCK_ATTENTION", file)) cases.push_back(each.toGenericDict());
   return cases;

@@ -42,7 +42,7 @@ void expect_chunks_attend_as_the_whole(const at::Tensor& x, const c10::IValue& m
   EXPECT_TRUE(same_tensor(BlockMask::from_ivalue(mask).to_mask(), BlockMask::from_ivalue(merged).to_mask()));
 }
 
-// The peer's own tests: a causal mask that all rows share, a document mask of each row, no mask, and a batch of one.
+// PyTorch's own tests: a causal mask that all rows share, a document mask of each row, no mask, and a batch of one.
 
 TEST(MicrobatchMask, OfAllRowsIsSharedByAllChunks) {
   const BlockMask mask = create_block_mask(causal, std::nullopt, std::nullopt, kLength, kLength, 8);

@@ -101,7 +101,7 @@ std::vector<std::int64_t> row_counts(const std::vector<Args>& chunks) {
   return counts;
 }
 
-// The peer's own test of this name, as is the next.
+// PyTorch's own test of this name, as is the next.
 TEST(Microbatch, SplitAndMerge) {
   const at::Tensor x0 = at::rand({128, 16});
   const at::Tensor x1 = at::rand({256, 16});
@@ -192,7 +192,7 @@ TEST(Split, KeepsGradientsOfChunksOfLeavesOnly) {
   EXPECT_TRUE(chunks.args[1][1].toTensor().requires_grad());
 }
 
-// In the peer the whole requires grad after the first, and the second is an error.
+// In PyTorch the whole requires grad after the first, and the second is an error.
 TEST(Split, OfDataGivesEachChunkAGraphOfItsOwn) {
   const at::Tensor data = counting({4, 2});
   const at::Tensor weight = at::ones({2}).requires_grad_();
@@ -227,7 +227,7 @@ TEST(Split, WorksOnTensorsOfInferenceMode) {
   EXPECT_TRUE(at::equal(chunks.args[1][0].toTensor(), x.slice(0, 2)));
 }
 
-// The peer fails here: it asks chunks that require no grad to retain it.
+// PyTorch fails here: it asks chunks that require no grad to retain it.
 TEST(Split, OfALeafThatRequiresGradWorksWithoutGradients) {
   const at::Tensor leaf = counting({4}).requires_grad_();
   const c10::AutoGradMode off(false);

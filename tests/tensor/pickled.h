@@ -1,4 +1,4 @@
-// What the peer has answered, in files that torch.save has written.
+// What PyTorch has answered, in files that torch.save has written.
 #pragma once
 
 #include <ATen/core/ivalue.h>

@@ -702,12 +702,12 @@ TEST_F(SafetensorsWriter, GivesReadersAWholeFileWhileManyWrite) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// What safetensors_peer.py has written into the folder that PENSTOCK_SAFETENSORS names.
-class SafetensorsPeer : public testing::Test {
+// What safetensors_reference.py has written into the folder that PENSTOCK_SAFETENSORS names.
+class SafetensorsReference : public testing::Test {
  protected:
   void SetUp() override {
     const char* const folder = std::getenv("PENSTOCK_SAFETENSORS");
-    ASSERT_NE(folder, nullptr) << "PENSTOCK_SAFETENSORS does not name the folder of safetensors_peer.py";
+    ASSERT_NE(folder, nullptr) << "PENSTOCK_SAFETENSORS does not name the folder of safetensors_reference.py";
     folder_ = folder;
   }
 
@@ -755,7 +755,7 @@ Listing read_listing(const fs::path& path) {
   return listing;
 }
 
-TEST_F(SafetensorsPeer, ReadsTheirFilesAndWritesThemAgain) {
+TEST_F(SafetensorsReference, ReadsTheirFilesAndWritesThemAgain) {
   int files = 0;
   for (const auto& entry : fs::directory_iterator(folder_)) {
     if (entry.path().extension() != ".txt" || entry.path().stem() == "mutations") continue;
@@ -787,7 +787,7 @@ bool stricter(const std::string& message) {
   return false;
 }
 
-TEST_F(SafetensorsPeer, RefusesWhatTheyRefuse) {
+TEST_F(SafetensorsReference, RefusesWhatTheyRefuse) {
   std::ifstream in(folder_ / "mutations.txt");
   std::map<std::string, int> agreed;
   std::string bytes;

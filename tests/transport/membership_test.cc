@@ -132,7 +132,7 @@ TEST(Membership, IsCompleteAlthoughAProcessOfAnotherJobHasComeFirst) {
 
 // Where the ranks of a job whose token is "ours" meet the first time, without signatures.
 c10::intrusive_ptr<c10d::Store> place_of_first_handshake(const c10::intrusive_ptr<c10d::Store>& store,
-                                                       const std::string& part = "members") {
+                                                         const std::string& part = "members") {
   const std::string fingerprint = JobToken("ours").sign(std::array<std::string, 1>{"fingerprint"});
   return c10::make_intrusive<c10d::PrefixStore>("job/" + fingerprint + "/handshake/1/" + part, store);
 }

@@ -1,6 +1,6 @@
 """Measures the GPT of gpt.py under eager PyTorch, and cut by torch.distributed.pipelining.
 
-bench/program.py talks to it: see peer_ranks.py.
+bench/program.py talks to it: see torch_ranks.py.
 
     eager CASE THREADS STEPS                          seconds for a forward and backward of a microbatch, on rank 0 alone
     pipeline CASE SCHEDULE STAGES MICROBATCHES STEPS  seconds for a step on two ranks
@@ -10,7 +10,7 @@ import statistics
 import time
 
 import gpt
-import peer_ranks
+import torch_ranks
 import torch
 from torch.distributed.pipelining import SplitPoint, pipeline
 from torch.distributed.pipelining.schedules import get_schedule_class
@@ -41,8 +41,8 @@ def time_pipeline(rank, case, name, stages, microbatches, steps):
     kind = get_schedule_class(name)
     schedule = kind(own[0] if name == "1F1B" else own, microbatches, loss_fn=gpt.cross_entropy)
     ids, target = gpt.text_for(case, microbatches)
-    return peer_ranks.seconds_for_a_step(schedule, own, ids, target, int(steps))
+    return torch_ranks.seconds_for_a_step(schedule, own, ids, target, int(steps))
 
 
 if __name__ == "__main__":
-    peer_ranks.answer(__file__, {"eager": time_eager, "pipeline": time_pipeline})
+    torch_ranks.answer(__file__, {"eager": time_eager, "pipeline": time_pipeline})

@@ -21,7 +21,7 @@
 namespace penstock::testing {
 namespace {
 
-// Cases that tests/tensor/microbatch_peer.py has written; its head tells their form.
+// Cases that tests/tensor/microbatch_reference.py has written; its head tells their form.
 class Case {
  public:
   explicit Case(const c10::IValue& record) : record_(record.toGenericDict()) {}
@@ -124,12 +124,13 @@ std::string name_of(const Case& merge, const Case& split_first) {
 // Compares ours with what should come, counts outcomes, and shows the first few that differ.
 class Comparison {
  public:
-  Comparison(std::string what, bool peer_is_right) : what_(std::move(what)), peer_is_right_(peer_is_right) {}
+  Comparison(std::string what, bool reference_is_right)
+      : what_(std::move(what)), reference_is_right_(reference_is_right) {}
 
   void add(const Case& one, const std::string& name, const c10::IValue& expected,
            const std::function<c10::IValue()>& ours) {
-    if (one.fault().empty() != peer_is_right_) return;
-    if (!peer_is_right_) ++counts_["where it " + one.fault()];
+    if (one.fault().empty() != reference_is_right_) return;
+    if (!reference_is_right_) ++counts_["where it " + one.fault()];
     ++counts_[one.raised() ? "refused" : "answered"];
     const DebugMask debug(one.at("debug").toBool());
     const std::string differs = difference_of(one, expected, outcome_of(ours));
@@ -139,7 +140,7 @@ class Comparison {
 
   void finish() const {
     EXPECT_EQ(different_, 0) << "The first " << kShown << " are shown.";
-    std::cout << what_ << (peer_is_right_ ? "" : " that the peer gets wrong") << ":";
+    std::cout << what_ << (reference_is_right_ ? "" : " that PyTorch gets wrong") << ":";
     for (const auto& [outcome, count] : counts_) std::cout << " " << count << " " << outcome << ";";
     std::cout << "\n";
     EXPECT_TRUE(counts_.contains("answered"));
@@ -160,7 +161,7 @@ class Comparison {
   }
 
   std::string what_;
-  bool peer_is_right_;
+  bool reference_is_right_;
   std::map<std::string, int> counts_;
   int different_ = 0;
 };
@@ -176,16 +177,16 @@ c10::IValue expected_merge(const Case& merge) {
   return merge.raised() ? c10::IValue() : merge.at("result").toTupleRef().elements()[0];
 }
 
-// Cases in which the peer is right, or those in which it is not.
-void compare_splits(bool peer_is_right) {
-  Comparison comparison("splits", peer_is_right);
+// Cases in which PyTorch is right, or those in which it is not.
+void compare_splits(bool reference_is_right) {
+  Comparison comparison("splits", reference_is_right);
   for (const Case& one : cases()) {
     comparison.add(one, name_of(one), expected_split(one), [&] { return split_value(one); });
   }
   comparison.finish();
 }
-void compare_merges(bool peer_is_right) {
-  Comparison comparison("merges", peer_is_right);
+void compare_merges(bool reference_is_right) {
+  Comparison comparison("merges", reference_is_right);
   for (const Case& one : cases()) {
     for (const Case& merged : merges_of(one)) {
       comparison.add(merged, name_of(merged, one), expected_merge(merged), [&] { return merge(merged, one); });
@@ -194,30 +195,30 @@ void compare_merges(bool peer_is_right) {
   comparison.finish();
 }
 
-TEST(MicrobatchPeer, SplitsEveryCaseAlike) {
+TEST(MicrobatchReference, SplitsEveryCaseAlike) {
   compare_splits(true);
 }
-TEST(MicrobatchPeer, MergesEveryCaseAlike) {
+TEST(MicrobatchReference, MergesEveryCaseAlike) {
   compare_merges(true);
 }
-TEST(MicrobatchPeer, IsWrongOnSomeSplitsWhichOursGetsRight) {
+TEST(MicrobatchReference, IsWrongOnSomeSplitsWhichOursGetsRight) {
   compare_splits(false);
 }
-TEST(MicrobatchPeer, IsWrongOnSomeMergesWhichOursGetsRight) {
+TEST(MicrobatchReference, IsWrongOnSomeMergesWhichOursGetsRight) {
   compare_merges(false);
 }
 
-// All tensors of a case that the peer splits, and their chunks as ours and as the peer's.
+// All tensors of a case that PyTorch splits, and their chunks as ours and as PyTorch's.
 struct BothSplits {
   std::vector<SplitTensor> ours;
-  std::vector<SplitTensor> peers;
+  std::vector<SplitTensor> references;
 };
 BothSplits split_by_both(const Case& one) {
   const SplitArgs ours = split(one);
   // Keyword arguments by name, as ours are.
   const auto by_name = [](const c10::IValue& dict) { return to_value(kwargs_of(dict)); };
-  std::vector<c10::IValue> peers_kwargs = items(one.at("split_kwargs"));
-  std::transform(peers_kwargs.begin(), peers_kwargs.end(), peers_kwargs.begin(), by_name);
+  std::vector<c10::IValue> references_kwargs = items(one.at("split_kwargs"));
+  std::transform(references_kwargs.begin(), references_kwargs.end(), references_kwargs.begin(), by_name);
   const auto both = [&](const std::vector<c10::IValue>& args, const std::vector<c10::IValue>& kwargs) {
     std::vector<SplitTensor> tensors = split_tensors(one.at("args"), args);
     const std::vector<SplitTensor> more = split_tensors(by_name(one.at("kwargs")), kwargs);
@@ -225,19 +226,20 @@ BothSplits split_by_both(const Case& one) {
     return tensors;
   };
   return {.ours = both(values_of(ours.args), values_of(ours.kwargs)),
-          .peers = both(items(one.at("split_args")), peers_kwargs)};
+          .references = both(items(one.at("split_args")), references_kwargs)};
 }
 
-TEST(MicrobatchPeer, HasTheSameViewsOfTheSameStorage) {
+TEST(MicrobatchReference, HasTheSameViewsOfTheSameStorage) {
   int views = 0;
   for (const Case& one : cases()) {
     if (one.raised() || one.at("debug").toBool()) continue;
-    const auto [ours, peers] = split_by_both(one);
+    const auto [ours, references] = split_by_both(one);
     for (std::size_t i = 0; i < ours.size(); ++i) {
       for (std::size_t chunk = 0; chunk < ours[i].chunks.size(); ++chunk) {
         const at::Tensor& view = ours[i].chunks[chunk];
         ASSERT_TRUE(view.is_alias_of(ours[i].whole)) << name_of(one) << "\n" << text(view);
-        ASSERT_EQ(view.storage_offset(), peers[i].chunks[chunk].storage_offset()) << name_of(one) << "\n" << text(view);
+        ASSERT_EQ(view.storage_offset(), references[i].chunks[chunk].storage_offset()) << name_of(one) << "\n"
+                                                                                       << text(view);
         ++views;
       }
     }
@@ -246,7 +248,7 @@ TEST(MicrobatchPeer, HasTheSameViewsOfTheSameStorage) {
   EXPECT_GT(views, 0);
 }
 
-TEST(MicrobatchPeer, AndOursReadTheGradientsOfALeafsChunks) {
+TEST(MicrobatchReference, AndOursReadTheGradientsOfALeafsChunks) {
   int gradients = 0;
   for (const Case& one : cases()) {
     if (one.raised() || one.at("debug").toBool()) continue;

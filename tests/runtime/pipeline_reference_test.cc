@@ -1,4 +1,4 @@
-// The same models under the peer, which tests/runtime/pipeline_peer.py has run.
+// The same models under PyTorch, which tests/runtime/pipeline_reference.py has run.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -24,7 +24,7 @@ constexpr double kTolerance = 1e-5;
 
 using Record = c10::Dict<c10::IValue, c10::IValue>;
 
-// A stage of pipeline_peer.py, with its weights.
+// A stage of pipeline_reference.py, with its weights.
 StageModule stage_of(const std::string& model, const std::vector<at::Tensor>& weights, bool first, bool last) {
   const at::Tensor& w = weights[0];
   const at::Tensor& other = weights[1];
@@ -45,8 +45,9 @@ StageModule stage_of(const std::string& model, const std::vector<at::Tensor>& we
 }
 
 // Both ranks' records of one run, as one.
-struct PeerRun {
-  PeerRun(const c10::IValue& rank0, const c10::IValue& rank1) : ranks({rank0.toGenericDict(), rank1.toGenericDict()}) {}
+struct ReferenceRun {
+  ReferenceRun(const c10::IValue& rank0, const c10::IValue& rank1)
+      : ranks({rank0.toGenericDict(), rank1.toGenericDict()}) {}
 
   c10::IValue at(const char* key) const { return ranks[0].at(key); }
   Record stage(int index) const {
@@ -69,33 +70,34 @@ void expect_near(const at::Tensor& expected, const at::Tensor& found, const std:
   ASSERT_TRUE(found.defined()) << where;
   const auto worst = (expected - found).abs().max().item<double>();
   EXPECT_LE(worst, kTolerance * std::max(1.0, expected.abs().max().item<double>()))
-      << where << "\nthe peer's " << expected << "\nours " << found;
+      << where << "\nthe reference's " << expected << "\nours " << found;
 }
 
-void expect_same_training(const PeerRun& peer) {
-  const Schedule schedule = generate(peer.at("schedule").toStringRef(),
-                                     {.ranks = 2, .microbatches = static_cast<int>(peer.at("microbatches").toInt())});
+void expect_same_training(const ReferenceRun& reference) {
+  const Schedule schedule =
+      generate(reference.at("schedule").toStringRef(),
+               {.ranks = 2, .microbatches = static_cast<int>(reference.at("microbatches").toInt())});
   std::vector<std::vector<at::Tensor>> weights;
   std::vector<PipelineStage> stages;
   for (int index = 0; index < schedule.stages(); ++index) {
     auto& own = weights.emplace_back();
-    for (const c10::IValue& one : items(peer.stage(index).at("weights"))) {
+    for (const c10::IValue& one : items(reference.stage(index).at("weights"))) {
       own.push_back(one.toTensor().clone().requires_grad_());
     }
-    stages.emplace_back(stage_of(peer.at("model").toStringRef(), own, index == 0, index == schedule.stages() - 1),
+    stages.emplace_back(stage_of(reference.at("model").toStringRef(), own, index == 0, index == schedule.stages() - 1),
                         index, schedule.stages());
   }
   Pipeline pipeline(std::move(stages), schedule, {.loss = squared_error});
-  const std::vector<c10::IValue> losses = peer.losses();
+  const std::vector<c10::IValue> losses = reference.losses();
   for (std::size_t step = 0; step < losses.size(); ++step) {
-    const StepResult result = pipeline.step({peer.at("x")}, {}, peer.at("y"));
+    const StepResult result = pipeline.step({reference.at("x")}, {}, reference.at("y"));
     const std::vector<c10::IValue> expected = items(losses[step]);
     ASSERT_EQ(expected.size(), result.losses.size());
     for (std::size_t i = 0; i < expected.size(); ++i) {
       expect_near(expected[i].toTensor(), result.losses[i], "step " + std::to_string(step) + ", a loss");
     }
     for (int index = 0; index < schedule.stages(); ++index) {
-      const std::vector<c10::IValue> gradients = items(items(peer.stage(index).at("gradients")).at(step));
+      const std::vector<c10::IValue> gradients = items(items(reference.stage(index).at("gradients")).at(step));
       for (std::size_t i = 0; i < gradients.size(); ++i) {
         const at::Tensor& parameter = weights[static_cast<std::size_t>(index)][i];
         expect_near(gradients[i].toTensor(), parameter.grad(),
@@ -108,16 +110,16 @@ void expect_same_training(const PeerRun& peer) {
   }
 }
 
-TEST(PipelinePeer, HasTheSameLossesAndGradientsOverFiveOptimizerSteps) {
+TEST(PipelineReference, HasTheSameLossesAndGradientsOverFiveOptimizerSteps) {
   const std::vector<c10::IValue> rank0 = read_pickled("PENSTOCK_PIPELINES", "rank0.pt");
   const std::vector<c10::IValue> rank1 = read_pickled("PENSTOCK_PIPELINES", "rank1.pt");
   ASSERT_EQ(rank0.size(), rank1.size());
   ASSERT_GE(rank0.size(), 28U);
   for (std::size_t i = 0; i < rank0.size(); ++i) {
-    const PeerRun peer(rank0[i], rank1[i]);
-    SCOPED_TRACE(peer.at("schedule").toStringRef() + ", " + peer.at("model").toStringRef() + ", " +
-                 std::to_string(peer.at("microbatches").toInt()) + " microbatches");
-    expect_same_training(peer);
+    const ReferenceRun reference(rank0[i], rank1[i]);
+    SCOPED_TRACE(reference.at("schedule").toStringRef() + ", " + reference.at("model").toStringRef() + ", " +
+                 std::to_string(reference.at("microbatches").toInt()) + " microbatches");
+    expect_same_training(reference);
     if (HasFailure()) return;
   }
   std::cout << rank0.size() << " trainings agree\n";

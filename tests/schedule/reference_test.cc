@@ -1,5 +1,5 @@
-// Against torch.distributed.pipelining itself: tests/peer/schedules.py has run it and written what it does into the
-// folder that PENSTOCK_PEER names.
+// Against torch.distributed.pipelining itself: tests/reference/schedules.py has run it and written what it does into the
+// folder that PENSTOCK_REFERENCE names.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -34,8 +34,9 @@ struct Case {
 };
 
 std::vector<Case> read_cases(const std::string& file) {
-  const char* const folder = std::getenv("PENSTOCK_PEER");
-  if (folder == nullptr) throw std::runtime_error("PENSTOCK_PEER does not name the folder of tests/peer/schedules.py");
+  const char* const folder = std::getenv("PENSTOCK_REFERENCE");
+  if (folder == nullptr)
+    throw std::runtime_error("PENSTOCK_REFERENCE does not name the folder of tests/reference/schedules.py");
   std::ifstream in(std::filesystem::path(folder) / file);
   if (!in) throw std::runtime_error("there is no " + file + " in " + folder);
   std::vector<Case> cases;
@@ -53,35 +54,35 @@ std::vector<Case> read_cases(const std::string& file) {
   return cases;
 }
 
-TEST(Peer, RunsTheSameComputationsInTheSameOrder) {
+TEST(Reference, RunsTheSameComputationsInTheSameOrder) {
   std::map<std::string, int> agreed;
-  for (const Case& peer : read_cases("orders.txt")) {
-    if (peer.word != "accepted") continue;
-    SCOPED_TRACE(peer.text());
-    ASSERT_EQ(to_csv(peer.ours()), peer.rows);
-    ++agreed[peer.name];
+  for (const Case& reference : read_cases("orders.txt")) {
+    if (reference.word != "accepted") continue;
+    SCOPED_TRACE(reference.text());
+    ASSERT_EQ(to_csv(reference.ours()), reference.rows);
+    ++agreed[reference.name];
   }
   for (const Generator& generator : generators()) EXPECT_GE(agreed[std::string(generator.name)], 20) << generator.name;
 }
 
-TEST(Peer, RefusesMicrobatchesThatWeServeInNoMoreTimeThanItsNextLargerNumber) {
+TEST(Reference, RefusesMicrobatchesThatWeServeInNoMoreTimeThanItsNextLargerNumber) {
   std::map<std::tuple<std::string, int, int>, std::map<int, bool>> accepted;
   const std::vector<Case> cases = read_cases("orders.txt");
-  for (const Case& peer : cases) {
-    accepted[{peer.name, peer.options.ranks, peer.options.stages_per_rank}][peer.options.microbatches] =
-        peer.word == "accepted";
+  for (const Case& reference : cases) {
+    accepted[{reference.name, reference.options.ranks, reference.options.stages_per_rank}]
+            [reference.options.microbatches] = reference.word == "accepted";
   }
   int refused = 0;
-  for (const Case& peer : cases) {
-    if (peer.word == "accepted") continue;
-    SCOPED_TRACE(peer.text());
-    const Schedule schedule = peer.ours();
+  for (const Case& reference : cases) {
+    if (reference.word == "accepted") continue;
+    SCOPED_TRACE(reference.text());
+    const Schedule schedule = reference.ours();
     ASSERT_FALSE(verify(schedule));
-    const auto& known = accepted[{peer.name, peer.options.ranks, peer.options.stages_per_rank}];
-    const auto next = std::find_if(known.upper_bound(peer.options.microbatches), known.end(),
+    const auto& known = accepted[{reference.name, reference.options.ranks, reference.options.stages_per_rank}];
+    const auto next = std::find_if(known.upper_bound(reference.options.microbatches), known.end(),
                                    [](const auto& entry) { return entry.second; });
     if (next == known.end()) continue;
-    Case larger = peer;
+    Case larger = reference;
     larger.options.microbatches = next->first;
     ASSERT_LE(simulate(schedule).makespan, simulate(larger.ours()).makespan)
         << "against " << next->first << " microbatches";
@@ -90,28 +91,28 @@ TEST(Peer, RefusesMicrobatchesThatWeServeInNoMoreTimeThanItsNextLargerNumber) {
   EXPECT_GE(refused, 100);
 }
 
-TEST(Peer, GathersAndFreesTheSameStages) {
+TEST(Reference, GathersAndFreesTheSameStages) {
   const std::vector<Case> cases = read_cases("sharding.txt");
   EXPECT_GE(cases.size(), 100U);
-  for (const Case& peer : cases) {
-    SCOPED_TRACE(peer.text());
-    ASSERT_EQ(to_csv(add_sharding(peer.ours(), std::stoi(peer.word))), peer.rows);
+  for (const Case& reference : cases) {
+    SCOPED_TRACE(reference.text());
+    ASSERT_EQ(to_csv(add_sharding(reference.ours(), std::stoi(reference.word))), reference.rows);
   }
 }
 
-TEST(Peer, MergesTheSameBackwards) {
+TEST(Reference, MergesTheSameBackwards) {
   const std::vector<Case> cases = read_cases("merged.txt");
   EXPECT_GE(cases.size(), 50U);
-  for (const Case& peer : cases) {
-    SCOPED_TRACE(peer.text());
-    ASSERT_EQ(to_csv(merge_backwards(peer.ours())), peer.rows);
+  for (const Case& reference : cases) {
+    SCOPED_TRACE(reference.text());
+    ASSERT_EQ(to_csv(merge_backwards(reference.ours())), reference.rows);
   }
 }
 
-// Apart from where messages stand, lowering is the peer's.
-TEST(Peer, LowersToTheSameWithoutMessages) {
-  for (const Case& peer : read_cases("lowered.txt")) {
-    SCOPED_TRACE(peer.text());
+// Apart from where messages stand, lowering is PyTorch's.
+TEST(Reference, LowersToTheSameWithoutMessages) {
+  for (const Case& reference : read_cases("lowered.txt")) {
+    SCOPED_TRACE(reference.text());
     const auto without_messages = [](const Schedule& schedule) {
       Schedule result = schedule.without_actions();
       for (int rank = 0; rank < schedule.ranks(); ++rank) {
@@ -121,21 +122,21 @@ TEST(Peer, LowersToTheSameWithoutMessages) {
       }
       return result;
     };
-    ASSERT_EQ(to_csv(without_messages(lower(peer.ours()))), to_csv(without_messages(parse_csv(peer.rows))));
+    ASSERT_EQ(to_csv(without_messages(lower(reference.ours()))), to_csv(without_messages(parse_csv(reference.rows))));
   }
 }
 
-TEST(Peer, IsNeverFasterWithItsPlacesOfMessages) {
+TEST(Reference, IsNeverFasterWithItsPlacesOfMessages) {
   Random random = seeded(3);
   std::map<std::string, int> faster;
   std::map<std::string, int> deadlocks;
   int cases = 0;
-  for (const Case& peer : read_cases("lowered.txt")) {
-    SCOPED_TRACE(peer.text());
-    const Schedule ours = lower(peer.ours());
-    const Schedule theirs = parse_csv(peer.rows);
-    // The peer's deferred receives deadlock when sends block; its eager ones do not.
-    if (verify(theirs)) ++deadlocks[peer.word];
+  for (const Case& reference : read_cases("lowered.txt")) {
+    SCOPED_TRACE(reference.text());
+    const Schedule ours = lower(reference.ours());
+    const Schedule theirs = parse_csv(reference.rows);
+    // PyTorch's deferred receives deadlock when sends block; its eager ones do not.
+    if (verify(theirs)) ++deadlocks[reference.word];
     for (int trial = 0; trial < 6; ++trial) {
       Costs costs;
       const auto draw = [&] { return between(random, 1, 40) / 10.0; };
@@ -150,10 +151,10 @@ TEST(Peer, IsNeverFasterWithItsPlacesOfMessages) {
       const double their_time = simulate(theirs, costs).makespan;
       ASSERT_LE(our_time, their_time * (1 + 1e-12)) << "latency " << costs.link.latency;
       ++cases;
-      if (our_time < their_time * (1 - 1e-9)) ++faster[peer.word];
+      if (our_time < their_time * (1 - 1e-9)) ++faster[reference.word];
     }
   }
-  std::cout << "faster than the peer's placement, of " << cases / 2 << " simulations each: eager " << faster["eager"]
+  std::cout << "faster than PyTorch's placement, of " << cases / 2 << " simulations each: eager " << faster["eager"]
             << ", deferred " << faster["deferred"] << "; it deadlocks if sends block: " << deadlocks["deferred"]
             << " deferred\n";
   EXPECT_EQ(deadlocks["eager"], 0);
@@ -162,15 +163,15 @@ TEST(Peer, IsNeverFasterWithItsPlacesOfMessages) {
   EXPECT_GT(faster["deferred"], 0);
 }
 
-// Files for tests/peer/load_csv.py, which loads them in the peer and writes each again.
-TEST(Peer, GetsFilesToLoad) {
+// Files for tests/reference/load_csv.py, which loads them in PyTorch and writes each again.
+TEST(Reference, GetsFilesToLoad) {
   const char* const folder = std::getenv("PENSTOCK_CSV");
   ASSERT_NE(folder, nullptr);
   std::filesystem::remove_all(folder);
   std::filesystem::create_directories(folder);
   Random random = seeded(4);
   for (const Generator& generator : generators()) {
-    // A schedule without backwards is refused by the peer's validation.
+    // A schedule without backwards is refused by PyTorch's validation.
     if (generator.name == "ForwardOnly") continue;
     for (int trial = 0; trial < 25; ++trial) {
       const int ranks = between(random, 1, 6);
@@ -186,13 +187,13 @@ TEST(Peer, GetsFilesToLoad) {
   }
 }
 
-TEST(PeerFiles, LoadHereAsTheyWere) {
+TEST(ReferenceFiles, LoadHereAsTheyWere) {
   const char* const folder = std::getenv("PENSTOCK_CSV");
   ASSERT_NE(folder, nullptr);
   int files = 0;
   for (const auto& entry : std::filesystem::directory_iterator(folder)) {
     const std::string name = entry.path().filename().string();
-    const std::string end = ".peer.csv";
+    const std::string end = ".reference.csv";
     if (!name.ends_with(end)) continue;
     const auto read = [&](const std::string& ending) {
       std::ifstream in(std::filesystem::path(folder) / (name.substr(0, name.size() - end.size()) + ending),

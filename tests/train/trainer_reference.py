@@ -1,6 +1,6 @@
 """Models trained by plain PyTorch in one process, for Trainer to agree with.
 
-    trainer_peer.py DIR
+    trainer_reference.py DIR
 
 Writes DIR/training.safetensors for the GPT of examples/: its first weights "weight.NAME", the batches "ids.I" and
 "target.I" of each step, and the "losses" before each step. AdamW with decoupled decay, the gradients clipped at 0.5, the

@@ -1,4 +1,4 @@
-// Training as plain PyTorch does it: trainer_peer.py has written what that gives.
+// Training as plain PyTorch does it: trainer_reference.py has written what that gives.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -46,7 +46,7 @@ class GivenData final : public Data {
 std::string written(const std::string& name) {
   const char* const folder = std::getenv("PENSTOCK_TRAINING");
   if (folder == nullptr) {
-    throw std::runtime_error("PENSTOCK_TRAINING should be a folder that trainer_peer.py has written.");
+    throw std::runtime_error("PENSTOCK_TRAINING should be a folder that trainer_reference.py has written.");
   }
   return std::string(folder) + "/" + name;
 }
@@ -70,7 +70,7 @@ void take_weights(Trainer& trainer, const std::map<std::string, at::Tensor>& giv
   trainer.load(Checkpoint(kept.path()));
 }
 
-TEST(TrainerPeer, HasTheLossesOfPlainPyTorch) {
+TEST(TrainerReference, HasTheLossesOfPlainPyTorch) {
   const std::map<std::string, at::Tensor> given = tensors_of("training.safetensors");
   const at::Tensor expected = given.at("losses");
   const GivenData data(given);
@@ -94,7 +94,7 @@ TEST(TrainerPeer, HasTheLossesOfPlainPyTorch) {
 
 // 13 rows in 8 microbatches, in two replicas, and three such batches a step: loss, norm and gradients are those of PyTorch
 // on all rows at once. A step of sgd with a learning rate of 1 shows the gradients.
-TEST(TrainerPeer, HasTheLossAndGradientsOfPlainPyTorchOnTheWholeBatch) {
+TEST(TrainerReference, HasTheLossAndGradientsOfPlainPyTorchOnTheWholeBatch) {
   const std::map<std::string, at::Tensor> given = tensors_of("weighted.safetensors");
   const GivenData data(given);
   struct Case {
@@ -148,7 +148,7 @@ TEST(TrainerPeer, HasTheLossAndGradientsOfPlainPyTorchOnTheWholeBatch) {
 }
 
 // A complex parameter, and one whose gradients are sparse in one stage and dense in another.
-TEST(TrainerPeer, StepsComplexAndSparseGradientsAsPlainPyTorch) {
+TEST(TrainerReference, StepsComplexAndSparseGradientsAsPlainPyTorch) {
   const std::map<std::string, at::Tensor> given = tensors_of("strange.safetensors");
   const GivenData data(given);
   for (const std::string optimizer : {"sgd", "adam", "adamw"}) {

@@ -1,6 +1,6 @@
 """Measures steps of torch.distributed.pipelining on two processes with Gloo, one thread each.
 
-bench/runtime.py talks to it: see peer_ranks.py.
+bench/runtime.py talks to it: see torch_ranks.py.
 
     overhead SCHEDULE MICROBATCHES STEPS   seconds for a step, the median of STEPS, on tiny stages
     transformer MICROBATCHES STEPS         the same for 1F1B with the transformer of bench/transformer.h
@@ -10,7 +10,7 @@ bench/runtime.py talks to it: see peer_ranks.py.
 import pathlib
 
 import gpt
-import peer_ranks
+import torch_ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -66,13 +66,13 @@ def time_overhead(rank, name, microbatches, steps):
     microbatches, wide = int(microbatches), 16
     schedule, stages = linear_schedule(name, rank, microbatches, 1, wide)
     x, y = torch.randn(microbatches, wide), torch.randn(microbatches, wide)
-    return peer_ranks.seconds_for_a_step(schedule, stages, x, y, int(steps))
+    return torch_ranks.seconds_for_a_step(schedule, stages, x, y, int(steps))
 
 
 def time_transformer(rank, microbatches, steps):
     schedule, stages = transformer_schedule(rank, int(microbatches))
     text = torch.randint(BYTES, (TEXT_ROWS * int(microbatches), LENGTH + 1))
-    return peer_ranks.seconds_for_a_step(schedule, stages, text[:, :-1], text[:, 1:], int(steps))
+    return torch_ranks.seconds_for_a_step(schedule, stages, text[:, :-1], text[:, 1:], int(steps))
 
 
 def peak_bytes():
@@ -91,7 +91,7 @@ def memory_of_steps(rank, microbatches):
     batch = torch.randn(MEMORY_ROWS * int(microbatches), MEMORY_WIDE)
     forget_peak()
     for _ in range(MEMORY_STEPS):
-        peer_ranks.step(schedule, stages, batch, batch)
+        torch_ranks.step(schedule, stages, batch, batch)
     total = torch.tensor(peak_bytes() - batch.nbytes)
     dist.all_reduce(total)
     return total.item()
@@ -101,4 +101,4 @@ ANSWERS = {"overhead": time_overhead, "transformer": time_transformer, "memory":
 
 
 if __name__ == "__main__":
-    peer_ranks.answer(__file__, ANSWERS)
+    torch_ranks.answer(__file__, ANSWERS)

@@ -1,5 +1,5 @@
-// What torch.distributed.pipelining gets wrong or does not do, done right
-// here. tests/peer/faults.py shows that the faults are there, and tests what the command does.
+// What torch.distributed.pipelining gets wrong or does not do with schedules. Each test is named for what holds here.
+// tests/reference/faults.py shows that the faults are there, and tests what the command does.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 namespace penstock {
 namespace {
 
-TEST(PeerFault, EvaluationOfVSchedulesFails) {
+TEST(TorchRegressions, EvaluationOfVSchedulesIsValid) {
   for (const char* name : {"ZBVZeroBubble", "DualPipeV"}) {
     const Schedule evaluation = drop_backwards(lower(generate(name, {.ranks = 4, .microbatches = 8})));
     EXPECT_FALSE(verify(evaluation)) << name;
@@ -22,14 +22,14 @@ TEST(PeerFault, EvaluationOfVSchedulesFails) {
   }
 }
 
-TEST(PeerFault, EvaluationRunsTheWholeTrainingOrder) {
+TEST(TorchRegressions, EvaluationRunsForwardsAlone) {
   const Schedule training = lower(one_f_one_b(4, 8));
   const Schedule evaluation = drop_backwards(training);
   EXPECT_EQ(simulate(evaluation).makespan, 8 + 3);
   EXPECT_EQ(features_of(evaluation), (Features{.communication = true, .sharding = true}));
 }
 
-TEST(PeerFault, MultiStageSchedulesHaveNoSkips) {
+TEST(TorchRegressions, MultiStageSchedulesHaveSkips) {
   for (const char* name : {"Interleaved1F1B", "ZBVZeroBubble", "DualPipeV", "LoopedBFS", "InterleavedZeroBubble"}) {
     const Schedule schedule = generate(name, {.ranks = 4, .microbatches = 8});
     StageGraph graph(schedule.stages());
@@ -38,7 +38,7 @@ TEST(PeerFault, MultiStageSchedulesHaveNoSkips) {
   }
 }
 
-TEST(PeerFault, ReceivesGrowWithTheNumberOfMicrobatches) {
+TEST(TorchRegressions, ReceivesInFlightAreBounded) {
   const auto receives_at_the_start = [](int microbatches) {
     const Schedule lowered = lower(one_f_one_b(4, microbatches), {.sharding = false});
     const auto actions = lowered.actions(1);
@@ -47,13 +47,13 @@ TEST(PeerFault, ReceivesGrowWithTheNumberOfMicrobatches) {
   EXPECT_EQ(receives_at_the_start(4), receives_at_the_start(64));
 }
 
-TEST(PeerFault, AdjacentHalvesOfABackwardAreNeverMerged) {
+TEST(TorchRegressions, AdjacentHalvesOfABackwardAreMerged) {
   const Schedule merged = merge_backwards(zbv_zero_bubble(4, 8));
   EXPECT_LT(merged.size(), zbv_zero_bubble(4, 8).size());
   EXPECT_FALSE(verify(lower(merged)));
 }
 
-TEST(PeerFault, TheLookAheadOfShardingIsFixed) {
+TEST(TorchRegressions, UnshardLookaheadIsConfigurable) {
   const auto most_gathered = [](int wanted) {
     const Schedule sharded = add_sharding(looped_bfs(2, 6, 4), wanted);
     int gathered = 0;
@@ -67,12 +67,12 @@ TEST(PeerFault, TheLookAheadOfShardingIsFixed) {
   for (int wanted = 1; wanted <= 6; ++wanted) EXPECT_EQ(most_gathered(wanted), wanted);
 }
 
-TEST(PeerFault, LoweringTakesMoreTimeForEachActionTheMoreThereAre) {
-  // Time is measured in bench/; here the size, which would take the peer minutes.
+TEST(TorchRegressions, LoweringTakesLargeSchedules) {
+  // Time is measured in bench/; here the size, which would take PyTorch minutes.
   EXPECT_EQ(lower(interleaved_1f1b(32, 2, 2048), {.sharding = false}).size(), 2U * 64 * 2048 + 4U * 63 * 2048 + 64);
 }
 
-TEST(PeerFault, ASecondRunOfAMicrobatchOutOfOrderIsMatchedByItsNumber) {
+TEST(TorchRegressions, MessagesAreMatchedByTheirMicrobatch) {
   // The last stage takes microbatches in another order than the first; messages say which they are.
   EXPECT_FALSE(verify(lower(parse_csv("0F0,0F1,0B1,0B0\n1F1,1B1,1F0,1B0\n"))));
 }

@@ -1,17 +1,17 @@
-"""Loads the schedules that we wrote into the installed torch.distributed.pipelining ("the peer").
+"""Loads the schedules that we wrote into the installed torch.distributed.pipelining .
 
     load_csv.py DIR [--in-order]
 
-DIR has NAME-RANKS-STAGES_PER_RANK-MICROBATCHES.compute.csv, which the peer loads, lowers, and writes again as
-NAME-RANKS-STAGES_PER_RANK-MICROBATCHES.peer.csv (with CRLF line ends, as its CSV writer does), and .lowered.csv, which
+DIR has NAME-RANKS-STAGES_PER_RANK-MICROBATCHES.compute.csv, which PyTorch loads, lowers, and writes again as
+NAME-RANKS-STAGES_PER_RANK-MICROBATCHES.reference.csv (with CRLF line ends, as its CSV writer does), and .lowered.csv, which
 it loads as they are. It hardly looks at the latter, and its simulator knows neither sharding nor reductions nor pairs,
 so they are run to their end here.
 
-The peer learns from a file which stage lies on which rank, V-shaped or not, and from its name only how many stages and
+PyTorch learns from a file which stage lies on which rank, V-shaped or not, and from its name only how many stages and
 microbatches there are. It refuses schedules of forwards alone, so there are none to give it.
 
-Messages of the peer carry no tag: what a rank receives from another is what that one sent, in the order of the lists.
-A lowered schedule that receives in another order loads, but would compute nonsense if the peer ran it. Such files are
+Messages of PyTorch carry no tag: what a rank receives from another is what that one sent, in the order of the lists.
+A lowered schedule that receives in another order loads, but would compute nonsense if PyTorch ran it. Such files are
 counted, and with --in-order they are failures.
 """
 
@@ -20,7 +20,7 @@ import pathlib
 import sys
 from collections import Counter, defaultdict
 
-from schedules import REFUSALS, peer, stand_ins
+from schedules import REFUSALS, reference, stand_ins
 
 
 class Broken(Exception):
@@ -33,10 +33,10 @@ def parts_of(action):
 
 def sender_of(receive):
     """The SEND that a RECV takes its tensor from."""
-    forwards = receive.computation_type == peer.RECV_F
-    return peer._Action(
+    forwards = receive.computation_type == reference.RECV_F
+    return reference._Action(
         receive.stage_index - 1 if forwards else receive.stage_index + 1,
-        peer.SEND_F if forwards else peer.SEND_B,
+        reference.SEND_F if forwards else reference.SEND_B,
         receive.microbatch_index,
     )
 
@@ -51,7 +51,7 @@ class Runner:
         self.stages = stages
         self.microbatches = microbatches
         self.rank_of = {part.stage_index: rank for rank, parts in enumerate(self.lists) for part in parts}
-        self.sharded = any(part.computation_type == peer.UNSHARD for parts in self.lists for part in parts)
+        self.sharded = any(part.computation_type == reference.UNSHARD for parts in self.lists for part in parts)
         self.done = set()
         self.gathered = set()
         self.weight_gradients = Counter()
@@ -83,57 +83,57 @@ class Runner:
     def take(self, part):
         """Whether the action could run; if so, it has."""
         kind = part.computation_type
-        if part in self.done and kind not in (peer.UNSHARD, peer.RESHARD):
+        if part in self.done and kind not in (reference.UNSHARD, reference.RESHARD):
             raise Broken("it is here a second time")
-        if kind in (peer.SEND_F, peer.SEND_B):
+        if kind in (reference.SEND_F, reference.SEND_B):
             self.require_sent_is_made(part)
-        elif kind in (peer.UNSHARD, peer.RESHARD):
-            if (kind == peer.UNSHARD) == (part.stage_index in self.gathered):
+        elif kind in (reference.UNSHARD, reference.RESHARD):
+            if (kind == reference.UNSHARD) == (part.stage_index in self.gathered):
                 raise Broken(f"stage {part.stage_index} is that already")
             self.gathered ^= {part.stage_index}
-        elif kind == peer.REDUCE_GRAD:
+        elif kind == reference.REDUCE_GRAD:
             if self.weight_gradients[part.stage_index] != self.microbatches:
                 raise Broken(f"{self.weight_gradients[part.stage_index]} of {self.microbatches} weight gradients are made")
-        elif kind in (peer.F, peer.I, peer.W, peer.B):
+        elif kind in (reference.F, reference.I, reference.W, reference.B):
             if self.sharded and part.stage_index not in self.gathered:
                 raise Broken("its stage is sharded")
             if not self.inputs_are_there(part):
                 return False
-            self.weight_gradients[part.stage_index] += kind in (peer.W, peer.B)
+            self.weight_gradients[part.stage_index] += kind in (reference.W, reference.B)
         self.done.add(part)
         return True
 
     def inputs_are_there(self, part):
         stage, kind, microbatch, _ = part
-        if kind == peer.F:
-            return stage == 0 or self.arrived(part, stage - 1, (peer.F,), peer.RECV_F)
-        own = peer.I if kind == peer.W else peer.F
-        if peer._Action(stage, own, microbatch) not in self.done:
-            raise Broken(f"it comes before {peer._Action(stage, own, microbatch)}")
-        if kind == peer.W or stage == self.stages - 1:
+        if kind == reference.F:
+            return stage == 0 or self.arrived(part, stage - 1, (reference.F,), reference.RECV_F)
+        own = reference.I if kind == reference.W else reference.F
+        if reference._Action(stage, own, microbatch) not in self.done:
+            raise Broken(f"it comes before {reference._Action(stage, own, microbatch)}")
+        if kind == reference.W or stage == self.stages - 1:
             return True
-        return self.arrived(part, stage + 1, (peer.I, peer.B), peer.RECV_B)
+        return self.arrived(part, stage + 1, (reference.I, reference.B), reference.RECV_B)
 
     def arrived(self, part, source, makers, receive):
         if self.rank_of[source] == self.rank_of[part.stage_index]:
-            if not any(peer._Action(source, maker, part.microbatch_index) in self.done for maker in makers):
+            if not any(reference._Action(source, maker, part.microbatch_index) in self.done for maker in makers):
                 raise Broken(f"stage {source} of the same rank has not made its input")
             return True
-        posted = peer._Action(part.stage_index, receive, part.microbatch_index)
+        posted = reference._Action(part.stage_index, receive, part.microbatch_index)
         if posted not in self.done:
             raise Broken(f"there is no {posted} before it")
         return sender_of(posted) in self.done
 
     def require_sent_is_made(self, send):
-        makers = (peer.F,) if send.computation_type == peer.SEND_F else (peer.I, peer.B)
-        if not any(peer._Action(send.stage_index, maker, send.microbatch_index) in self.done for maker in makers):
+        makers = (reference.F,) if send.computation_type == reference.SEND_F else (reference.I, reference.B)
+        if not any(reference._Action(send.stage_index, maker, send.microbatch_index) in self.done for maker in makers):
             raise Broken("it sends what has not been made")
 
     def require_complete(self):
         if self.gathered:
             raise Broken(f"stages {sorted(self.gathered)} stay gathered")
-        received = {sender_of(part) for part in self.done if part.computation_type in (peer.RECV_F, peer.RECV_B)}
-        sent = {part for part in self.done if part.computation_type in (peer.SEND_F, peer.SEND_B)}
+        received = {sender_of(part) for part in self.done if part.computation_type in (reference.RECV_F, reference.RECV_B)}
+        sent = {part for part in self.done if part.computation_type in (reference.SEND_F, reference.SEND_B)}
         if received != sent:
             raise Broken(f"sent and never received, or the other way round: {sorted(map(str, received ^ sent))}")
 
@@ -144,10 +144,10 @@ class Runner:
         for rank, parts in enumerate(self.lists):
             for part in parts:
                 kind = part.computation_type
-                if kind in (peer.SEND_F, peer.SEND_B):
-                    to_stage = part.stage_index + (1 if kind == peer.SEND_F else -1)
+                if kind in (reference.SEND_F, reference.SEND_B):
+                    to_stage = part.stage_index + (1 if kind == reference.SEND_F else -1)
                     sent[rank, self.rank_of[to_stage]].append(part)
-                elif kind in (peer.RECV_F, peer.RECV_B):
+                elif kind in (reference.RECV_F, reference.RECV_B):
                     send = sender_of(part)
                     received[self.rank_of[send.stage_index], rank].append(send)
         return sent == received
@@ -156,15 +156,15 @@ class Runner:
 def load(path, form):
     name, ranks, stages_per_rank, microbatches = path.name.split(".")[0].rsplit("-", 3)
     ranks, stages_per_rank, microbatches = int(ranks), int(stages_per_rank), int(microbatches)
-    runtime = peer._PipelineScheduleRuntime(stand_ins(ranks, stages_per_rank), microbatches)
+    runtime = reference._PipelineScheduleRuntime(stand_ins(ranks, stages_per_rank), microbatches)
     runtime._load_csv(str(path), format=form)
     return runtime
 
 
 def main():
-    arguments = argparse.ArgumentParser(description="Loads our schedules into the installed peer.")
+    arguments = argparse.ArgumentParser(description="Loads our schedules into the installed reference.")
     arguments.add_argument("directory", metavar="DIR", type=pathlib.Path)
-    arguments.add_argument("--in-order", action="store_true", help="fail where the peer would mix up messages")
+    arguments.add_argument("--in-order", action="store_true", help="fail where PyTorch would mix up messages")
     options = arguments.parse_args()
 
     loaded = Counter()
@@ -177,7 +177,7 @@ def main():
         try:
             runtime = load(path, form)
             if form == "compute_only":
-                again = path.with_name(path.name.replace(".compute.csv", ".peer.csv"))
+                again = path.with_name(path.name.replace(".compute.csv", ".reference.csv"))
                 runtime._dump_csv(str(again), format="compute_only")
             else:
                 lists = [runtime.pipeline_order_with_comms[rank] for rank in range(runtime.pp_group_size)]

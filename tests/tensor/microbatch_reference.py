@@ -1,6 +1,6 @@
-"""Asks the installed torch.distributed.pipelining ("the peer") to split and merge nested values, for our tests to compare.
+"""Asks the installed torch.distributed.pipelining  to split and merge nested values, for our tests to compare.
 
-    microbatch_peer.py OUTDIR [--cases 3000] [--seed 1]
+    microbatch_reference.py OUTDIR [--cases 3000] [--seed 1]
 
 OUTDIR/cases.pt is a list of cases, written by torch.save for torch::pickle_load. A case is a dict:
 
@@ -10,7 +10,7 @@ OUTDIR/cases.pt is a list of cases, written by torch.save for torch::pickle_load
     debug                     whether chunks are masked whole tensors
     raised                    what a right answer raises, "" when it answers
     split_args, split_kwargs  a right answer: a list of tuples and a list of dicts
-    fault                     "" when the peer gives the right answer, else why it does not (peer.md, item 29)
+    fault                     "" when PyTorch gives the right answer, else why it does not (reference.md, item 29)
     merges                    a list of merges, each a dict of
         name, debug, raised, fault as above
         chunks                what is merged; "args" or "kwargs" for those of the split, as they are
@@ -19,7 +19,7 @@ OUTDIR/cases.pt is a list of cases, written by torch.save for torch::pickle_load
 
 A spec is a structure of d for TensorChunkSpec(d), "R" for _Replicate, "S" for sum_reducer, and None for None.
 
-The right answer is the peer's own, after care for what it does not see: structures that differ are an error, as are no
+The right answer is PyTorch's own, after care for what it does not see: structures that differ are an error, as are no
 chunks at all, dicts are matched by key, containers may have no leaves, and replicated values are compared as a whole.
 """
 
@@ -37,7 +37,7 @@ warnings.filterwarnings("ignore", message="Using a non-tuple sequence")
 warnings.filterwarnings("ignore", message="Casting complex values")
 
 import torch
-from torch.distributed.pipelining import microbatch as peer
+from torch.distributed.pipelining import microbatch as reference
 
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 OTHER = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128)
@@ -99,27 +99,27 @@ def in_order_of(model, value):
 def decoded(spec):
     def one(leaf):
         if leaf == "R":
-            return peer._Replicate()
+            return reference._Replicate()
         if leaf == "S":
-            return peer.sum_reducer
-        return leaf if leaf is None else peer.TensorChunkSpec(leaf)
+            return reference.sum_reducer
+        return leaf if leaf is None else reference.TensorChunkSpec(leaf)
 
     return map_leaves(one, spec)
 
 
 def optional(spec):
-    """() or (spec,) as the peer takes it."""
+    """() or (spec,) as PyTorch takes it."""
     return decoded(spec[0]) if spec else None
 
 
-# The peer, and what would be right
+# PyTorch, and what would be right
 
 
 def answer_of(act):
     """What it raised, "" for nothing, and what it answered."""
     try:
         return "", act()
-    except Exception as error:  # the peer raises whatever the first thing to go wrong raises
+    except Exception as error:  # PyTorch raises whatever the first thing to go wrong raises
         return f"{type(error).__name__}: {error}"[:200], None
 
 
@@ -162,11 +162,11 @@ def right_split(args, kwargs, chunks, args_spec, kwargs_spec):
     for value, spec in ((args, args_spec), (kwargs, kwargs_spec)):
         if spec and not same_structure(value, spec[0]):
             return "structures differ", None
-    # A replicated number more changes nothing, except that the peer then meets a leaf.
+    # A replicated number more changes nothing, except that PyTorch then meets a leaf.
     args_spec = decoded((*in_order_of(args, args_spec[0]), "R")) if args_spec else None
     kwargs_spec = decoded({**in_order_of(kwargs, kwargs_spec[0]), " more": "R"}) if kwargs_spec else None
     raised, answer = answer_of(
-        lambda: peer.split_args_kwargs_into_chunks((*args, 0), {**kwargs, " more": 0}, chunks, args_spec, kwargs_spec)
+        lambda: reference.split_args_kwargs_into_chunks((*args, 0), {**kwargs, " more": 0}, chunks, args_spec, kwargs_spec)
     )
     if raised:
         return raised, None
@@ -196,16 +196,16 @@ def right_merge(chunks, spec):
     if drops_chunks(chunks, spec):
         return "shapes differ", None
     if not spec:
-        return answer_of(lambda: peer.merge_chunks(chunks, None))
+        return answer_of(lambda: reference.merge_chunks(chunks, None))
     chunks = [
         map_leaves(lambda kind, leaf: Whole(leaf) if kind in ("R", None) else leaf, spec[0], chunk) for chunk in chunks
     ]
-    raised, merged = answer_of(lambda: peer.merge_chunks(chunks, decoded(spec[0])))
+    raised, merged = answer_of(lambda: reference.merge_chunks(chunks, decoded(spec[0])))
     return raised, None if raised else map_leaves(lambda leaf: leaf.value if isinstance(leaf, Whole) else leaf, merged)
 
 
 def fault_of(plain, right, values, specs, otherwise):
-    """Why the peer's plain answer is not the right one; "" when it is."""
+    """Why PyTorch's plain answer is not the right one; "" when it is."""
     if identical_answers(plain, right):
         return ""
     if any(not same_structure(value, spec) for value, spec in zip(values, specs, strict=True)):
@@ -218,9 +218,9 @@ def fault_of(plain, right, values, specs, otherwise):
 
 
 def split(args, kwargs, chunks, args_spec, kwargs_spec):
-    """What a right answer raises, the answer, and the peer's fault."""
+    """What a right answer raises, the answer, and PyTorch's fault."""
     plain = answer_of(
-        lambda: peer.split_args_kwargs_into_chunks(args, kwargs, chunks, optional(args_spec), optional(kwargs_spec))
+        lambda: reference.split_args_kwargs_into_chunks(args, kwargs, chunks, optional(args_spec), optional(kwargs_spec))
     )
     right = right_split(args, kwargs, chunks, args_spec, kwargs_spec)
     specs = [spec[0] if spec else value for value, spec in ((args, args_spec), (kwargs, kwargs_spec))]
@@ -228,7 +228,7 @@ def split(args, kwargs, chunks, args_spec, kwargs_spec):
 
 
 def merge(chunks, spec):
-    plain = answer_of(lambda: peer.merge_chunks(chunks, optional(spec)))
+    plain = answer_of(lambda: reference.merge_chunks(chunks, optional(spec)))
     right = right_merge(chunks, spec)
     if not chunks:
         return *right, "" if plain[0] else "merges no chunks at all"
@@ -417,7 +417,7 @@ def drawn_specs(draw, args, kwargs):
     which = 0 if args and (not kwargs or draw.percent(60)) else 1
     while True:
         damaged = draw.damaged(specs[which], draw.wrong_spec)
-        # A list for the tuple of args is the peer's to allow.
+        # A list for the tuple of args is PyTorch's to allow.
         if which == 1 or not isinstance(damaged, list):
             break
     specs[which] = damaged
@@ -510,7 +510,7 @@ def case(seed, number):
     args, kwargs, chunks = drawn_args(draw)
     name, args_spec, kwargs_spec = drawn_specs(draw, args, kwargs)
     debug = draw.percent(8)
-    peer._debug_mask_minibatches = debug
+    reference._debug_mask_minibatches = debug
     raised, answer, fault = split(args, kwargs, chunks, args_spec, kwargs_spec)
     split_args, split_kwargs = answer if answer else ([], [])
     merges = []
@@ -542,7 +542,7 @@ def print_tally(title, records):
 
 
 def main():
-    arguments = argparse.ArgumentParser(description="Writes how the installed peer splits and merges, for our tests.")
+    arguments = argparse.ArgumentParser(description="Writes how the installed reference splits and merges, for our tests.")
     arguments.add_argument("folder", metavar="OUTDIR", type=pathlib.Path)
     arguments.add_argument("--cases", type=int, default=3000, help="(default: %(default)s)")
     arguments.add_argument("--seed", type=int, default=1, help="(default: %(default)s)")
@@ -552,7 +552,7 @@ def main():
     cases = [case(options.seed, number) for number in range(options.cases)]
     options.folder.mkdir(parents=True, exist_ok=True)
     torch.save(cases, options.folder / "cases.pt")
-    print(f"seed {options.seed}, {len(cases)} cases; where it says what the peer does, it is wrong")
+    print(f"seed {options.seed}, {len(cases)} cases; where it says what PyTorch does, it is wrong")
     print_tally("splits", cases)
     print_tally("merges", [record for one in cases for record in one["merges"]])
     return 0

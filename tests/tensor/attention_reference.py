@@ -1,6 +1,6 @@
-"""Asks torch.nn.attention.flex_attention ("the peer") for masks and attention, and writes them down for our tests.
+"""Asks torch.nn.attention.flex_attention  for masks and attention, and writes them down for our tests.
 
-    attention_peer.py OUTDIR [--seed N]
+    attention_reference.py OUTDIR [--seed N]
 
 Nothing is kept in the repository: the answers are made when the tests run, by the version that is installed. Both files
 are lists of dicts, written by torch.save:
@@ -24,10 +24,10 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import torch
 from torch.distributed.pipelining.microbatch import _split_block_mask
-from torch.nn.attention import flex_attention as peer
+from torch.nn.attention import flex_attention as reference
 
 # Else it compiles its reference for each call. The numbers are the same.
-peer._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+reference._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
 
 FIELDS = (
     "kv_num_blocks",
@@ -97,7 +97,7 @@ def parts_by_index(mask, random_source):
                 numbers = [random_source.randrange(size)]
                 index.append(torch.tensor(numbers))
             words.append([kind, *map(str, numbers)])
-        # The peer gives indices together to one tensor; several of them would be paired, and not crossed.
+        # PyTorch gives indices together to one tensor; several of them would be paired, and not crossed.
         if sum(word[0] == "tensor" for word in words) > 1:
             continue
         parts.append({"index": words, "fields": fields(mask[tuple(index)])})
@@ -112,14 +112,14 @@ def chunks_of(mask, random_source):
     return [
         {
             "fields": fields(chunk),
-            "allowed": peer.create_mask(chunk.mask_mod, chunk.kv_num_blocks.size(0), heads, *chunk.seq_lengths, "cpu"),
+            "allowed": reference.create_mask(chunk.mask_mod, chunk.kv_num_blocks.size(0), heads, *chunk.seq_lengths, "cpu"),
         }
         for chunk in chunks
     ]
 
 
 def mask_case(random_source, rule, argument, mask_mod, batch, heads, q_len, kv_len, block):
-    mask = peer.create_block_mask(mask_mod, batch, heads, q_len, kv_len, device="cpu", BLOCK_SIZE=block)
+    mask = reference.create_block_mask(mask_mod, batch, heads, q_len, kv_len, device="cpu", BLOCK_SIZE=block)
     sizes = mask.kv_num_blocks.shape
     return {
         "rule": rule,
@@ -194,7 +194,7 @@ def attention_cases(generator):
                     )
                     mask = None
                     if allowed is not None:
-                        mask = peer.create_block_mask(
+                        mask = reference.create_block_mask(
                             looked_up(allowed), *allowed.shape[:2], q_len, kv_len, device="cpu", BLOCK_SIZE=32
                         )
                         # It asks for the query's own row and head, also when the mask has one.
@@ -202,7 +202,7 @@ def attention_cases(generator):
                         mask.mask_mod = looked_up(whole)
                     score_mod = {"none": None, "alibi": alibi(heads), "soft_cap": soft_cap}[modification]
                     scale = 0.3 if kind == "window" else None
-                    out = peer.flex_attention(
+                    out = reference.flex_attention(
                         query, key, value, score_mod, mask, scale=scale, enable_gqa=heads != kv_heads
                     )
                     yield {
@@ -218,7 +218,7 @@ def attention_cases(generator):
 
 
 def main():
-    arguments = argparse.ArgumentParser(description="Writes the peer's block masks and attention for our tests.")
+    arguments = argparse.ArgumentParser(description="Writes PyTorch's block masks and attention for our tests.")
     arguments.add_argument("folder", type=pathlib.Path)
     arguments.add_argument("--seed", type=int, default=0)
     options = arguments.parse_args()

@@ -1,4 +1,4 @@
-// Faults of the peer's tracing that cutting a program does not have, each named for what goes wrong there.
+// What torch.distributed.pipelining gets wrong when it traces and cuts a model. Each test is named for what holds here.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -23,7 +23,7 @@ Program from_zoo(const std::string& name) {
   return zoo_model(name).program();
 }
 
-TEST(PeerFaults, SharedParametersAreCopiedAndNobodyAddsUpTheirGradients) {
+TEST(TorchRegressions, SharedParametersHaveTheirGradientsSummed) {
   const Pipe pipe = pipeline(exported("tied"), {{"head", kBegin}});
   const Outcome found = run_in_stages(pipe, in_a_row("1F1B", 2));
   const at::Tensor first = found.gradients.at({0, "embedding.weight"});
@@ -43,7 +43,7 @@ TEST(PeerFaults, SharedParametersAreCopiedAndNobodyAddsUpTheirGradients) {
   EXPECT_TRUE(same_bits(copies[0], copies[1]));
 }
 
-TEST(PeerFaults, StagesOfATracedModelStayInTrainingModeForEver) {
+TEST(TorchRegressions, StagesSwitchBetweenTrainingAndEvaluation) {
   Pipe pipe = pipeline(exported("dropouts"), 2);
   const Schedule schedule = in_a_row("1F1B", 2);
   Pipeline pipeline(pipe.build_stages(), pipe.wiring(), schedule, options_of(pipe));
@@ -65,7 +65,7 @@ TEST(PeerFaults, StagesOfATracedModelStayInTrainingModeForEver) {
   EXPECT_FALSE(same_bits(evaluated(), evaluated()));
 }
 
-TEST(PeerFaults, ValuesThatSeveralStagesUseCannotBeTrained) {
+TEST(TorchRegressions, ValuesThatSeveralStagesUseAreTrained) {
   const auto cut = [](const std::string& name, const SplitSpec& spec) {
     return [=] { return pipeline(from_zoo(name), spec); };
   };
@@ -78,26 +78,26 @@ TEST(PeerFaults, ValuesThatSeveralStagesUseCannotBeTrained) {
   expect_what_one_process_gives([] { return pipeline(from_zoo("unet"), 4); }, in_a_row("Interleaved1F1B", 2, 2));
 }
 
-TEST(PeerFaults, AnInputThatALaterStageIsTheFirstToUseCannotBeRun) {
+TEST(TorchRegressions, AnInputMayFirstBeUsedByALaterStage) {
   const MakePipe make = [] { return pipeline(from_zoo("late_input"), {{"layers.0", kBegin}, {"layers.1", kBegin}}); };
   expect_what_one_process_gives(make, in_a_row("1F1B", 3));
 }
 
-TEST(PeerFaults, KeywordArgumentsAreLostWhereALaterStageTakesThem) {
+TEST(TorchRegressions, KeywordArgumentsReachLaterStages) {
   // `y` is a keyword argument.
   const MakePipe make = [] {
-    return pipeline(from_zoo("peer_example"), [](const Node& node) { return node.name == "mm" ? 0 : 1; });
+    return pipeline(from_zoo("reference_example"), [](const Node& node) { return node.name == "mm" ? 0 : 1; });
   };
   expect_what_one_process_gives(make, in_a_row("1F1B", 2));
 }
 
-TEST(PeerFaults, AModelCanBeCutOnlyOnce) {
+TEST(TorchRegressions, AModelCanBeCutAgain) {
   const Program program = exported("dropouts");
   for (int i = 0; i < 3; ++i) EXPECT_EQ(pipeline(program, {{"blocks.1", kBegin}}).num_stages(), 2);
   EXPECT_EQ(pipeline(program, {{"blocks.2", kBegin}}).num_stages(), 2);
 }
 
-TEST(PeerFaults, MarksInARowLeaveStagesThatThereAreNot) {
+TEST(TorchRegressions, ConsecutiveMarksMakeOneCut) {
   const Pipe pipe = pipeline(exported("leading_marks"));
   ASSERT_EQ(pipe.num_stages(), 2);
   for (int stage = 0; stage < 2; ++stage) EXPECT_FALSE(pipe.get_stage_module(stage).parameters.empty());
@@ -105,7 +105,7 @@ TEST(PeerFaults, MarksInARowLeaveStagesThatThereAreNot) {
   expect_what_one_process_gives([] { return pipeline(from_zoo("consecutive_marks")); }, in_a_row("1F1B", 2));
 }
 
-TEST(PeerFaults, BuffersThatAStateDictDoesNotHaveAreInTheStages) {
+TEST(TorchRegressions, NonPersistentBuffersAreNotInTheStateDict) {
   const Pipe pipe = pipeline(exported("tied"), {{"frozen", kBegin}});
   bool used = false;
   for (const auto& [name, buffer] : pipe.get_stage_module(0).buffers) used = used || name == "scale.shift";
@@ -115,7 +115,7 @@ TEST(PeerFaults, BuffersThatAStateDictDoesNotHaveAreInTheStages) {
   }
 }
 
-TEST(PeerFaults, MultiUseParameterConfigIsIgnored) {
+TEST(TorchRegressions, MultiUseParameterConfigIsFollowed) {
   const Program program = exported("tied");
   const std::vector<int> cut = split_at(program, {{"head", kBegin}});
   const Pipe copied(program, cut, MultiUseParameterConfig::REPLICATE);
@@ -131,7 +131,7 @@ TEST(PeerFaults, MultiUseParameterConfigIsIgnored) {
   EXPECT_EQ(sent.info().crossings.size(), copied.info().crossings.size() + 1);
 }
 
-TEST(PeerFaults, BatchNormalisationSeesOneBatchTooMany) {
+TEST(TorchRegressions, BatchNormalisationSeesEachMicrobatchOnce) {
   const Pipe pipe = pipeline(exported("norms"), 2);
   const Outcome found = run_in_stages(pipe, in_a_row("1F1B", 2));
   int counters = 0;
@@ -143,7 +143,7 @@ TEST(PeerFaults, BatchNormalisationSeesOneBatchTooMany) {
   EXPECT_EQ(counters, 2);
 }
 
-TEST(PeerFaults, IndicesFlagsAndViewsBetweenStagesFail) {
+TEST(TorchRegressions, IndicesFlagsAndViewsPassBetweenStages) {
   const MakePipe make = [] { return pipeline(exported("indices"), {{"look", kBegin}, {"head", kBegin}}); };
   expect_what_one_process_gives(make, in_a_row("1F1B", 3));
   const MakePipe two = [] { return pipeline(exported("indices"), {{"look", kBegin}}); };
@@ -151,7 +151,7 @@ TEST(PeerFaults, IndicesFlagsAndViewsBetweenStagesFail) {
   expect_what_one_process_gives([] { return pipeline(exported("indices"), 4); }, in_a_row("ZBVZeroBubble", 2, 2));
 }
 
-TEST(PeerFaults, DictOutputsFail) {
+TEST(TorchRegressions, DictOutputsAreMerged) {
   const Pipe pipe = pipeline(exported("indices"), {{"head", kBegin}});
   Pipeline pipeline(pipe.build_stages(), pipe.wiring(), in_a_row("1F1B", 2), options_of(pipe));
   const Arguments batch = batch_of(pipe.program());
@@ -159,7 +159,7 @@ TEST(PeerFaults, DictOutputsFail) {
   EXPECT_EQ(output.toGenericDict().at("logits").toTensor().size(0), 3 * kMicrobatches);
 }
 
-TEST(PeerFaults, SizesThatTheExportDoesNotAllowAreRunAllTheSame) {
+TEST(TorchRegressions, SizesThatTheExportDoesNotAllowAreRefused) {
   const Pipe pipe = pipeline(exported("pair"), 2);
   Pipeline pipeline(pipe.build_stages(), pipe.wiring(), in_a_row("1F1B", 2), options_of(pipe));
   try {

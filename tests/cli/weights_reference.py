@@ -1,11 +1,11 @@
 """What weights_test.py needs PyTorch for.
 
-    weights_peer.py data DIRECTORY                         batches for the model `tied` of models.py
-    weights_peer.py weights MODEL.pt2 SEED DIRECTORY       random weights for a model, in every form that is read
-    weights_peer.py run MODEL.pt2 INPUTS OUTPUT            what a program computes for two rows at a time
-    weights_peer.py state MODEL.pt2 FILE                   the state_dict of a program
-    weights_peer.py models DIRECTORY                       models with batches for them: classes, squares, own_loss
-    weights_peer.py eval MODEL.pt2 LOSS FILE…              loss, accuracy and perplexity over batches, as JSON
+    weights_reference.py data DIRECTORY                         batches for the model `tied` of models.py
+    weights_reference.py weights MODEL.pt2 SEED DIRECTORY       random weights for a model, in every form that is read
+    weights_reference.py run MODEL.pt2 INPUTS OUTPUT            what a program computes for two rows at a time
+    weights_reference.py state MODEL.pt2 FILE                   the state_dict of a program
+    weights_reference.py models DIRECTORY                       models with batches for them: classes, squares, own_loss
+    weights_reference.py eval MODEL.pt2 LOSS FILE…              loss, accuracy and perplexity over batches, as JSON
 """
 
 import json

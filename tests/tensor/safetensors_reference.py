@@ -1,19 +1,19 @@
-"""Files for and from Python's `safetensors` package ("the peer"), for SafetensorsPeer.* of safetensors_test.cc.
+"""Files for and from Python's `safetensors` package , for SafetensorsReference.* of safetensors_test.cc.
 
-    safetensors_peer.py write DIR [--files N] [--mutations N] [--seed S]
-    safetensors_peer.py check DIR
+    safetensors_reference.py write DIR [--files N] [--mutations N] [--seed S]
+    safetensors_reference.py check DIR
 
-`write` lets the peer write N.safetensors, each with a listing N.txt of what is in it: lines
+`write` lets PyTorch write N.safetensors, each with a listing N.txt of what is in it: lines
 
     tensor NAME DTYPE SHAPE BYTES
     metadata KEY VALUE
 
 with names, bytes, keys and values in hexadecimal, the dtype by torch's name, the shape as 2x3, and - for what is empty.
 It also writes mutations.txt, with a line "accepted BYTES" or "refused BYTES" for each file that was damaged at random:
-what the peer says of it.
+what PyTorch says of it.
 
-The test reads the files, compares, and writes N.ours.safetensors. `check` lets the peer read those, compares them with
-the listings, and with the peer's own files byte by byte.
+The test reads the files, compares, and writes N.ours.safetensors. `check` lets PyTorch read those, compares them with
+the listings, and with PyTorch's own files byte by byte.
 """
 
 import argparse
@@ -28,7 +28,7 @@ import safetensors
 
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
-# The dtypes that both the peer and torch have, with the bytes of an element.
+# The dtypes that both PyTorch and torch have, with the bytes of an element.
 DTYPES = {
     "bool": 1,
     "float4_e2m1fn_x2": 1,
@@ -77,7 +77,7 @@ def file_at_random(rng, most=12):
     return tensors, metadata
 
 
-def peers_bytes(tensors, metadata):
+def references_bytes(tensors, metadata):
     buffers = {name: ctypes.create_string_buffer(data, max(len(data), 1)) for name, (_, _, data) in tensors.items()}
     specs = {
         name: safetensors.TensorSpec(
@@ -166,17 +166,17 @@ def write(folder, files, mutations, rng):
         old.unlink()
     for number in range(files):
         tensors, metadata = file_at_random(rng)
-        (folder / f"{number}.safetensors").write_bytes(peers_bytes(tensors, metadata))
+        (folder / f"{number}.safetensors").write_bytes(references_bytes(tensors, metadata))
         (folder / f"{number}.txt").write_text(listing_of(tensors, metadata))
     with open(folder / "mutations.txt", "w") as out:
         for _ in range(mutations):
-            data = damaged(rng, peers_bytes(*file_at_random(rng, most=3)))
+            data = damaged(rng, references_bytes(*file_at_random(rng, most=3)))
             out.write(f"{verdict_on(data)} {data.hex()}\n")
     print(f"{files} files and {mutations} mutations in {folder}")
 
 
 def differences(path, tensors, metadata):
-    """Yields a sentence for each thing that the peer reads in `path` and that is not as listed."""
+    """Yields a sentence for each thing that PyTorch reads in `path` and that is not as listed."""
     with safetensors.safe_open(path, framework="pt") as file:
         if (file.metadata() or {}) != metadata:
             yield f"metadata {file.metadata()}, not {metadata}"
@@ -198,11 +198,11 @@ def check(folder):
         ours = folder / f"{listing.stem}.ours.safetensors"
         tensors, metadata = read_listing(listing.read_text())
         found = list(differences(ours, tensors, metadata)) if ours.exists() else ["is missing"]
-        # The peer writes the keys of metadata in an order that changes from run to run.
+        # PyTorch writes the keys of metadata in an order that changes from run to run.
         if not found and len(metadata) < 2:
             same += 1
             if ours.read_bytes() != (folder / f"{listing.stem}.safetensors").read_bytes():
-                found.append("has other bytes than the peer's file")
+                found.append("has other bytes than PyTorch's file")
         for difference in found if failures < 10 else []:
             print(f"{ours}: {difference}", file=sys.stderr)
         failures += bool(found)

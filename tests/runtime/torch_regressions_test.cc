@@ -1,4 +1,4 @@
-// Faults of the peer that a step does not have, each named for what goes wrong there.
+// What torch.distributed.pipelining gets wrong in a step. Each test is named for what holds here.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -22,7 +22,7 @@
 namespace penstock::testing {
 namespace {
 
-TEST(PeerFaults, TwoAccumulatedStepsAreNotTheSum) {
+TEST(TorchRegressions, TwoAccumulatedStepsAreTheSum) {
   const Model model = perceptron(2);
   Schedule1F1B pipeline(model.pipeline_stages(), 4, {.loss = squared_error});
   pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
@@ -32,7 +32,7 @@ TEST(PeerFaults, TwoAccumulatedStepsAreNotTheSum) {
   for (std::size_t i = 0; i < once.size(); ++i) EXPECT_TRUE(at::allclose(once[i] * 2, twice[i], 1e-5, 1e-8));
 }
 
-TEST(PeerFaults, EvaluationRescalesGradients) {
+TEST(TorchRegressions, EvaluationLeavesGradientsUntouched) {
   const Model model = perceptron(2);
   ScheduleGPipe pipeline(model.pipeline_stages(), 4, {.loss = squared_error});
   pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
@@ -41,7 +41,7 @@ TEST(PeerFaults, EvaluationRescalesGradients) {
   expect_equal(before, gradients_of(model));
 }
 
-TEST(PeerFaults, EvaluationOfAVFails) {
+TEST(TorchRegressions, EvaluationOfAVPlacementRuns) {
   for (const char* name : {"ZBVZeroBubble", "DualPipeV"}) {
     const Model model = perceptron(4);
     Pipeline pipeline = get_schedule_class(name)(model.pipeline_stages(), 4, {.loss = squared_error});
@@ -49,7 +49,7 @@ TEST(PeerFaults, EvaluationOfAVFails) {
   }
 }
 
-TEST(PeerFaults, LargerBatchesLaterEndTheProcess) {
+TEST(TorchRegressions, LaterBatchesMayBeLarger) {
   const Model model = perceptron(2);
   Schedule1F1B pipeline(model.pipeline_stages(), 4, {.loss = squared_error});
   for (const std::int64_t count : {8, 16, 5, 31, 4}) {
@@ -58,7 +58,7 @@ TEST(PeerFaults, LargerBatchesLaterEndTheProcess) {
   }
 }
 
-TEST(PeerFaults, DictOutputsFail) {
+TEST(TorchRegressions, DictOutputsAreMerged) {
   Model model = perceptron(2);
   const auto before = model.stages[1].forward;
   model.stages[1].forward = [before](const Args& args, const Kwargs& kwargs) -> c10::IValue {
@@ -75,7 +75,7 @@ TEST(PeerFaults, DictOutputsFail) {
   EXPECT_TRUE(model.stages[0].parameters[0].second.grad().defined());
 }
 
-TEST(PeerFaults, NestedTargetsFail) {
+TEST(TorchRegressions, NestedTargetsAreSplit) {
   const Model model = perceptron(2);
   PipelineOptions options;
   options.loss = [](const c10::IValue& output, const c10::IValue& target, const Kwargs&) {
@@ -89,7 +89,7 @@ TEST(PeerFaults, NestedTargetsFail) {
   EXPECT_TRUE(at::equal(plain.losses[1] * 2, result.losses[1]));
 }
 
-TEST(PeerFaults, MicrobatchesOutOfOrderAreTakenForOneAnother) {
+TEST(TorchRegressions, MicrobatchesMayComeOutOfOrder) {
   const Schedule schedule = lower(parse_csv("0F0,0F1,0F2,0B2,0B0,0B1\n1F2,1F0,1F1,1B2,1B0,1B1\n"));
   const Model model = perceptron(2);
   Pipeline pipeline(model.pipeline_stages(), schedule, {.loss = squared_error});
@@ -104,7 +104,7 @@ TEST(PeerFaults, MicrobatchesOutOfOrderAreTakenForOneAnother) {
   for (std::size_t i = 0; i < found.size(); ++i) EXPECT_TRUE(at::allclose(gradients[i], found[i], 1e-5, 1e-8));
 }
 
-TEST(PeerFaults, ZeroBubbleLosesTheWeightGradientsOfAStageAfterAFrozenOne) {
+TEST(TorchRegressions, ZeroBubbleComputesWeightGradientsAfterAFrozenStage) {
   const Model model = perceptron(4);
   for (const auto& [name, parameter] : model.stages[0].parameters) parameter.requires_grad_(false);
   for (const char* name : {"ZBVZeroBubble", "InterleavedZeroBubble"}) {
@@ -120,7 +120,7 @@ TEST(PeerFaults, ZeroBubbleLosesTheWeightGradientsOfAStageAfterAFrozenOne) {
   }
 }
 
-TEST(PeerFaults, ModulesRunOnceMoreThanThereAreMicrobatches) {
+TEST(TorchRegressions, ModulesRunOnceForEachMicrobatch) {
   Model model = perceptron(2);
   const auto calls = std::make_shared<std::atomic<int>>(0);
   const auto before = model.stages[1].forward;
@@ -133,7 +133,7 @@ TEST(PeerFaults, ModulesRunOnceMoreThanThereAreMicrobatches) {
   EXPECT_EQ(*calls, 4);
 }
 
-TEST(PeerFaults, ActivationsThatAreFlagsOrIndicesAreInvented) {
+TEST(TorchRegressions, ActivationsMayBeFlagsOrIndices) {
   Model model = perceptron(2);
   const at::Tensor table = weight("table", {5, kWide});
   model.stages[0].forward = [](const Args& args, const Kwargs&) -> c10::IValue {
@@ -148,7 +148,7 @@ TEST(PeerFaults, ActivationsThatAreFlagsOrIndicesAreInvented) {
   EXPECT_TRUE(table.grad().defined());
 }
 
-TEST(PeerFaults, ZeroBubbleLosesParametersThatNoInputReaches) {
+TEST(TorchRegressions, ZeroBubbleTrainsParametersThatNoInputReaches) {
   Model model = perceptron(4);
   // Each stage but the last gives a second output, of a parameter alone.
   for (std::size_t i = 0; i < 4; ++i) {
@@ -174,7 +174,7 @@ TEST(PeerFaults, ZeroBubbleLosesParametersThatNoInputReaches) {
   }
 }
 
-TEST(PeerFaults, UnevenMicrobatchesComeWithRowsThatNobodyGave) {
+TEST(TorchRegressions, UnevenMicrobatchesHaveTheGivenRowsAlone) {
   const Schedule schedule = generate("ForwardOnly", {.ranks = 3, .microbatches = 4});
   const Model model = perceptron(schedule.stages());
   Pipeline pipeline(model.pipeline_stages(), schedule);
@@ -197,7 +197,7 @@ struct FailsBackward : torch::autograd::Function<FailsBackward> {
   }
 };
 
-TEST(PeerFaults, LossesOfAFailedStepAreTakenForThoseOfTheNext) {
+TEST(TorchRegressions, LossesOfAFailedStepDoNotReachTheNext) {
   Model model = perceptron(2);
   const auto before = model.stages[0].forward;
   model.stages[0].forward = [before](const Args& args, const Kwargs& kwargs) -> c10::IValue {
@@ -217,7 +217,7 @@ TEST(PeerFaults, LossesOfAFailedStepAreTakenForThoseOfTheNext) {
   expect_equal(gradients_of(again), gradients_of(model));
 }
 
-TEST(PeerFaults, EvaluationWithALossNeedsATarget) {
+TEST(TorchRegressions, EvaluationWithALossNeedsNoTarget) {
   const Model model = perceptron(2);
   ScheduleGPipe pipeline(model.pipeline_stages(), 2, {.loss = squared_error});
   const StepResult result = pipeline.eval({rows(4, "x")});
@@ -225,7 +225,7 @@ TEST(PeerFaults, EvaluationWithALossNeedsATarget) {
   EXPECT_TRUE(result.losses.empty());
 }
 
-TEST(PeerFaults, EvaluationKeepsWhatItsForwardsMade) {
+TEST(TorchRegressions, EvaluationFreesWhatItsForwardsMade) {
   const Model model = perceptron(4);
   Pipeline pipeline = get_schedule_class("ZBVZeroBubble")(model.pipeline_stages(), 4, {.loss = squared_error});
   pipeline.eval({rows(8, "x")}, {}, rows(8, "y"));
@@ -248,7 +248,7 @@ Model of_views(int stages) {
   return model;
 }
 
-TEST(PeerFaults, ViewsBreakZeroBubbleAndWhatIsNotContiguousItsMessages) {
+TEST(TorchRegressions, ViewsAndNonContiguousTensorsWorkInZeroBubble) {
   for (const char* name : {"ZBVZeroBubble", "InterleavedZeroBubble", "1F1B"}) {
     SCOPED_TRACE(name);
     expect_what_one_process_gives({"of_views", of_views}, generate(name, {.ranks = 2, .microbatches = 4}));
@@ -270,14 +270,14 @@ Model of_nothing_new(int stages) {
   return model;
 }
 
-TEST(PeerFaults, OutputsThatAreInputsOrParametersBreakZeroBubble) {
+TEST(TorchRegressions, OutputsMayBeInputsOrParametersInZeroBubble) {
   for (const char* name : {"ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV"}) {
     SCOPED_TRACE(name);
     expect_what_one_process_gives({"of_nothing_new", of_nothing_new}, generate(name, {.ranks = 2, .microbatches = 4}));
   }
 }
 
-TEST(PeerFaults, LossesWithoutATargetNeedOne) {
+TEST(TorchRegressions, LossesMayTakeNoTarget) {
   const Model model = perceptron(2);
   Schedule1F1B pipeline(model.pipeline_stages(), 2,
                         {.loss = [](const c10::IValue& output, const c10::IValue& target, const Kwargs&) {
@@ -288,7 +288,7 @@ TEST(PeerFaults, LossesWithoutATargetNeedOne) {
   EXPECT_TRUE(model.stages[0].parameters[0].second.grad().defined());
 }
 
-TEST(PeerFaults, ZeroBubbleDoesNotCallTheHooksOfParameters) {
+TEST(TorchRegressions, ZeroBubbleCallsTheHooksOfParameters) {
   const Model model = perceptron(4);
   const auto calls = std::make_shared<std::atomic<int>>(0);
   for (const StageModule& stage : model.stages) {
@@ -319,7 +319,7 @@ struct CountsBackwards : torch::autograd::Function<CountsBackwards> {
   }
 };
 
-TEST(PeerFaults, ZeroBubbleRunsCustomFunctionsTwice) {
+TEST(TorchRegressions, ZeroBubbleRunsCustomFunctionsOnce) {
   Model model = perceptron(4);
   for (std::size_t i = 0; i < 4; ++i) {
     const auto before = model.stages[i].forward;
@@ -334,7 +334,7 @@ TEST(PeerFaults, ZeroBubbleRunsCustomFunctionsTwice) {
   EXPECT_EQ(CountsBackwards::calls, 4 * 4);
 }
 
-TEST(PeerFaults, LoopedBFSTakesNoChunkSpecs) {
+TEST(TorchRegressions, LoopedBFSTakesChunkSpecs) {
   // The batch lies in the second dimension.
   Model model = perceptron(4);
   const auto before = model.stages[0].forward;
@@ -350,7 +350,7 @@ TEST(PeerFaults, LoopedBFSTakesNoChunkSpecs) {
   expect_equal({outputs_of(plain(perceptron(4), x, rows(8, "y"), 4, {}))}, {found.output.toTensor()});
 }
 
-TEST(PeerFaults, FunctionsForActionsDoNotSeeTheKwargsOfTheLoss) {
+TEST(TorchRegressions, FunctionsForActionsSeeTheKwargsOfTheLoss) {
   const Model model = perceptron(2);
   std::atomic<int> seen = 0;
   PipelineOptions options;
@@ -372,7 +372,7 @@ TEST(PeerFaults, FunctionsForActionsDoNotSeeTheKwargsOfTheLoss) {
   EXPECT_TRUE(same(expected[1].loss * 3.0, result.losses[1]));
 }
 
-TEST(PeerFaults, GradientsThatDoNotExistAreSentAsZeros) {
+TEST(TorchRegressions, GradientsThatDoNotExistAreNotSent) {
   Model model = perceptron(2);
   const auto first = model.stages[0].forward;
   const auto last = model.stages[1].forward;
@@ -395,7 +395,7 @@ TEST(PeerFaults, GradientsThatDoNotExistAreSentAsZeros) {
   }
 }
 
-TEST(PeerFaults, GradientsOfTheArgumentsAreThrownAway) {
+TEST(TorchRegressions, GradientsOfTheArgumentsAreKept) {
   const Model model = perceptron(4);
   for (const char* name : {"1F1B", "ZBVZeroBubble", "LoopedBFS"}) {
     const at::Tensor x = rows(8, "x").requires_grad_();

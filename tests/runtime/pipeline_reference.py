@@ -1,6 +1,6 @@
-"""Lets torch.distributed.pipelining ("the peer") train small models on two processes, for our tests to compare.
+"""Lets torch.distributed.pipelining  train small models on two processes, for our tests to compare.
 
-    pipeline_peer.py OUTDIR
+    pipeline_reference.py OUTDIR
 
 Each rank writes OUTDIR/rank0.pt or rank1.pt, a list of dicts, one for each schedule and model:
 
@@ -121,7 +121,7 @@ def serve(rank, folder, store):
 
 
 def main():
-    arguments = argparse.ArgumentParser(description="Lets the peer train small models, for our tests to compare.")
+    arguments = argparse.ArgumentParser(description="Lets PyTorch train small models, for our tests to compare.")
     arguments.add_argument("folder", type=pathlib.Path)
     arguments.add_argument("--store", help=argparse.SUPPRESS)
     options = arguments.parse_args()
@@ -136,7 +136,7 @@ def main():
         try:
             serve(0, options.folder, store)
             if other.wait(timeout=120) != 0:
-                sys.exit("pipeline_peer.py: rank 1 has failed")
+                sys.exit("pipeline_reference.py: rank 1 has failed")
         finally:
             other.kill()
             other.wait()

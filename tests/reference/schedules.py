@@ -1,4 +1,4 @@
-"""Asks the installed torch.distributed.pipelining ("the peer") for its schedules, and writes them down for our tests.
+"""Asks the installed torch.distributed.pipelining  for its schedules, and writes them down for our tests.
 
     schedules.py OUTDIR [--seed N]
 
@@ -6,7 +6,7 @@ Nothing is kept in the repository: the answers are made when the tests run, by t
 a sequence of records, a record a line that starts with `case` and then, in most files, a CSV row for each rank:
 
     orders.txt     case NAME RANKS STAGES_PER_RANK MICROBATCHES accepted    the computations, in the order they run in
-                   case NAME RANKS STAGES_PER_RANK MICROBATCHES refused     no rows: the peer's constructor raises
+                   case NAME RANKS STAGES_PER_RANK MICROBATCHES refused     no rows: PyTorch's constructor raises
     lowered.txt    case NAME RANKS STAGES_PER_RANK MICROBATCHES eager       all that a rank executes, receives as early
                    case NAME RANKS STAGES_PER_RANK MICROBATCHES deferred    as can be, or with defer_pp_recv=True
     sharding.txt   case NAME RANKS STAGES_PER_RANK MICROBATCHES MAX_ACTIVE  UNSHARD and RESHARD added, nothing else
@@ -26,19 +26,19 @@ from collections import Counter
 
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
-from torch.distributed.pipelining import schedules as peer
+from torch.distributed.pipelining import schedules as reference
 
 SINGLE_STAGE = {
-    "ForwardOnly": peer._ScheduleForwardOnly,
-    "GPipe": peer.ScheduleGPipe,
-    "1F1B": peer.Schedule1F1B,
+    "ForwardOnly": reference._ScheduleForwardOnly,
+    "GPipe": reference.ScheduleGPipe,
+    "1F1B": reference.Schedule1F1B,
 }
 MULTI_STAGE = {
-    "LoopedBFS": peer.ScheduleLoopedBFS,
-    "Interleaved1F1B": peer.ScheduleInterleaved1F1B,
-    "InterleavedZeroBubble": peer.ScheduleInterleavedZeroBubble,
-    "ZBVZeroBubble": peer.ScheduleZBVZeroBubble,
-    "DualPipeV": peer.ScheduleDualPipeV,
+    "LoopedBFS": reference.ScheduleLoopedBFS,
+    "Interleaved1F1B": reference.ScheduleInterleaved1F1B,
+    "InterleavedZeroBubble": reference.ScheduleInterleavedZeroBubble,
+    "ZBVZeroBubble": reference.ScheduleZBVZeroBubble,
+    "DualPipeV": reference.ScheduleDualPipeV,
 }
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 # What its constructors raise to refuse. Anything else is a stand-in of ours that no longer fits, and ends the script.
@@ -75,13 +75,13 @@ class RecordingStage:
         self.ran = []
 
     def forward_one_chunk(self, microbatch, args, kwargs, save_forward_output=True):
-        self.ran.append(peer._Action(self.stage_index, peer.F, microbatch))
+        self.ran.append(reference._Action(self.stage_index, reference.F, microbatch))
 
     def backward_one_chunk(self, microbatch, loss=None, full_backward=True, last_backward=False):
-        self.ran.append(peer._Action(self.stage_index, peer.B if full_backward else peer.I, microbatch))
+        self.ran.append(reference._Action(self.stage_index, reference.B if full_backward else reference.I, microbatch))
 
     def backward_weight_one_chunk(self, microbatch, last_backward=False):
-        self.ran.append(peer._Action(self.stage_index, peer.W, microbatch))
+        self.ran.append(reference._Action(self.stage_index, reference.W, microbatch))
 
     def no_messages(self, microbatch):
         return []
@@ -125,13 +125,13 @@ def computations(schedule):
         ordered = [action for action in schedule.pipeline_order[rank] if action is not None]
         runs = [action for action in schedule.pipeline_order_with_comms[rank] if action.is_compute_op]
         if ordered != runs:
-            raise SystemExit(f"{type(schedule).__name__}, rank {rank}: the peer orders {ordered} and runs {runs}.")
+            raise SystemExit(f"{type(schedule).__name__}, rank {rank}: PyTorch orders {ordered} and runs {runs}.")
         lists.append(ordered)
     return lists
 
 
 def order_of(name, ranks, stages_per_rank, microbatches):
-    """The computations of each rank, or None when the peer refuses."""
+    """The computations of each rank, or None when PyTorch refuses."""
     try:
         if name in SINGLE_STAGE:
             constructed = [construct_single_stage(name, rank, ranks, microbatches) for rank in range(ranks)]
@@ -194,7 +194,7 @@ def write_orders(file, seed):
                 drawn.add(case)
                 accepted += write(case) is not None
             if len(drawn) == 200:
-                raise SystemExit(f"{name}: the peer accepts {accepted} of 200 random cases, which is too few to be true.")
+                raise SystemExit(f"{name}: PyTorch accepts {accepted} of 200 random cases, which is too few to be true.")
     return orders, tally
 
 
@@ -219,7 +219,7 @@ def write_lowered(file):
 
 
 def write_sharding(file):
-    """The peer evicts in the iteration order of a Python set, which nobody promises. It shows only where two stages
+    """PyTorch evicts in the iteration order of a Python set, which nobody promises. It shows only where two stages
     are evicted at once, which takes a pair followed by no computation of either of its stages: none of its schedules
     has that, and the check here says so if one ever does."""
     count = 0
@@ -230,11 +230,11 @@ def write_sharding(file):
                 if lists is None:
                     continue
                 for most in range(1, 6):
-                    sharded = [peer._add_unshard_reshard(actions, max_active_stages=most) for actions in lists]
+                    sharded = [reference._add_unshard_reshard(actions, max_active_stages=most) for actions in lists]
                     case = (name, ranks, local, microbatches, most)
                     for actions in sharded:
                         for one, next_one in zip(actions, actions[1:]):
-                            if one.computation_type == next_one.computation_type == peer.RESHARD:
+                            if one.computation_type == next_one.computation_type == reference.RESHARD:
                                 raise SystemExit(f"sharding of {case}: the order of {one} and {next_one} is chance.")
                     write_case(file, case, sharded)
                     count += 1
@@ -246,13 +246,13 @@ def write_merged(file, orders):
     for case, lists in orders.items():
         if case[0] in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
             # _merge_bw eats the list that it is given.
-            write_case(file, case, [peer._merge_bw(list(actions)) for actions in lists])
+            write_case(file, case, [reference._merge_bw(list(actions)) for actions in lists])
             count += 1
     return count
 
 
 def main():
-    arguments = argparse.ArgumentParser(description="Writes what the installed peer answers, for our tests to read.")
+    arguments = argparse.ArgumentParser(description="Writes what the installed reference answers, for our tests to read.")
     arguments.add_argument("directory", metavar="OUTDIR")
     arguments.add_argument("--seed", type=int, default=1, help="of the large random cases (default: %(default)s)")
     options = arguments.parse_args()

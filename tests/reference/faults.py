@@ -1,10 +1,10 @@
-"""What torch.distributed.pipelining ("the peer") gets wrong about schedules, their checks, files and drawings, shown on
-the installed version; and that ours gets it right. A fault that a new version of the peer no longer has fails here, and
+"""What torch.distributed.pipelining  gets wrong about schedules, their checks, files and drawings, shown on
+the installed version; and that ours gets it right. A fault that a new version of PyTorch no longer has fails here, and
 then our documents have to stop saying that it has it.
 
     PENSTOCK=build/release/bin/penstock faults.py
 
-Without PENSTOCK only the peer's side is shown. Numbers in brackets are the items of the list of the peer's faults.
+Without PENSTOCK only PyTorch's side is shown. Numbers in brackets are the items of the list of PyTorch's faults.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import unittest
 from unittest import mock
 
 from load_csv import Runner
-from schedules import MULTI_STAGE, RecordingStage, construct, construct_single_stage, peer, run_single_stage, stand_ins
+from schedules import MULTI_STAGE, RecordingStage, construct, construct_single_stage, reference, run_single_stage, stand_ins
 from torch.distributed.pipelining import _schedule_visualizer as drawings
 
 PENSTOCK = os.environ.get("PENSTOCK")
@@ -57,20 +57,20 @@ class FaultTest(unittest.TestCase):
     def rows(self, *words):
         return list(csv.reader(io.StringIO(self.penstock("export", *words))))
 
-    def peer_loads(self, text, ranks, stages_per_rank, microbatches, form="compute_only"):
-        runtime = peer._PipelineScheduleRuntime(stand_ins(ranks, stages_per_rank), microbatches)
+    def reference_loads(self, text, ranks, stages_per_rank, microbatches, form="compute_only"):
+        runtime = reference._PipelineScheduleRuntime(stand_ins(ranks, stages_per_rank), microbatches)
         runtime._load_csv(str(self.file(text)), format=form)
         return runtime
 
-    def peer_validates(self, text, ranks, stages, microbatches):
+    def reference_validates(self, text, ranks, stages, microbatches):
         """Its check alone, without the lowering that may stumble later."""
         rows = csv.reader(io.StringIO(text))
-        lists = {rank: [peer._Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
-        return peer._validate_schedule(lists, ranks, stages, microbatches)
+        lists = {rank: [reference._Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
+        return reference._validate_schedule(lists, ranks, stages, microbatches)
 
 
 def quietly(function, *arguments, **options):
-    """The peer's drawings and simulator print as they go."""
+    """PyTorch's drawings and simulator print as they go."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         result = function(*arguments, **options)
     return result, printed.getvalue()
@@ -79,20 +79,20 @@ def quietly(function, *arguments, **options):
 class OneForwardOneBackward(FaultTest):
     """[12]"""
 
-    def what_the_peer_runs(self):
+    def what_the_reference_runs(self):
         return run_single_stage([construct_single_stage("1F1B", rank, 4, 8) for rank in range(4)], 8)
 
-    def test_the_peer_lists_the_last_rank_one_microbatch_late(self):
-        listed = peer.Schedule1F1B(RecordingStage(0, 4), 8).pipeline_order[3]
-        forwards = [action.microbatch_index for action in listed if action.computation_type == peer.F]
+    def test_the_reference_lists_the_last_rank_one_microbatch_late(self):
+        listed = reference.Schedule1F1B(RecordingStage(0, 4), 8).pipeline_order[3]
+        forwards = [action.microbatch_index for action in listed if action.computation_type == reference.F]
         self.assertEqual(forwards, [1, 2, 3, 4, 5, 6, 7, 8])
-        runs = self.what_the_peer_runs()[3]
+        runs = self.what_the_reference_runs()[3]
         self.assertEqual([str(action) for action in runs[:4]], ["3F0", "3B0", "3F1", "3B1"])
 
     @ours
-    def test_ours_lists_what_the_peer_runs(self):
+    def test_ours_lists_what_the_reference_runs(self):
         rows = self.rows("1F1B", "--ranks", 4, "--microbatches", 8)
-        self.assertEqual(rows, [[str(action) for action in actions] for actions in self.what_the_peer_runs()])
+        self.assertEqual(rows, [[str(action) for action in actions] for actions in self.what_the_reference_runs()])
         self.assertEqual(rows[3][0], "3F0")
 
 
@@ -103,7 +103,7 @@ class DrawingOfAV(FaultTest):
     def rank_of(stage):
         return min(stage, 7 - stage)
 
-    def test_the_peer_draws_actions_on_wrong_ranks(self):
+    def test_the_reference_draws_actions_on_wrong_ranks(self):
         drawn, _ = quietly(drawings.get_schedule_ops, "ZBVZeroBubble", 4, 8, add_spacing=True)
         misplaced = [
             action
@@ -130,23 +130,23 @@ class DrawingOfAV(FaultTest):
 class OtherDrawings(FaultTest):
     """[12, 44]"""
 
-    def test_the_peer_cannot_space_out_its_single_stage_schedules(self):
+    def test_the_reference_cannot_space_out_its_single_stage_schedules(self):
         for name in ("GPipe", "1F1B"):
             with self.subTest(name), self.assertRaises((RuntimeError, AssertionError, KeyError)):
                 quietly(drawings.get_schedule_ops, name, 4, 8, add_spacing=True)
 
-    def test_the_peer_cannot_show_their_messages(self):
+    def test_the_reference_cannot_show_their_messages(self):
         for name in ("GPipe", "1F1B"):
             with self.subTest(name), self.assertRaises(TypeError):
                 quietly(drawings.get_schedule_ops, name, 4, 8, with_comms=True)
 
-    def test_the_peer_prints_every_tick(self):
+    def test_the_reference_prints_every_tick(self):
         _, printed = quietly(drawings.get_schedule_ops, "Interleaved1F1B", 2, 4, add_spacing=True)
         self.assertGreater(printed.count("Current timestep"), 10)
 
-    def test_the_peer_takes_input_backwards_for_communication(self):
+    def test_the_reference_takes_input_backwards_for_communication(self):
         path = self.directory / "trace.json"
-        peer._dump_chrometrace({0: [peer._Action(0, peer.F, 0), peer._Action(0, peer.I, 0)]}, path)
+        reference._dump_chrometrace({0: [reference._Action(0, reference.F, 0), reference._Action(0, reference.I, 0)]}, path)
         events = json.loads(path.read_text())["traceEvents"]
         self.assertEqual([event["cat"] for event in events], ["computation", "communication"])
 
@@ -171,11 +171,11 @@ class LastStageOutOfOrder(FaultTest):
 
     SCHEDULE = "0F0,0F1,0B0,0B1\n1F1,1F0,1B0,1B1\n"
 
-    def test_the_peer_accepts_it(self):
-        self.peer_loads(self.SCHEDULE, ranks=2, stages_per_rank=1, microbatches=2)
+    def test_the_reference_accepts_it(self):
+        self.reference_loads(self.SCHEDULE, ranks=2, stages_per_rank=1, microbatches=2)
 
-    def test_the_peer_then_gives_a_microbatch_the_loss_of_another(self):
-        runtime = peer._PipelineScheduleRuntime(stand_ins(2, 1), 2, loss_fn=lambda output, target: output)
+    def test_the_reference_then_gives_a_microbatch_the_loss_of_another(self):
+        runtime = reference._PipelineScheduleRuntime(stand_ins(2, 1), 2, loss_fn=lambda output, target: output)
         stage = RecordingStage(1, 2)
         for microbatch in (1, 0):
             runtime._maybe_compute_loss(stage, f"loss of microbatch {microbatch}", [None, None], microbatch)
@@ -190,15 +190,15 @@ class LastStageOutOfOrder(FaultTest):
 class Simulator(FaultTest):
     """[27]"""
 
-    def test_the_peer_simulates_none_of_its_own_schedules(self):
+    def test_the_reference_simulates_none_of_its_own_schedules(self):
         for name in MULTI_STAGE:
             with self.subTest(name), self.assertRaisesRegex(ValueError, "Unsupported action type"):
                 quietly(construct(name, 2, 2, 4)._simulate)
 
-    def test_the_peer_counts_ticks_and_no_costs(self):
-        self.assertEqual([*inspect.signature(peer._simulate_comms_compute).parameters][1:], ["stage_to_rank", "num_stages"])
-        lists = {0: [peer._Action(0, peer.F, 0), peer._Action(0, peer.B, 0)]}
-        self.assertEqual(len(peer._simulate_comms_compute(lists, lambda stage: 0, 1)[0]), 2)
+    def test_the_reference_counts_ticks_and_no_costs(self):
+        self.assertEqual([*inspect.signature(reference._simulate_comms_compute).parameters][1:], ["stage_to_rank", "num_stages"])
+        lists = {0: [reference._Action(0, reference.F, 0), reference._Action(0, reference.B, 0)]}
+        self.assertEqual(len(reference._simulate_comms_compute(lists, lambda stage: 0, 1)[0]), 2)
 
     def simulated(self, *words):
         return json.loads(self.penstock("simulate", *words, "--json"))
@@ -229,14 +229,14 @@ class FewStepsManyRanks(FaultTest):
 
     BACKWARD_FIRST = "0F0,0B0\n1F0,1B0\n2B0,2F0\n"
 
-    def test_the_peer_cannot_print_the_table(self):
-        lists = {rank: [peer._Action(rank, peer.F, 0)] for rank in range(4)}
+    def test_the_reference_cannot_print_the_table(self):
+        lists = {rank: [reference._Action(rank, reference.F, 0)] for rank in range(4)}
         with self.assertRaises(IndexError):
-            peer._format_pipeline_order(lists)
+            reference._format_pipeline_order(lists)
 
-    def test_the_peer_loses_the_message_for_it(self):
+    def test_the_reference_loses_the_message_for_it(self):
         with self.assertRaises(IndexError):
-            self.peer_validates(self.BACKWARD_FIRST, ranks=3, stages=3, microbatches=1)
+            self.reference_validates(self.BACKWARD_FIRST, ranks=3, stages=3, microbatches=1)
 
     @ours
     def test_ours_prints_it(self):
@@ -256,32 +256,32 @@ class Validation(FaultTest):
     FORWARDS = "0F0,0F1\n1F0,1F1\n"
     NO_STAGE_1 = "0F0,0B0\n2F0,2B0\n"
 
-    def test_the_peer_accepts_a_duplicate(self):
-        self.peer_loads(self.DUPLICATE, ranks=2, stages_per_rank=1, microbatches=2)
+    def test_the_reference_accepts_a_duplicate(self):
+        self.reference_loads(self.DUPLICATE, ranks=2, stages_per_rank=1, microbatches=2)
 
     @ours
     def test_ours_refuses_a_duplicate(self):
         self.assertIn("0F0", self.verify(self.DUPLICATE, INVALID))
 
-    def test_the_peer_accepts_microbatches_out_of_range(self):
-        self.peer_loads(self.GAP, ranks=2, stages_per_rank=1, microbatches=2)
+    def test_the_reference_accepts_microbatches_out_of_range(self):
+        self.reference_loads(self.GAP, ranks=2, stages_per_rank=1, microbatches=2)
 
     @ours
     def test_ours_refuses_a_gap_between_microbatches(self):
         self.assertIn("0F1", self.verify(self.GAP, INVALID))
 
-    def test_the_peer_validates_a_stage_before_the_one_that_feeds_it(self):
-        self.assertEqual(self.peer_validates(self.LOCAL_ORDER, ranks=1, stages=2, microbatches=1), {0: 0, 1: 0})
+    def test_the_reference_validates_a_stage_before_the_one_that_feeds_it(self):
+        self.assertEqual(self.reference_validates(self.LOCAL_ORDER, ranks=1, stages=2, microbatches=1), {0: 0, 1: 0})
 
     @ours
     def test_ours_refuses_a_stage_before_the_one_that_feeds_it(self):
         self.assertIn("1F0", self.verify(self.LOCAL_ORDER, INVALID))
 
-    def test_the_peer_validates_a_deadlock(self):
-        self.assertEqual(self.peer_validates(self.DEADLOCK, ranks=2, stages=2, microbatches=2), {0: 0, 1: 1})
+    def test_the_reference_validates_a_deadlock(self):
+        self.assertEqual(self.reference_validates(self.DEADLOCK, ranks=2, stages=2, microbatches=2), {0: 0, 1: 1})
         # Its lowering gets stuck in it, and says neither where nor why.
         with self.assertRaisesRegex(AssertionError, "^Malformed compute schedule, can't schedule sends/recvs$"):
-            self.peer_loads(self.DEADLOCK, ranks=2, stages_per_rank=1, microbatches=2)
+            self.reference_loads(self.DEADLOCK, ranks=2, stages_per_rank=1, microbatches=2)
 
     @ours
     def test_ours_names_the_cycle_of_a_deadlock(self):
@@ -289,17 +289,17 @@ class Validation(FaultTest):
         for part in ("rank 0", "rank 1", "0B0", "1F1"):
             self.assertIn(part, message)
 
-    def test_the_peer_refuses_forwards_alone(self):
+    def test_the_reference_refuses_forwards_alone(self):
         with self.assertRaisesRegex(AssertionError, "expected 2 total backwards"):
-            self.peer_loads(self.FORWARDS, ranks=2, stages_per_rank=1, microbatches=2)
+            self.reference_loads(self.FORWARDS, ranks=2, stages_per_rank=1, microbatches=2)
 
     @ours
     def test_ours_accepts_forwards_alone(self):
         self.verify(self.FORWARDS, VALID)
 
-    def test_the_peer_stumbles_over_a_stage_out_of_range(self):
+    def test_the_reference_stumbles_over_a_stage_out_of_range(self):
         with self.assertRaises(KeyError):
-            self.peer_loads(self.NO_STAGE_1, ranks=2, stages_per_rank=1, microbatches=1)
+            self.reference_loads(self.NO_STAGE_1, ranks=2, stages_per_rank=1, microbatches=1)
 
     @ours
     def test_ours_names_the_stage_that_is_not_there(self):
@@ -321,10 +321,10 @@ class LoweredFiles(FaultTest):
         "reduced too early": ("0F0,0REDUCE_GRAD,0B0\n", "stage 0"),
     }
 
-    def test_the_peer_accepts_anything_with_the_right_computations(self):
+    def test_the_reference_accepts_anything_with_the_right_computations(self):
         for what, (text, _) in {"good": (self.GOOD, ""), **self.BAD}.items():
             with self.subTest(what):
-                self.peer_loads(text, text.count("\n"), 1, 1, form="compute_comms")
+                self.reference_loads(text, text.count("\n"), 1, 1, form="compute_comms")
 
     @ours
     def test_ours_refuses_what_cannot_run(self):
@@ -337,9 +337,9 @@ class LoweredFiles(FaultTest):
 class ActionText(FaultTest):
     """[28]"""
 
-    def test_the_peer_reads_half_of_it(self):
-        self.assertEqual(peer._Action.from_str("1F0junk"), peer._Action(1, peer.F, 0))
-        self.assertEqual(peer._Action.from_str("2F"), peer._Action(2, peer.F, None))
+    def test_the_reference_reads_half_of_it(self):
+        self.assertEqual(reference._Action.from_str("1F0junk"), reference._Action(1, reference.F, 0))
+        self.assertEqual(reference._Action.from_str("2F"), reference._Action(2, reference.F, None))
 
     @ours
     def test_ours_refuses_it_and_says_where(self):
@@ -381,29 +381,29 @@ class MessagesWhileComputing(FaultTest):
             log.extend(("wait", message) for message in messages)
 
         with (
-            mock.patch.object(peer, "_batch_p2p", post),
-            mock.patch.object(peer, "_sorted_batch_p2p", lambda messages, desc=None: {0: post(messages)}),
-            mock.patch.object(peer, "_wait_batch_p2p", wait),
+            mock.patch.object(reference, "_batch_p2p", post),
+            mock.patch.object(reference, "_sorted_batch_p2p", lambda messages, desc=None: {0: post(messages)}),
+            mock.patch.object(reference, "_wait_batch_p2p", wait),
         ):
             run_single_stage([schedule_class(stage, 8, loss_fn=lambda output, target: 0.0)], 8)
         return log
 
-    def test_the_peer_computes_nothing_while_it_receives(self):
-        for schedule_class in (peer.ScheduleGPipe, peer.Schedule1F1B):
+    def test_the_reference_computes_nothing_while_it_receives(self):
+        for schedule_class in (reference.ScheduleGPipe, reference.Schedule1F1B):
             with self.subTest(schedule_class.__name__):
                 log = self.log_of_the_middle_rank(schedule_class)
                 receives = [entry[1] for entry in log if entry[0] == "post" and entry[1].startswith("RECV")]
                 self.assertEqual(len(receives), 16)
                 for receive in receives:
                     between = log[log.index(("post", receive)) : log.index(("wait", receive))]
-                    self.assertFalse([entry for entry in between if isinstance(entry, peer._Action)], receive)
+                    self.assertFalse([entry for entry in between if isinstance(entry, reference._Action)], receive)
 
     @ours
     def test_ours_computes_while_it_receives(self):
         for name in ("GPipe", "1F1B"):
             with self.subTest(name):
                 row = self.rows(name, "--ranks", 3, "--microbatches", 8, "--lowered")[1]
-                actions = [peer._Action.from_str(cell) for cell in row]
+                actions = [reference._Action.from_str(cell) for cell in row]
                 for microbatch in range(1, 8):
                     for receive, use in (("1RECV_F", "1F"), ("1RECV_B", "1B")):
                         posted, used = row.index(f"{receive}{microbatch}"), row.index(f"{use}{microbatch}")
@@ -422,7 +422,7 @@ class DeferredReceives(FaultTest):
         runner.run()
         return runner.receives_in_order()
 
-    def test_the_peer_receives_in_another_order_than_it_sends(self):
+    def test_the_reference_receives_in_another_order_than_it_sends(self):
         for name, ranks, microbatches in (("InterleavedZeroBubble", 2, 4), ("ZBVZeroBubble", 2, 4), ("DualPipeV", 3, 6)):
             with self.subTest(name):
                 self.assertTrue(self.receives_in_order(name, ranks, microbatches))
@@ -432,36 +432,36 @@ class DeferredReceives(FaultTest):
 class MergedBackwards(FaultTest):
     """[39] Ours is a pass, `merge_backwards`, which the command has no word for."""
 
-    def test_the_peer_splits_backwards_for_nothing(self):
+    def test_the_reference_splits_backwards_for_nothing(self):
         for name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
-            with self.subTest(name), mock.patch.object(peer, "_merge_bw", wraps=peer._merge_bw) as merge:
+            with self.subTest(name), mock.patch.object(reference, "_merge_bw", wraps=reference._merge_bw) as merge:
                 schedule = construct(name, 4, 2, 16)
                 merge.assert_not_called()
                 runs = [
                     [action for action in schedule.pipeline_order_with_comms[rank] if action.is_compute_op]
                     for rank in range(4)
                 ]
-                self.assertLess(sum(len(peer._merge_bw(list(actions))) for actions in runs), sum(map(len, runs)))
+                self.assertLess(sum(len(reference._merge_bw(list(actions))) for actions in runs), sum(map(len, runs)))
 
 
 class Prefetch(FaultTest):
     """[44] Ours is a number, `LowerOptions::max_active_stages`, which the command has no word for."""
 
-    def test_the_peer_gathers_three_stages_ahead_and_never_another_number(self):
-        for makes in (*MULTI_STAGE.values(), peer._PipelineScheduleRuntime._prepare_schedule_with_comms):
+    def test_the_reference_gathers_three_stages_ahead_and_never_another_number(self):
+        for makes in (*MULTI_STAGE.values(), reference._PipelineScheduleRuntime._prepare_schedule_with_comms):
             self.assertNotIn("max_active_stages", inspect.signature(makes).parameters)
-        with mock.patch.object(peer, "_add_unshard_reshard", wraps=peer._add_unshard_reshard) as add:
+        with mock.patch.object(reference, "_add_unshard_reshard", wraps=reference._add_unshard_reshard) as add:
             construct("LoopedBFS", 1, 6, 2)
         self.assertEqual(add.call_args.kwargs, {})
-        self.assertEqual(inspect.signature(peer._add_unshard_reshard).parameters["max_active_stages"].default, 3)
+        self.assertEqual(inspect.signature(reference._add_unshard_reshard).parameters["max_active_stages"].default, 3)
 
 
 class RefusedNumbers(FaultTest):
-    """Not faults but limits: numbers of microbatches that the peer has no rule for."""
+    """Not faults but limits: numbers of microbatches that PyTorch has no rule for."""
 
     CASES = (("1F1B", 8, 3), ("Interleaved1F1B", 4, 9), ("InterleavedZeroBubble", 4, 13), ("DualPipeV", 4, 6))
 
-    def test_the_peer_refuses_them(self):
+    def test_the_reference_refuses_them(self):
         for name, ranks, microbatches in self.CASES:
             with self.subTest(name), self.assertRaises(ValueError):
                 if name == "1F1B":

@@ -1,7 +1,7 @@
 """Measures training steps of the GPT of examples/ under torch.distributed.pipelining: forward, backward,
 clipping and AdamW.
 
-bench/train.py talks to it: see peer_ranks.py.
+bench/train.py talks to it: see torch_ranks.py.
 
     train LAYERS WIDTH LENGTH ROWS SCHEDULE MICROBATCHES STEPS   seconds for a step on two ranks, one stage each
 """
@@ -10,7 +10,7 @@ import statistics
 import time
 
 import gpt
-import peer_ranks
+import torch_ranks
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import SplitPoint, pipeline
@@ -33,7 +33,7 @@ def time_training(rank, layers, width, length, rows, name, microbatches, steps):
         dist.barrier()
         start = time.perf_counter()
         optimizer.zero_grad()
-        peer_ranks.step(schedule, [stage], ids, target)
+        torch_ranks.step(schedule, [stage], ids, target)
         torch.nn.utils.clip_grad_norm_(stage.submod.parameters(), 1.0)
         optimizer.step()
         dist.barrier()
@@ -42,4 +42,4 @@ def time_training(rank, layers, width, length, rows, name, microbatches, steps):
 
 
 if __name__ == "__main__":
-    peer_ranks.answer(__file__, {"train": time_training})
+    torch_ranks.answer(__file__, {"train": time_training})
