@@ -1,5 +1,6 @@
 #include "penstock/train/checkpoint.h"
 
+#include <ATen/ops/empty.h>
 #include <fcntl.h>
 #include <unistd.h>
 #include <zlib.h>
@@ -21,6 +22,7 @@
 #include "penstock/schedule/json.h"
 #include "penstock/tensor/aside_file.h"
 #include "penstock/tensor/mapped_file.h"
+#include "penstock/tensor/nested.h"
 
 namespace penstock {
 namespace {
@@ -358,6 +360,14 @@ void Checkpoint::read_manifest() {
     require(file.at("kind") == "weights" || file.at("kind") == "optimizer",
             "says of " + name.dump() + " that it is of kind " + file.at("kind").dump());
   }
+  std::error_code error;
+  fs::directory_iterator entry(path_, error);
+  for (; !error && entry != fs::directory_iterator(); entry.increment(error)) {
+    const fs::path name = entry->path().filename();
+    require(name.extension() != ".safetensors" || listed.contains(name.string()),
+            "does not list the file " + json(name.string()).dump() + ", which is there");
+  }
+  if (error) fail_to_read(path_, error);
   info_ = {.step = step,
            .run = manifest.at("run"),
            .model = manifest.at("model"),
@@ -393,15 +403,29 @@ void Checkpoint::read_file(const std::string& name, std::map<std::string, at::Te
 
 void Checkpoint::require_model(const ModelTensors& model) const {
   std::vector<std::string> differences;
-  for (const auto& [name, sizes] : model.needed) {
-    const auto found = weights_.find(name);
-    if (found == weights_.end() || found->second.sizes() == at::IntArrayRef(sizes)) continue;
-    differences.push_back(name + ": " + sizes_text(found->second.sizes()) + " in the checkpoint, " + sizes_text(sizes) +
-                          " in this model");
+  const auto compare = [&](const std::string& name, const at::Tensor& found, const at::Tensor& wanted) {
+    if (found.sizes() != wanted.sizes()) {
+      differences.push_back(name + ": " + sizes_text(found.sizes()) + " in the checkpoint, " +
+                            sizes_text(wanted.sizes()) + " in this model");
+    } else if (found.scalar_type() != wanted.scalar_type()) {
+      differences.push_back(name + ": " + dtype_name(found.scalar_type()) + " in the checkpoint, " +
+                            dtype_name(wanted.scalar_type()) + " in this model");
+    }
+  };
+  for (const auto& [name, tensor] : model.needed) {
+    if (const auto found = weights_.find(name); found != weights_.end()) compare(name, found->second, tensor);
+  }
+  for (const auto& [name, state] : optimizer_) {
+    const std::size_t dot = name.rfind('.');
+    const auto parameter = model.needed.find(name.substr(0, dot));
+    if (parameter == model.needed.end()) continue;
+    // The number of steps is the parameter's, and all else has its form.
+    const bool is_count = name.substr(dot + 1) == "step";
+    compare(name, state, is_count ? at::empty({}, at::kLong) : parameter->second);
   }
   // A name that nothing needs may be missing: a parameter that the model does not use is in no checkpoint.
   std::set<std::string> wanted;
-  for (const auto& [name, sizes] : model.needed) wanted.insert(name);
+  for (const auto& [name, tensor] : model.needed) wanted.insert(name);
   if (info_.model != model.description) wanted.insert(model.names.begin(), model.names.end());
   for (const std::string& name : wanted) {
     if (!weights_.contains(name)) differences.push_back(name + ": only in this model");

@@ -74,8 +74,8 @@ struct ModelTensors {
   std::string description;
   // Names of all parameters and buffers; a checkpoint has no others. Empty: any.
   std::set<std::string> names = {};
-  // Sizes of those that this process reads.
-  std::map<std::string, std::vector<std::int64_t>> needed = {};
+  // Tensors that this process reads into: the checkpoint has ones of their sizes and dtypes, and optimizer state that fits.
+  std::map<std::string, at::Tensor> needed = {};
 };
 
 class Checkpoint {

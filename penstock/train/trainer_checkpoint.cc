@@ -179,8 +179,8 @@ void Trainer::load(const Checkpoint& checkpoint) {
   for (const std::string& name : model().parameter_names()) tensors.names.insert(name);
   for (const std::string& name : model().buffer_names()) tensors.names.insert(name);
   for (const Own& own : own_) {
-    for (const auto& [name, parameter] : own.stage->module().parameters) tensors.needed[name] = parameter.sizes().vec();
-    for (const auto& [name, buffer] : own.stage->module().buffers) tensors.needed[name] = buffer.sizes().vec();
+    for (const auto& [name, parameter] : own.stage->module().parameters) tensors.needed[name] = parameter;
+    for (const auto& [name, buffer] : own.stage->module().buffers) tensors.needed[name] = buffer;
   }
   checkpoint.require_model(tensors);
   const c10::NoGradGuard no_grad;

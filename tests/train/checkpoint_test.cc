@@ -256,6 +256,8 @@ TEST_F(Checkpoints, WithWrongValuesAreRefused) {
           ": names the file \"weights-0.safetensors\" twice.");
   refused([&](nlohmann::json& manifest) { manifest["files"][0]["kind"] = "program"; },
           ": says of \"weights-0.safetensors\" that it is of kind \"program\".");
+  refused([&](nlohmann::json& manifest) { manifest["files"].erase(1); },
+          ": does not list the file \"" + good["files"][1]["name"].get<std::string>() + "\", which is there.");
   refused([&](nlohmann::json& manifest) { manifest["files"][0]["bytes"] = -1; },
           ": has no size and checksum of \"weights-0.safetensors\".");
   fs::remove(file("manifest.json"));
@@ -276,19 +278,45 @@ TEST_F(Checkpoints, AreOfOneModel) {
   write(10);
   const Checkpoint checkpoint(path());
   EXPECT_NO_THROW(checkpoint.require_model({.description = "a model"}));
-  EXPECT_NO_THROW(checkpoint.require_model({.description = "a model", .names = {"a", "b"}, .needed = {{"a", {2, 2}}}}));
+  EXPECT_NO_THROW(checkpoint.require_model(
+      {.description = "a model", .names = {"a", "b"}, .needed = {{"a", at::empty({2, 2}, at::kLong)}}}));
   const std::string beginning = path() + "/step-00000010: is of another model.";
   expect_error<CheckpointError>([&] { checkpoint.require_model({.description = "another"}); },
                                 beginning + "\n  It is of:  a model\n  Wanted is: another");
   expect_error<CheckpointError>(
       [&] {
-        checkpoint.require_model(
-            {.description = "a model", .names = {"a", "c"}, .needed = {{"a", {2, 3}}, {"c", {1}}}});
+        checkpoint.require_model({.description = "a model",
+                                  .names = {"a", "c"},
+                                  .needed = {{"a", at::empty({2, 3}, at::kLong)}, {"c", at::empty({1})}}});
       },
       beginning +
           "\n  a: [2, 2] in the checkpoint, [2, 3] in this model"
           "\n  c: only in this model"
           "\n  b: only in the checkpoint");
+  expect_error<CheckpointError>(
+      [&] { checkpoint.require_model({.description = "a model", .needed = {{"a", at::empty({2, 2})}}}); },
+      beginning + "\n  a: int64 in the checkpoint, float32 in this model");
+}
+
+TEST_F(Checkpoints, HaveOptimizerStateThatFitsTheParameters) {
+  const CheckpointWriter writer(path(), 10);
+  writer.begin();
+  writer.write_part(0, {{"a", at::ones({2})}, {"b", at::ones({2})}},
+                    {{"a.exp_avg", at::ones({3})},
+                     {"a.step", at::scalar_tensor(1.5)},
+                     {"b.exp_avg", at::ones({2}, at::kInt)},
+                     {"b.step", at::scalar_tensor(1, at::kLong)}});
+  writer.finish({.step = 10, .model = "a model"}, 1, 1);
+  expect_error<CheckpointError>(
+      [&] {
+        Checkpoint(path()).require_model(
+            {.description = "a model", .needed = {{"a", at::ones({2})}, {"b", at::ones({2})}}});
+      },
+      path() +
+          "/step-00000010: is of another model."
+          "\n  a.exp_avg: [3] in the checkpoint, [2] in this model"
+          "\n  a.step: float32 in the checkpoint, int64 in this model"
+          "\n  b.exp_avg: int32 in the checkpoint, float32 in this model");
 }
 
 TEST_F(Checkpoints, SayInTenLinesWhatDiffers) {
@@ -296,7 +324,7 @@ TEST_F(Checkpoints, SayInTenLinesWhatDiffers) {
   const Checkpoint checkpoint(path());
   for (const std::string description : {"a model", "another"}) {
     ModelTensors model{.description = description};
-    for (char name = 'c'; name < 'c' + 20; ++name) model.needed[std::string(1, name)] = {1};
+    for (char name = 'c'; name < 'c' + 20; ++name) model.needed[std::string(1, name)] = at::empty({1});
     try {
       checkpoint.require_model(model);
       ADD_FAILURE() << "no error";
