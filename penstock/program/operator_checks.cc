@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <initializer_list>
+#include <limits>
 #include <map>
 #include <string>
 #include <string_view>
@@ -236,6 +237,18 @@ void check_fft_to_real(Arguments arguments) {
   require(arguments[3].toInt() > 0, "the last dimension should have a size.");
 }
 
+// Sizes of windows, which kernels multiply and add without a look at overflow.
+void check_windows(Arguments arguments) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+  for (const c10::IValue& argument : arguments) {
+    if (!argument.isIntList()) continue;
+    for (const std::int64_t size : argument.toIntVector()) {
+      require(size >= -kMost && size <= kMost,
+              "sizes, strides, paddings and dilations of windows should be at most " + std::to_string(kMost) + ".");
+    }
+  }
+}
+
 // The kernel allocates the sum, which may overflow, and then writes each element as often as it says.
 void check_repeats(const c10::IValue& argument) {
   const at::Tensor& repeats = argument.toTensor();
@@ -374,6 +387,15 @@ const std::map<std::string_view, ArgumentCheck>& checks() {
       {"aten::replication_pad1d", check_padding},
       {"aten::replication_pad2d", check_padding},
       {"aten::replication_pad3d", check_padding},
+      {"aten::avg_pool1d", check_windows},
+      {"aten::avg_pool2d", check_windows},
+      {"aten::avg_pool3d", check_windows},
+      {"aten::max_pool1d", check_windows},
+      {"aten::max_pool1d_with_indices", check_windows},
+      {"aten::max_pool2d", check_windows},
+      {"aten::max_pool2d_with_indices", check_windows},
+      {"aten::max_pool3d", check_windows},
+      {"aten::max_pool3d_with_indices", check_windows},
       {"aten::repeat_interleave.Tensor", check_repeat_interleave},
       {"aten::repeat_interleave.self_Tensor", check_repeat_interleave_of},
       {"aten::segment_reduce", check_segment_reduce},

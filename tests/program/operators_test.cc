@@ -315,6 +315,42 @@ TEST(ArgumentChecks, RefuseIndicesThatAreNotThere) {
             "pivots should lie in [1, 2].");
 }
 
+TEST(ArgumentChecks, RefuseNumbersThatOverflowInAKernel) {
+  using Ints = std::vector<std::int64_t>;
+  constexpr std::int64_t kQuarter = std::int64_t{1} << 62U;
+  const auto repeats = [](const at::Tensor& tensor) {
+    return refusal({"aten::repeat_interleave", "Tensor"}, {tensor, c10::IValue()});
+  };
+  EXPECT_EQ(repeats(at::tensor({2, 0, 3})), "");
+  EXPECT_NE(repeats(at::tensor({2, -1})), "");
+  EXPECT_EQ(repeats(at::full({4}, kQuarter, at::kLong)), "the repeats should lie in [0, 1099511627776].");
+  EXPECT_EQ(repeats(at::full({4}, std::int64_t{1} << 40U, at::kLong)),
+            "the sum of the repeats should be at most 1099511627776.");
+  const auto pool = [](std::int64_t size) {
+    return refusal({"aten::max_pool1d", ""}, {at::ones({1, 4}), Ints{size}, Ints{}, Ints{0}, Ints{1}, false});
+  };
+  EXPECT_EQ(pool(2), "");
+  EXPECT_EQ(pool(std::numeric_limits<std::int64_t>::max()),
+            "sizes, strides, paddings and dilations of windows should be at most 2147483647.");
+}
+
+// The kernel takes a negative dimension for an index.
+TEST(ArgumentChecks, CountTheDimensionsOfATransformFromTheFront) {
+  std::vector<c10::IValue> arguments{at::ones({4, 2, 3}), std::vector<std::int64_t>{-2}, 0, true};
+  find_argument_check({"aten::_fft_r2c", ""})(arguments);
+  EXPECT_EQ(arguments[1].toIntVector(), std::vector<std::int64_t>{1});
+}
+
+TEST(ArgumentChecks, RefuseGroupsBeyondTheirMatrix) {
+  const auto grouped = [](const at::Tensor& offsets) {
+    return refusal({"aten::_grouped_mm", ""},
+                   {at::ones({4, 2}), at::ones({2, 2, 3}), offsets, c10::IValue(), c10::IValue()});
+  };
+  EXPECT_EQ(grouped(at::tensor({1, 4}, at::kInt)), "");
+  EXPECT_EQ(grouped(at::tensor({1, 5}, at::kInt)), "the offsets of groups should lie in [0, 4].");
+  EXPECT_EQ(grouped(at::tensor({4, 1}, at::kInt)), "the offsets of groups should not fall.");
+}
+
 // Of an expanded tensor, the kernel reads beyond its memory.
 TEST(ArgumentChecks, GiveTheMedianOfAnExpandedTensor) {
   std::vector<c10::IValue> arguments{at::tensor({1, 2, 3, 4}).expand({3, 4}), 0, false};
