@@ -97,9 +97,9 @@ class OtherJobs(Strangers):
 
     def test_who_waits_is_told_of_a_process_with_another_token(self):
         port = free_port()
-        first = self.rank(0, port, "--timeout", 4)
+        first = self.rank(0, port, "--timeout", 8)
         self.end_of(self.rank(1, port, token="theirs"), 2)
-        self.assertIn("rank 1 of 2 has not connected within 4 s.\n  a process with another job token has come as rank 1.\n",
+        self.assertIn("rank 1 of 2 has not connected within 8 s.\n  a process with another job token has come as rank 1.\n",
                       self.end_of(first, 2))
 
     def test_two_jobs_on_one_port_do_not_mix(self):
@@ -215,7 +215,7 @@ class Connections(Strangers):
             for _ in range(100):
                 connections.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
             second = self.rank(1, port, "--timeout", 5)
-            self.assertIn("penstock: rank 1 found no store at MASTER_ADDR:MASTER_PORT", self.end_of(second, 2))
+            self.assertRegex(self.end_of(second, 2), "penstock: rank 1 (found no store at|cannot reach) MASTER_ADDR:MASTER_PORT")
             self.assertIn("penstock: rank 1 of 2 has not connected within 5 s.", self.end_of(first, 2))
 
 
