@@ -32,7 +32,7 @@ class Hosts:
                     if time.monotonic() > deadline:
                         raise TimeoutError(f"the namespace of host {host} did not come")
                     time.sleep(0.01)
-                run("ip", "link", "add", f"host{host}", "type", "veth", "reference", "name", "wire", "netns", str(sleeper.pid))
+                run("ip", "link", "add", f"host{host}", "type", "veth", "peer", "name", "wire", "netns", str(sleeper.pid))
                 run("ip", "link", "set", f"host{host}", "master", "bridge", "up")
                 run(*self.inside(host), "ip", "address", "add", f"{address}/24", "dev", "wire")
                 for link in ("lo", "wire"):
