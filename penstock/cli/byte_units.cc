@@ -7,6 +7,7 @@
 #include <cstddef>
 
 namespace penstock::cli {
+namespace {
 
 std::optional<double> bytes_of_unit(std::string_view unit) {
   struct Unit {
@@ -25,6 +26,8 @@ std::optional<double> bytes_of_unit(std::string_view unit) {
   const auto* const known = std::ranges::find(kUnits, unit, &Unit::name);
   return known == kUnits.end() ? std::nullopt : std::optional(known->bytes);
 }
+
+}  // namespace
 
 std::optional<double> parse_bytes(std::string_view text) {
   double number = 0;

@@ -1,12 +1,13 @@
 #include "penstock/cli/checks.h"
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <utility>
 
+#include "penstock/cli/read_number.h"
 #include "penstock/schedule/nearest.h"
 
 namespace penstock::cli {
@@ -17,10 +18,8 @@ namespace {
 template <class Number, class Holds>
 CLI::Validator number_that(const Holds& holds, const std::string& expected) {
   return {[holds, expected](const std::string& text) {
-            Number value{};
-            const auto read = std::from_chars(text.data(), text.data() + text.size(), value);
-            const bool good = read.ec == std::errc() && read.ptr == text.data() + text.size() && holds(value);
-            return good ? std::string() : "'" + text + "' should be " + expected;
+            const std::optional<Number> value = read_number<Number>(text);
+            return value && holds(*value) ? std::string() : "'" + text + "' should be " + expected;
           },
           ""};
 }

@@ -29,12 +29,17 @@
 namespace penstock::cli {
 namespace {
 
-// What a handler of a signal may write.
+// Takes no memory and no lock, so that handlers of signals may call it.
+void write_error(std::string_view text) {
+  [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, text.data(), text.size());
+}
+
+// The handler of the time limit writes this message, which is made before.
 std::array<char, 128> time_message{};
 std::size_t time_message_size = 0;
 
 void end_in_time(int /*signal*/) {
-  [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, time_message.data(), time_message_size);
+  write_error({time_message.data(), time_message_size});
   ::_exit(kBadUse);
 }
 
@@ -86,10 +91,6 @@ void limit_memory(double bytes) {
     if (::setrlimit(RLIMIT_DATA, &limit) == 0) return;
   }
   throw std::runtime_error("--memory-limit cannot be set: " + std::generic_category().message(errno) + ".");
-}
-
-void write_error(std::string_view text) {
-  [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, text.data(), text.size());
 }
 
 // Takes no memory of its own where there may be none.

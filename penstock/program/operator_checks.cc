@@ -37,6 +37,11 @@ void require_range(const at::Tensor& tensor, std::int64_t least, std::int64_t mo
           what + " should lie in [" + std::to_string(least) + ", " + std::to_string(most) + "].");
 }
 
+void require_rising(const at::Tensor& tensor, const std::string& what) {
+  if (!tensor.device().is_cpu() || tensor.numel() < 2) return;
+  require(at::diff(tensor).ge(0).all().item<bool>(), what + " should not fall.");
+}
+
 bool is_index(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kLong || tensor.scalar_type() == at::kInt;
 }
@@ -85,7 +90,7 @@ void check_grouped_mm(Arguments arguments) {
   }
   require(offsets.dim() == 1 && is_index(offsets), "the offsets should be a row of integers.");
   require_range(offsets, 0, most, "the offsets of groups");
-  require(offsets.numel() < 2 || at::diff(offsets).ge(0).all().item<bool>(), "the offsets of groups should not fall.");
+  require_rising(offsets, "the offsets of groups");
 }
 
 // MKL ends the process.
@@ -147,7 +152,7 @@ void check_embedding_bag(Arguments arguments) {
   require_range(offsets, 0, indices.numel(), "offsets");
   if (offsets.device().is_cpu() && offsets.numel() > 0) {
     require(offsets[0].item<std::int64_t>() == 0, "offsets should begin with 0.");
-    require(at::diff(offsets).ge(0).all().item<bool>(), "offsets should not fall.");
+    require_rising(offsets, "offsets");
   } else {
     require(!arguments[7].toBool(), "there should be a last offset.");
   }

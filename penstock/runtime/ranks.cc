@@ -33,22 +33,13 @@ std::string list_text(const std::vector<int>& numbers) {
   return text;
 }
 
-// What is said of a failure when there is not even memory to say it; short enough to need none.
-constexpr const char* kNoMemory = "out of memory";
-
-std::string reason_or_less(const std::exception& error) noexcept {
+// Returns what `text` returns. When there is not even memory for that, it is less, and short enough to need none.
+template <class Text>
+std::string text_or_less(const Text& text) noexcept {
   try {
-    return reason_of(error);
+    return text();
   } catch (const std::bad_alloc&) {
-    return kNoMemory;
-  }
-}
-
-std::string copy_or_less(const std::string& text) noexcept {
-  try {
-    return text;
-  } catch (const std::bad_alloc&) {
-    return kNoMemory;
+    return "out of memory";
   }
 }
 
@@ -442,7 +433,6 @@ void Ranks::run_rank(Running& running, std::size_t index) {
   RankReport failure{.kind = RankReport::Kind::Failed};
   // Made beforehand, as there may be no memory for it once a rank has failed.
   const std::string abort_message = "rank " + std::to_string(local.rank) + " has failed";
-  const std::string unknown = "an exception that is no std::exception";
   try {
     if (!work.loss_weights.empty() && !are_threads()) {
       share_weights(work, replica_group_.get(), local.peers.get(), replicas(), deadline_after(options_.timeout));
@@ -457,20 +447,20 @@ void Ranks::run_rank(Running& running, std::size_t index) {
     }
     return;
   } catch (const TransportError& error) {
-    failure.failure = reason_or_less(error);
+    failure.failure = text_or_less([&] { return reason_of(error); });
     switch (error.why()) {
       case TransportError::Why::Late: failure.kind = RankReport::Kind::WasLate; break;
       case TransportError::Why::Gone: failure.kind = RankReport::Kind::IsGone; break;
       case TransportError::Why::Aborted: failure.kind = RankReport::Kind::None; break;
     }
   } catch (const std::exception& error) {
-    failure.failure = reason_or_less(error);
+    failure.failure = text_or_less([&] { return reason_of(error); });
   } catch (...) {
-    failure.failure = copy_or_less(unknown);
+    failure.failure = text_or_less([] { return std::string("an exception that is no std::exception"); });
   }
   {
     const std::lock_guard lock(running.mutex);
-    if (!std::exchange(running.failed, true)) running.what = copy_or_less(failure.failure);
+    if (!std::exchange(running.failed, true)) running.what = text_or_less([&] { return failure.failure; });
     running.failures[index] = std::move(failure);
   }
   local.transport->abort(abort_message);

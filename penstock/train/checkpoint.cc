@@ -44,14 +44,14 @@ constexpr std::string_view kRemoved = ".removed-";
   throw CheckpointError(path + ": " + what);
 }
 
-// Says of a system's failure what the checkpoint's writer does with it.
+// Calls `function`, which writes or removes files, as `done` says, and puts what the system answers into words.
 template <class Function>
-auto in_words(const std::string& path, Function function) {
+auto in_words(const std::string& path, const std::string& done, Function function) {
   try {
     return function();
   } catch (const fs::filesystem_error& error) {
     fail(error.path1().empty() ? path : error.path1().string(),
-         "could not be written: " + error.code().message() + ".");
+         "could not be " + done + ": " + error.code().message() + ".");
   } catch (const AsideFile::Failure& error) {
     throw CheckpointError(error.what());
   } catch (const SafetensorsError& error) {
@@ -61,19 +61,16 @@ auto in_words(const std::string& path, Function function) {
   }
 }
 
-// The same for what is removed.
-template <class Function>
-void removing(const std::string& path, Function function) {
-  try {
-    function();
-  } catch (const fs::filesystem_error& error) {
-    fail(error.path1().empty() ? path : error.path1().string(),
-         "could not be removed: " + error.code().message() + ".");
-  }
-}
-
 [[noreturn]] void fail_to_read(const fs::path& path, const std::error_code& error) {
   fail(path.string(), "could not be read: " + error.message() + ".");
+}
+
+// Fails when the system does not say.
+bool is_there(const fs::path& path) {
+  std::error_code error;
+  const bool found = fs::exists(path, error);
+  if (error) fail_to_read(path, error);
+  return found;
 }
 
 std::string sizes_text(at::IntArrayRef sizes) {
@@ -184,15 +181,21 @@ json description_of(const fs::path& file) {
           {"crc32", crc32_z(0, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size())}};
 }
 
-json read_json(const std::string& path, json::value_t kind = json::value_t::object) {
+// Returns none for a file whose JSON is damaged, or of another kind.
+std::optional<json> try_read_json(const std::string& path, json::value_t kind) {
   try {
-    const MappedFile mapped(path);
-    std::optional<json> parsed = try_parse_json(mapped.bytes());
-    if (!parsed || parsed->type() != kind) fail(path, "is damaged: it is not JSON.");
-    return *std::move(parsed);
+    std::optional<json> parsed = try_parse_json(MappedFile(path).bytes());
+    if (!parsed || parsed->type() != kind) return std::nullopt;
+    return parsed;
   } catch (const MappingFailure& failure) {
     throw CheckpointError(failure.what());
   }
+}
+
+json read_json(const std::string& path, json::value_t kind = json::value_t::object) {
+  std::optional<json> parsed = try_read_json(path, kind);
+  if (!parsed) fail(path, "is damaged: it is not JSON.");
+  return *std::move(parsed);
 }
 
 // Returns the checksum of a manifest without its own entry.
@@ -204,13 +207,9 @@ std::uint64_t checksum_of(json manifest) {
 
 // Returns the run of a finished checkpoint; none for one whose manifest does not say, as it is damaged.
 std::optional<std::string> run_of(const fs::path& checkpoint) {
-  try {
-    const json manifest = try_parse_json(MappedFile((checkpoint / kManifest).string()).bytes()).value_or(json());
-    if (!manifest.is_object() || !manifest.value("run", json()).is_string()) return std::nullopt;
-    return manifest.at("run").get<std::string>();
-  } catch (const MappingFailure& failure) {
-    throw CheckpointError(failure.what());
-  }
+  const std::optional<json> manifest = try_read_json((checkpoint / kManifest).string(), json::value_t::object);
+  if (!manifest || !manifest->value("run", json()).is_string()) return std::nullopt;
+  return manifest->at("run").get<std::string>();
 }
 
 // Returns true for a name in the checkpoint's own directory.
@@ -231,7 +230,7 @@ std::string CheckpointWriter::path() const {
 }
 
 void CheckpointWriter::begin() const {
-  in_words(folder_, [&] {
+  in_words(folder_, "written", [&] {
     fs::create_directories(folder_);
     remove_leftovers(folder_);
     fs::create_directory(fs::path(folder_) / (std::string(kUnfinished) + name_));
@@ -240,7 +239,7 @@ void CheckpointWriter::begin() const {
 
 void CheckpointWriter::write_part(int part, const NamedTensors& weights, const NamedTensors& optimizer) const {
   const fs::path unfinished = fs::path(folder_) / (std::string(kUnfinished) + name_);
-  in_words(unfinished.string(), [&] {
+  in_words(unfinished.string(), "written", [&] {
     json files = json::array();
     for (const auto& [kind, tensors] : {std::pair("weights", &weights), std::pair("optimizer", &optimizer)}) {
       const fs::path file = unfinished / file_name(kind, part);
@@ -254,7 +253,7 @@ void CheckpointWriter::write_part(int part, const NamedTensors& weights, const N
 
 void CheckpointWriter::finish(const CheckpointInfo& info, int parts, int keep) const {
   const fs::path unfinished = fs::path(folder_) / (std::string(kUnfinished) + name_);
-  in_words(unfinished.string(), [&] {
+  in_words(unfinished.string(), "written", [&] {
     json files = json::array();
     for (int part = 0; part < parts; ++part) {
       const std::string described = (unfinished / part_name(part)).string();
@@ -287,7 +286,7 @@ void CheckpointWriter::finish(const CheckpointInfo& info, int parts, int keep) c
     sync_folder(folder_);
   });
   // The checkpoint is there; what is left of an older one, and those before it, are not needed any more.
-  removing(folder_, [&] {
+  in_words(folder_, "removed", [&] {
     fs::remove_all(unfinished);
     prune(info.run, keep);
   });
@@ -311,10 +310,7 @@ void CheckpointWriter::discard() const noexcept {
 }
 
 Checkpoint::Checkpoint(const std::string& path) : path_(path) {
-  std::error_code unknown;
-  const bool is_there = fs::exists(path, unknown);
-  if (unknown) fail_to_read(path, unknown);
-  if (!is_there) fail(path, "there is no such checkpoint.");
+  if (!is_there(path)) fail(path, "there is no such checkpoint.");
   if (!is_checkpoint(path)) {
     const std::optional<std::string> newest = newest_in(path);
     if (!newest) fail(path, "has no checkpoint in it: neither manifest.json nor a folder step-N with one.");
@@ -461,10 +457,7 @@ std::optional<at::Tensor> Checkpoint::optimizer_state(const std::string& name) c
 }
 
 bool is_checkpoint(const std::string& path) {
-  std::error_code error;
-  const bool is_there = fs::exists(fs::path(path) / kManifest, error);
-  if (error) fail_to_read(fs::path(path) / kManifest, error);
-  return is_there;
+  return is_there(fs::path(path) / kManifest);
 }
 
 std::optional<std::string> last_checkpoint(const std::string& folder) {
@@ -500,14 +493,14 @@ std::int64_t count_checkpoints(const std::string& folder) {
 }
 
 void remove_checkpoints(const std::string& folder) {
-  removing(folder, [&] {
+  in_words(folder, "removed", [&] {
     for (const auto& [step, checkpoint] : finished_in(folder)) remove_checkpoint(checkpoint);
     remove_leftovers(folder);
   });
 }
 
 void remove_unfinished_checkpoints(const std::string& folder) {
-  removing(folder, [&] { remove_leftovers(folder); });
+  in_words(folder, "removed", [&] { remove_leftovers(folder); });
 }
 
 }  // namespace penstock

@@ -174,7 +174,7 @@ class Handshake {
     return members;
   }
 
-  // What a rank has published. It fails for what was not signed with the token.
+  // Returns what a rank has published. Fails for a value that was not signed with the token.
   std::string read(int rank, const std::string& key) {
     try {
       return store_->get_to_str(key);
@@ -254,7 +254,7 @@ class Handshake {
   c10::intrusive_ptr<c10d::Store> common_;
   const Membership& own_;
   Deadline deadline_;
-  // What this rank has published of itself.
+  // The member value of this rank, as it was published.
   std::string published_;
   // Tells tokens apart without telling them.
   std::string fingerprint_;

@@ -222,7 +222,7 @@ c10::intrusive_ptr<c10d::Store> make_store(const RankEnvironment& environment, s
     sockets.close_in_children();
     return store;
   } catch (const std::system_error& error) {
-    // Of the store's own thread.
+    // The store's own thread cannot be started.
     throw RendezvousError("rank " + std::to_string(environment.rank) + " cannot start the store: " +
                           error.code().message() + ".\n  Hint: `ulimit -u N` allows more threads and processes.");
   } catch (const std::exception& error) {

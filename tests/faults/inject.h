@@ -1,4 +1,4 @@
-// What the two sources of the fault injector share. See inject.c.
+// Declares what the two sources of the fault injector share. See inject.c.
 #pragma once
 
 #ifdef __cplusplus

@@ -1,4 +1,5 @@
-// What torch.distributed.pipelining gets wrong when it traces and cuts a model. Each test is named for what holds here.
+// Tests of cases that torch.distributed.pipelining gets wrong when it traces and cuts a model. Each test is named for
+// what holds here.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-// What torch.distributed.pipelining gets wrong in a step. Each test is named for what holds here.
+// Tests of cases that torch.distributed.pipelining gets wrong in a step. Each test is named for what holds here.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/custom_function.h>

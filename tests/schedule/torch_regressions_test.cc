@@ -1,4 +1,5 @@
-// What torch.distributed.pipelining gets wrong or does not do with schedules. Each test is named for what holds here.
+// Tests of cases that torch.distributed.pipelining gets wrong or refuses in schedules. Each test is named for what
+// holds here.
 // tests/reference/faults.py shows that the faults are there, and tests what the command does.
 #include <gtest/gtest.h>
 

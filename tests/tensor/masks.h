@@ -1,4 +1,4 @@
-// What the tests of block masks and attention share: mask functions, masks at random, PyTorch's cases, checks of
+// Helpers that the tests of block masks and attention share: mask functions, masks at random, PyTorch's cases, checks of
 // errors.
 #pragma once
 

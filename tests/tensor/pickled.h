@@ -1,4 +1,4 @@
-// What PyTorch has answered, in files that torch.save has written.
+// Reads answers of PyTorch from files that torch.save has written.
 #pragma once
 
 #include <ATen/core/ivalue.h>

@@ -702,7 +702,7 @@ TEST_F(SafetensorsWriter, GivesReadersAWholeFileWhileManyWrite) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// What safetensors_reference.py has written into the folder that PENSTOCK_SAFETENSORS names.
+// Reads the files that safetensors_reference.py has written into the folder that PENSTOCK_SAFETENSORS names.
 class SafetensorsReference : public testing::Test {
  protected:
   void SetUp() override {

@@ -2,21 +2,19 @@
 #include "penstock/cli/schedule/compare.h"
 
 #include <algorithm>
-#include <array>
-#include <charconv>
 #include <cmath>
 #include <iostream>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "penstock/cli/byte_units.h"
 #include "penstock/cli/checks.h"
 #include "penstock/cli/output.h"
+#include "penstock/cli/read_number.h"
 #include "penstock/cli/schedule/contents.h"
 #include "penstock/cli/schedule/options.h"
 #include "penstock/schedule/csv.h"
@@ -33,20 +31,12 @@ struct MemoryLimit {
   bool is_bytes = false;
 
   static MemoryLimit parse(const std::string& text) {
-    MemoryLimit limit;
-    const char* const end = text.data() + text.size();
-    const auto read = std::from_chars(text.data(), end, limit.amount);
-    const bool is_number = read.ec == std::errc() && std::isfinite(limit.amount) && limit.amount > 0;
-    const std::string_view unit(read.ptr, static_cast<std::size_t>(end - read.ptr));
-    const std::optional<double> bytes = bytes_of_unit(unit);
-    if (!is_number || (!unit.empty() && !bytes)) {
-      throw ScheduleError(
-          "--memory '" + text +
-          "' is neither a number of microbatches nor of bytes.\n  Hint: --memory 4 for microbatches, or "
-          "bytes with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB, such as --memory 512MiB");
-    }
-    if (unit.empty()) return limit;
-    return {.amount = limit.amount * *bytes, .is_bytes = true};
+    if (const auto bytes = parse_bytes(text)) return {.amount = *bytes, .is_bytes = true};
+    const std::optional<double> microbatches = read_number<double>(text);
+    if (microbatches && std::isfinite(*microbatches) && *microbatches > 0) return {.amount = *microbatches};
+    throw ScheduleError("--memory '" + text +
+                        "' is neither a number of microbatches nor of bytes.\n  Hint: --memory 4 for microbatches, or "
+                        "bytes with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB, such as --memory 512MiB");
   }
 };
 

@@ -27,7 +27,6 @@ RunDirectories::RunDirectories(const TrainOptions& options) : options_(options),
     // One lock is enough for one directory.
     if (!fs::equivalent(checkpoint, options.output, ignored)) checkpoint_.emplace(checkpoint);
   }
-  if (!checkpoint.empty()) remove_unfinished_checkpoints(checkpoint);
   if (options.overwrite || options.resume) return;
   const std::optional<std::string> last = checkpoint.empty() ? std::nullopt : last_checkpoint(checkpoint);
   if (last) {

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <cmath>
 #include <cstdint>
 #include <filesystem>
@@ -12,6 +11,7 @@
 
 #include "penstock/cli/checks.h"
 #include "penstock/cli/output.h"
+#include "penstock/cli/read_number.h"
 #include "penstock/schedule/generators.h"
 #include "penstock/schedule/json.h"
 #include "penstock/schedule/nearest.h"
@@ -71,14 +71,9 @@ std::vector<CLI::ConfigItem> read_items(const std::string& path) {
 // Returns the number that a word of the command line is, or the word. One number is one value however it is written: .50
 // and 0.5, 1e3 and 1000.
 json number_or_word(const std::string& word) {
-  const auto read = [&]<class Number>(Number value) -> std::optional<Number> {
-    const auto result = std::from_chars(word.data(), word.data() + word.size(), value);
-    const bool is_whole = result.ec == std::errc() && result.ptr == word.data() + word.size();
-    return is_whole ? std::optional(value) : std::nullopt;
-  };
-  if (const auto number = read(std::int64_t{})) return *number;
-  if (const auto number = read(std::uint64_t{})) return *number;
-  const std::optional<double> number = read(double{});
+  if (const auto number = read_number<std::int64_t>(word)) return *number;
+  if (const auto number = read_number<std::uint64_t>(word)) return *number;
+  const std::optional<double> number = read_number<double>(word);
   if (!number || !std::isfinite(*number)) return word;
   constexpr double kExact = 1LL << 53;
   if (*number == std::trunc(*number) && std::abs(*number) < kExact) return static_cast<std::int64_t>(*number);

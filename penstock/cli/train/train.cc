@@ -74,6 +74,7 @@ class Run {
     agreement.require_same_options({{"step to resume from", std::to_string(trainer.steps_done())}});
     if (trainer.steps_done() >= options_.steps) {
       if (is_coordinator()) {
+        if (!options_.dry_run) remove_unfinished_checkpoints(options_.checkpoint);
         std::cout << "nothing to do: step " << trainer.steps_done() << " of " << options_.steps
                   << " is done.\n  Hint: --steps N continues with more steps." << std::endl;
       }
@@ -103,7 +104,7 @@ class Run {
       agreement.fail_together([&] {
         if (!is_coordinator()) return;
         if (options_.overwrite) directories->clear();
-        const auto aside = first == 0 ? directories->set_metrics_aside() : std::nullopt;
+        const auto aside = options_.resume && first == 0 ? directories->set_metrics_aside() : std::nullopt;
         write_output(directories->file("config.json"),
                      [&](std::ostream& out) { out << configuration_.dump(2) << "\n"; });
         progress.emplace(directories->metrics(), first, options_.steps, options_.log_every, setup_.data->unit(), began);

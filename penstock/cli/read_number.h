@@ -1,0 +1,20 @@
+// Reads numbers of the command line.
+#pragma once
+
+#include <charconv>
+#include <optional>
+#include <string_view>
+#include <system_error>
+
+namespace penstock::cli {
+
+// Returns the number that all of the text is; none for any other text, and for a number that this type does not have.
+template <class Number>
+std::optional<Number> read_number(std::string_view text) {
+  Number number{};
+  const char* const end = text.data() + text.size();
+  const auto [last, error] = std::from_chars(text.data(), end, number);
+  return error == std::errc() && last == end ? std::optional(number) : std::nullopt;
+}
+
+}  // namespace penstock::cli
