@@ -8,7 +8,8 @@
 #include <utility>
 
 #include "penstock/cli/read_number.h"
-#include "penstock/schedule/nearest.h"
+#include "penstock/base/nearest.h"
+#include "penstock/base/text.h"
 
 namespace penstock::cli {
 
@@ -60,7 +61,7 @@ CLI::Validator one_of(std::vector<std::string> words) {
   return {[words = std::move(words)](const std::string& word) {
             if (std::ranges::find(words, word) != words.end()) return std::string();
             const auto near = nearest(word, words);
-            return "'" + word + "' is none of " + listed(words) + (near ? "; did you mean " + *near + "?" : "");
+            return "'" + word + "' is none of " + join_or_none(words) + (near ? "; did you mean " + *near + "?" : "");
           },
           ""};
 }

@@ -14,7 +14,7 @@
 #include "penstock/cli/command.h"
 #include "penstock/cli/load.h"
 #include "penstock/cli/terminal.h"
-#include "penstock/schedule/nearest.h"
+#include "penstock/base/nearest.h"
 
 namespace penstock::cli {
 namespace {

@@ -5,7 +5,7 @@
 
 #include "penstock/program/error.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 std::unordered_set<std::string_view> read_allowed() {
@@ -55,4 +55,4 @@ bool AllowedOperators::contains(const c10::OperatorName& name) const {
   return by_default.contains(full) || more_.contains(full) || more_.contains(name.name);
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -12,7 +12,7 @@
 #include <string_view>
 #include <vector>
 
-namespace penstock {
+namespace penstock::internal {
 
 class AllowedOperators {
  public:
@@ -29,4 +29,4 @@ class AllowedOperators {
 // Returns operators.txt: a line "allowed NAME" or "refused NAME: REASON" for each operator; lines with # are comments.
 std::string_view judged_operators();
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -16,7 +16,7 @@
 #include "penstock/tensor/aside_file.h"
 #include "penstock/tensor/mapped_file.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 std::unique_ptr<MappedFile> mapped(const std::string& path) {
@@ -178,4 +178,4 @@ void Archive::write_copy(const std::string& path, const std::map<std::string, at
   }
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -12,7 +12,7 @@
 #include <string_view>
 #include <vector>
 
-namespace penstock {
+namespace penstock::internal {
 
 class Archive {
  public:
@@ -52,4 +52,4 @@ class Archive {
   std::unique_ptr<Content> content_;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -12,7 +12,7 @@
 
 #include "penstock/program/error.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 using Operands = std::span<const c10::IValue>;
@@ -331,4 +331,4 @@ Arithmetic find_arithmetic(std::string_view name) {
   return found == kArithmetic.end() ? nullptr : found->function;
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

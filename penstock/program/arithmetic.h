@@ -9,7 +9,7 @@
 
 #include "penstock/program/graph.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 // By the export's name for it, such as "_operator.floordiv"; null for one that is not there.
 Arithmetic find_arithmetic(std::string_view name);
@@ -19,4 +19,4 @@ bool is_number(const c10::IValue& value);
 std::int64_t integer_of(const c10::IValue& value);
 double real_of(const c10::IValue& value);
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -2,7 +2,7 @@
 
 #include <array>
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 std::size_t index(int number) {
@@ -88,4 +88,4 @@ std::vector<Bond> bonds_of(const Exported& exported) {
   return bonds;
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

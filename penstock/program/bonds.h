@@ -7,7 +7,7 @@
 
 #include "penstock/program/exported.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 struct Bond {
   enum class Kind {
@@ -33,4 +33,4 @@ std::vector<Bond> bonds_of(const Exported& exported);
 // Parameters, buffers and constants that the program writes to, in place or when all is done: their values in the graph.
 std::set<int> written_values(const Exported& exported);
 
-}  // namespace penstock
+}  // namespace penstock::internal

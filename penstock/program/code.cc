@@ -17,7 +17,7 @@
 #include "penstock/tensor/random_scope.h"
 #include "penstock/tensor/reason.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 // What holds around a row of nodes.
@@ -278,4 +278,4 @@ std::vector<c10::IValue> Code::run(std::vector<c10::IValue> inputs, const Mode& 
   return outputs;
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -13,7 +13,7 @@
 
 #include "penstock/program/graph.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 class Code {
  public:
@@ -49,4 +49,4 @@ class Code {
   std::unique_ptr<const Plan> plan_;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

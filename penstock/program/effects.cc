@@ -9,7 +9,7 @@
 #include <string>
 #include <string_view>
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 const std::optional<TensorType>& type_of(const Graph& graph, int value) {
@@ -134,4 +134,4 @@ Effects effects_of(const Graph& graph) {
   return effects;
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -6,7 +6,7 @@
 
 #include "penstock/program/graph.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 struct Effects {
   // For each value, the one that it is a view of, or -1.
@@ -25,4 +25,4 @@ struct Effects {
 
 Effects effects_of(const Graph& graph);
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -17,7 +17,7 @@
 #include "penstock/program/schema.h"
 #include "penstock/tensor/nested.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 using nlohmann::json;
@@ -329,4 +329,4 @@ Exported read_exported(const Archive& archive, const AllowedOperators& allowed) 
   return exported;
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

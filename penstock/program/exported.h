@@ -16,7 +16,7 @@
 #include "penstock/program/graph.h"
 #include "penstock/program/pytree.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 struct ProgramInput {
   // Fixed: a number, text or None that the export has taken for good.
@@ -70,4 +70,4 @@ Exported read_exported(const Archive& archive, const AllowedOperators& allowed);
 std::map<std::string, at::Tensor> read_weights(const Archive& archive,
                                                std::map<std::string, at::Tensor>* records = nullptr);
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -1,6 +1,6 @@
 #include "penstock/program/grad_flow.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 std::vector<bool> nodes_with_grad(const Exported& exported, const std::function<bool(const ProgramInput&)>& learns) {
   const Graph& graph = exported.graph;
@@ -23,4 +23,4 @@ std::vector<bool> nodes_with_grad(const Exported& exported, const std::function<
   return nodes;
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -9,7 +9,7 @@
 #include "penstock/program/operators.h"
 #include "penstock/program/schema.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 using nlohmann::json;
@@ -348,4 +348,4 @@ int GraphReader::number_of(const Region& region) {
   return number;
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

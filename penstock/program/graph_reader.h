@@ -13,7 +13,7 @@
 #include "penstock/program/graph.h"
 #include "penstock/program/operands.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 class GraphReader {
  public:
@@ -65,4 +65,4 @@ class GraphReader {
   std::vector<std::unordered_map<std::string, TensorType>> declared_;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

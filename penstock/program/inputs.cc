@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "penstock/program/error.h"
-#include "penstock/schedule/nearest.h"
+#include "penstock/base/text.h"
 #include "penstock/tensor/nested.h"
 #include "penstock/tensor/random_scope.h"
 
@@ -89,7 +89,7 @@ Arguments arguments_from(const Program& program, const TensorsByName& tensors) {
     if (found == tensors.end()) {
       std::vector<std::string> given;
       for (const auto& [name, tensor] : tensors) given.push_back(name);
-      throw ProgramError("the input '" + input.name + "' is missing; given are " + listed(given) + ".");
+      throw ProgramError("the input '" + input.name + "' is missing; given are " + join_or_none(given) + ".");
     }
     const ValueKind kind = program.graph().values[static_cast<std::size_t>(input.value)].kind;
     leaves.push_back(kind == ValueKind::Tensor ? found->second : number_in(input.name, kind, found->second));
@@ -97,7 +97,7 @@ Arguments arguments_from(const Program& program, const TensorsByName& tensors) {
   for (const auto& [name, tensor] : tensors) {
     if (known.contains(name)) continue;
     throw ProgramError("there is no input '" + name + "'; the program takes " +
-                       listed(std::vector(known.begin(), known.end())) + ".");
+                       join_or_none(std::vector(known.begin(), known.end())) + ".");
   }
   const c10::IValue both = program.in_spec().unflatten(leaves);
   const auto& elements = both.toTupleRef().elements();

@@ -8,7 +8,7 @@
 #include "penstock/program/error.h"
 #include "penstock/schedule/json.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 // What an exporter calls numbers that need not be whole.
@@ -54,4 +54,4 @@ nlohmann::json parse_exported_json(std::string_view text, const std::string& whe
   }
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -5,7 +5,7 @@
 #include <string_view>
 #include <utility>
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 // Calls visit(name, index) for each operand of an operator.
@@ -75,4 +75,4 @@ std::optional<EvaluationChange> evaluation_change(const Graph& graph, const Node
   return change;
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -8,7 +8,7 @@
 
 #include "penstock/program/graph.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 // How a node differs in evaluation from training.
 struct EvaluationChange {
@@ -30,4 +30,4 @@ bool drops_in_both_modes(const Node& node);
 // Whether a buffer counts what a batch normalisation has seen, by its name.
 bool counts_batches(const std::string& buffer);
 
-}  // namespace penstock
+}  // namespace penstock::internal

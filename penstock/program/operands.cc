@@ -8,7 +8,7 @@
 
 #include "penstock/program/error.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 template <class Elements, class Make>
@@ -148,4 +148,4 @@ std::string name_of(const schema::Argument& argument) {
   }
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -8,7 +8,7 @@
 #include "penstock/program/graph.h"
 #include "penstock/program/schema.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 // Names in a graph, and in the graphs inside of it: what each stands for.
 using Scope = std::unordered_map<std::string, Operand>;
@@ -26,4 +26,4 @@ Operand operand_of(const schema::TensorArgument& tensor, const Scope& scope);
 // The name of a single value; empty for what has none.
 std::string name_of(const schema::Argument& argument);
 
-}  // namespace penstock
+}  // namespace penstock::internal

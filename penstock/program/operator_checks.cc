@@ -15,7 +15,7 @@
 
 #include "penstock/program/error.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 using Arguments = std::span<c10::IValue>;
@@ -419,4 +419,4 @@ ArgumentCheck find_argument_check(const c10::OperatorName& name) {
   return nullptr;
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -7,7 +7,7 @@
 
 #include <span>
 
-namespace penstock {
+namespace penstock::internal {
 
 // Throws ProgramError for arguments that the operator must not be called with; it may replace one by an equal one that is
 // safe, such as a contiguous copy. The arguments are those of the operator's schema.
@@ -16,4 +16,4 @@ using ArgumentCheck = void (*)(std::span<c10::IValue> arguments);
 // Returns the check of an operator, or null if it needs none.
 ArgumentCheck find_argument_check(const c10::OperatorName& name);
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -11,7 +11,7 @@
 #include "penstock/program/arithmetic.h"
 #include "penstock/tensor/nested.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 at::Tensor number_tensor(const c10::IValue& number) {
@@ -163,4 +163,4 @@ bool fits(const Operand& operand, const c10::Type& type, const Graph& graph) {
   });
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

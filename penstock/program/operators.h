@@ -12,7 +12,7 @@
 
 #include "penstock/program/graph.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 // By the export's name for it; none for one that is not there.
 std::optional<std::variant<c10::OperatorHandle, Arithmetic>> find_function(std::string_view target);
@@ -22,4 +22,4 @@ Operand adapted(Operand operand, const c10::Argument& argument);
 // Whether it can be an argument of this type: one that cannot would end in an assertion inside of libtorch.
 bool fits(const Operand& operand, const c10::Type& type, const Graph& graph);
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -9,7 +9,7 @@
 #include "penstock/program/error.h"
 #include "penstock/program/mode.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 // What nodes write to in place is written at the end, like what comes out of the program for it.
@@ -95,4 +95,4 @@ std::vector<c10::IValue> Part::run(std::vector<c10::IValue> inputs) const {
   return outputs;
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -13,7 +13,7 @@
 #include "penstock/program/exported.h"
 #include "penstock/program/graph.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 class Part {
  public:
@@ -52,4 +52,4 @@ class Part {
   Code code_;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

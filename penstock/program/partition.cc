@@ -15,7 +15,7 @@
 #include "penstock/program/error.h"
 #include "penstock/program/grad_flow.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 // Operators that take no longer than it takes to send what they give.
@@ -463,4 +463,4 @@ std::vector<StagePart> partition(const Exported& exported, std::vector<int> stag
   return Partitioner(exported, std::move(stages), transmit).run();
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

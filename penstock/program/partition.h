@@ -16,7 +16,7 @@
 #include "penstock/program/exported.h"
 #include "penstock/stage/wiring.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 struct StagePart {
   // In the order in which they run, with those that other stages run too.
@@ -36,4 +36,4 @@ struct StagePart {
 // the node or the buffer and both stages.
 std::vector<StagePart> partition(const Exported& exported, std::vector<int> stages, bool transmit = false);
 
-}  // namespace penstock
+}  // namespace penstock::internal

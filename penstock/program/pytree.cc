@@ -13,7 +13,7 @@
 #include "penstock/program/json.h"
 #include "penstock/tensor/nested.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 using nlohmann::json;
@@ -210,4 +210,4 @@ void TreeSpec::paths_into(const std::string& root, std::vector<std::string>& pat
   }
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

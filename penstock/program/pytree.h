@@ -11,7 +11,7 @@
 #include <string_view>
 #include <vector>
 
-namespace penstock {
+namespace penstock::internal {
 
 class TreeSpec {
  public:
@@ -48,4 +48,4 @@ class TreeSpec {
   friend class TreeSpecReader;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

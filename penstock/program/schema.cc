@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "penstock/program/error.h"
-#include "penstock/schedule/nearest.h"
+#include "penstock/base/text.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 at::ScalarType dtype_of(schema::ScalarType code) {
   switch (code) {
@@ -116,7 +116,7 @@ std::string model_name(const Archive& archive) {
                        ": has no program: there is no record models/*.json in it.\n  Hint: a .pt2 is what "
                        "torch.export.save of PyTorch 2.8 or later writes.");
   }
-  throw ProgramError(archive.name() + ": has several programs (" + listed(names) + "), and none is called 'model'.");
+  throw ProgramError(archive.name() + ": has several programs (" + join_or_none(names) + "), and none is called 'model'.");
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

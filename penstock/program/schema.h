@@ -13,7 +13,7 @@
 #include "penstock/program/archive.h"
 #include "penstock/program/graph.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 namespace schema = torch::_export;
 
@@ -31,4 +31,4 @@ std::int64_t fixed_number(const schema::SymInt& number);
 // The name of the archive's program. Throws ProgramError if there is none, or several.
 std::string model_name(const Archive& archive);
 
-}  // namespace penstock
+}  // namespace penstock::internal

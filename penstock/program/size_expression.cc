@@ -4,7 +4,7 @@
 #include <utility>
 #include <vector>
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 using Linear = SizeExpression::Linear;
@@ -147,4 +147,4 @@ SizeExpression read_size_expression(std::string_view text) {
   return {.text = std::move(term->text), .linear = std::move(term->linear)};
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -6,7 +6,7 @@
 #include <string>
 #include <string_view>
 
-namespace penstock {
+namespace penstock::internal {
 
 struct SizeExpression {
   // factor * symbol + offset; no symbol for a number.
@@ -25,4 +25,4 @@ struct SizeExpression {
 // What is not in that form stays the text that it is.
 SizeExpression read_size_expression(std::string_view text);
 
-}  // namespace penstock
+}  // namespace penstock::internal

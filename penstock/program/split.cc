@@ -11,7 +11,7 @@
 
 #include "penstock/program/bonds.h"
 #include "penstock/program/state.h"
-#include "penstock/schedule/nearest.h"
+#include "penstock/base/nearest.h"
 
 namespace penstock {
 namespace {

@@ -12,7 +12,7 @@
 #include "penstock/program/json.h"
 #include "penstock/program/schema.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 using nlohmann::json;
@@ -103,4 +103,4 @@ std::map<std::string, at::Tensor> read_weights(const Archive& archive, std::map<
   return weights;
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

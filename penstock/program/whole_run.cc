@@ -17,7 +17,7 @@
 #include "penstock/tensor/nested.h"
 #include "penstock/tensor/random_scope.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 // By stage: the microbatches in the order in which their gradients come.
@@ -107,4 +107,4 @@ WholeRun run_whole(const Pipe& pipe, const Schedule& schedule, std::span<const A
   return result;
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

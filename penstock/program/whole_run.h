@@ -15,7 +15,7 @@
 #include "penstock/program/pipe.h"
 #include "penstock/schedule/schedule.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 // The loss of an output about which nothing is known: the sum of the means of its floating-point tensors.
 at::Tensor sum_of_means(const c10::IValue& output);
@@ -48,4 +48,4 @@ struct WholeRun {
 WholeRun run_whole(const Pipe& pipe, const Schedule& schedule, std::span<const Arguments> microbatches,
                    const WholeRunOptions& options);
 
-}  // namespace penstock
+}  // namespace penstock::internal

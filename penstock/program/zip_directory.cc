@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 constexpr std::string_view kEnd = "PK\5\6";
@@ -194,4 +194,4 @@ ChecksumPlaces checksum_places(std::string_view archive, const ZipRecord& record
   return places;
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

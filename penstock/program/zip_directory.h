@@ -9,7 +9,7 @@
 #include <string_view>
 #include <vector>
 
-namespace penstock {
+namespace penstock::internal {
 
 struct ZipRecord {
   std::string name;
@@ -43,4 +43,4 @@ struct ChecksumPlaces {
 // Throws ZipError if what stands there is not the checksum.
 ChecksumPlaces checksum_places(std::string_view archive, const ZipRecord& record);
 
-}  // namespace penstock
+}  // namespace penstock::internal

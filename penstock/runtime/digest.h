@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string_view>
 
-namespace penstock {
+namespace penstock::internal {
 
 class Digest {
  public:
@@ -28,4 +28,4 @@ class Digest {
   std::uint64_t value_ = 0xcbf29ce484222325U;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -9,7 +9,7 @@
 #include "penstock/schedule/draw.h"
 #include "penstock/schedule/source.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 std::string seconds_text(double seconds) {
@@ -186,4 +186,4 @@ PipelineError explain(const FailedStep& step) {
   return Explanation(step).error();
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

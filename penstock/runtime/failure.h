@@ -10,7 +10,7 @@
 #include "penstock/schedule/schedule.h"
 #include "penstock/transport/transport.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 // Where a rank was when it learnt that the step has failed.
 struct RankReport {
@@ -40,4 +40,4 @@ struct FailedStep {
 // were, and the schedule around it.
 PipelineError explain(const FailedStep& step);
 
-}  // namespace penstock
+}  // namespace penstock::internal

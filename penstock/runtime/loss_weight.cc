@@ -21,14 +21,6 @@ at::Tensor first_tensor(const c10::IValue& target) {
   throw PipelineError("the target is " + describe(target) + ", which has no rows or elements to count for its weight.");
 }
 
-void all_reduce(Group& group, std::vector<double>& numbers, Deadline deadline) {
-  const at::Tensor tensor = at::empty({static_cast<std::int64_t>(numbers.size())}, at::kDouble);
-  std::copy(numbers.begin(), numbers.end(), tensor.mutable_data_ptr<double>());
-  group.all_reduce({tensor})->wait(deadline);
-  const double* const sums = tensor.const_data_ptr<double>();
-  std::copy(sums, sums + numbers.size(), numbers.begin());
-}
-
 }  // namespace
 
 LossWeight count_rows() {
@@ -56,6 +48,19 @@ double StepResult::loss() const {
   }
   return total == 0 ? std::numeric_limits<double>::quiet_NaN() : sum / total;
 }
+
+namespace internal {
+namespace {
+
+void all_reduce(Group& group, std::vector<double>& numbers, Deadline deadline) {
+  const at::Tensor tensor = at::empty({static_cast<std::int64_t>(numbers.size())}, at::kDouble);
+  std::copy(numbers.begin(), numbers.end(), tensor.mutable_data_ptr<double>());
+  group.all_reduce({tensor})->wait(deadline);
+  const double* const sums = tensor.const_data_ptr<double>();
+  std::copy(sums, sums + numbers.size(), numbers.begin());
+}
+
+}  // namespace
 
 void weigh(StepWork& work, const LossWeight& weight) {
   for (std::size_t i = 0; i < work.microbatches.size(); ++i) {
@@ -98,4 +103,5 @@ void share_weights(StepWork& work, Group* replica_group, Group* counterparts, in
   set_seeds(work, work.total_weight.value_or(total.front()), replicas);
 }
 
+}  // namespace internal
 }  // namespace penstock

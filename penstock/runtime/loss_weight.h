@@ -4,7 +4,7 @@
 #include "penstock/runtime/executor.h"
 #include "penstock/transport/transport.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 // Evaluates the weight of each microbatch's target into work.loss_weights. Throws PipelineError for a weight that is not a
 // finite number of at least 0.
@@ -24,4 +24,4 @@ std::int64_t count_terms(const StepWork& work);
 // Sets work.has_terms_elsewhere on all ranks of a replica. Throws TransportError.
 void share_terms(StepWork& work, Group& replica_group, Deadline deadline);
 
-}  // namespace penstock
+}  // namespace penstock::internal

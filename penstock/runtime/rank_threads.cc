@@ -13,7 +13,7 @@
 #include "penstock/tensor/intra_op_threads.h"
 #include "penstock/transport/start_thread.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 // Between two steps there is most often little to do.
@@ -137,4 +137,4 @@ void RankThreads::join() {
   gate_.wait(lock, Deadline::max(), [&] { return working_ == 0; });
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -8,7 +8,7 @@
 
 #include "penstock/transport/gate.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 class RankThreads {
  public:
@@ -57,4 +57,4 @@ class RankThreads {
   std::vector<std::thread> threads_;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -16,7 +16,7 @@
 #include "penstock/tensor/reason.h"
 #include "penstock/transport/threads.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 constexpr const char* kBroken =
@@ -550,4 +550,4 @@ void Ranks::rollback_unsettled() {
   failed->step->works.clear();
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -25,7 +25,7 @@
 #include "penstock/transport/exit_hook.h"
 #include "penstock/transport/transport.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 // A step, and what was written down of it: by replica of this process.
 struct StepRun {
@@ -189,4 +189,4 @@ class Ranks {
   std::optional<ExitHook> at_exit_{std::in_place, [this] { stop(); }};
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -4,7 +4,7 @@
 #include <optional>
 #include <vector>
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 // The sends of a record, by way, edge and microbatch.
@@ -68,4 +68,4 @@ void for_each_receive(const Schedule& schedule, const Record& record,
   }
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

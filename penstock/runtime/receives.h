@@ -6,7 +6,7 @@
 
 #include "penstock/runtime/record.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 inline constexpr double kMillisecond = 1e6;
 
@@ -32,4 +32,4 @@ struct Received {
 void for_each_receive(const Schedule& schedule, const Record& record,
                       const std::function<void(const Received&)>& visit);
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -13,7 +13,7 @@
 
 #include "penstock/tensor/microbatch.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 using c10::ivalue::Tuple;
@@ -87,4 +87,4 @@ StepResult take_results(std::vector<StepWork>& works, const std::optional<c10::I
   return result;
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

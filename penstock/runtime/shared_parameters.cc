@@ -5,7 +5,7 @@
 #include <map>
 #include <utility>
 
-namespace penstock {
+namespace penstock::internal {
 
 SharedParameters find_shared(const std::vector<PipelineStage>& stages, const SharedParameters& named) {
   // In the order of stages, which is the same in all processes.
@@ -51,4 +51,4 @@ StageGraph graph_of(const Wiring& wiring, const SharedParameters& shared) {
   return graph;
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -8,7 +8,7 @@
 #include "penstock/stage/stage.h"
 #include "penstock/stage/wiring.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 // Those that were named, and those that are one tensor in several of these stages; what has a place in common is one.
 SharedParameters find_shared(const std::vector<PipelineStage>& stages, const SharedParameters& named);
@@ -16,4 +16,4 @@ SharedParameters find_shared(const std::vector<PipelineStage>& stages, const Sha
 // The links of a wiring, with the stages that share parameters.
 StageGraph graph_of(const Wiring& wiring, const SharedParameters& shared);
 
-}  // namespace penstock
+}  // namespace penstock::internal

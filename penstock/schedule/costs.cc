@@ -8,7 +8,8 @@
 
 #include "penstock/schedule/error.h"
 #include "penstock/schedule/json.h"
-#include "penstock/schedule/nearest.h"
+#include "penstock/base/nearest.h"
+#include "penstock/base/text.h"
 
 namespace penstock {
 namespace {
@@ -33,7 +34,7 @@ class CostsReader {
       if (std::find(known.begin(), known.end(), key) != known.end()) continue;
       const auto near = nearest(key, known);
       fail(path, "has an unknown key '" + key +
-                     "'.\n  Hint: " + (near ? "did you mean " + *near + "?" : "the keys are " + listed(known) + "."));
+                     "'.\n  Hint: " + (near ? "did you mean " + *near + "?" : "the keys are " + join_or_none(known) + "."));
     }
   }
 

@@ -49,9 +49,6 @@ void draw_trace(std::ostream& out, const Drawing& drawing);
 // One page that needs nothing else: zoom, pan, a card for each action, by mouse and keyboard.
 void draw_html(std::ostream& out, const Drawing& drawing);
 
-// With & < > " escaped, and control characters replaced, for other pictures too.
-std::string xml_text(std::string_view text);
-
 // The lists side by side: a line for each step, a column for each rank.
 struct TableOptions {
   // The place to mark, or none.

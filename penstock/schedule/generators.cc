@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "penstock/schedule/error.h"
-#include "penstock/schedule/nearest.h"
+#include "penstock/base/nearest.h"
 #include "penstock/schedule/passes.h"
 
 namespace penstock {

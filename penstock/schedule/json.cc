@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 using nlohmann::json;
@@ -88,4 +88,4 @@ std::optional<json> try_parse_json(std::string_view text) {
   }
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

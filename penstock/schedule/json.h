@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string_view>
 
-namespace penstock {
+namespace penstock::internal {
 
 // Deepest nesting of arrays and objects that is read: copying or printing a deeper document could overflow the stack.
 inline constexpr int kDeepestJson = 512;
@@ -27,4 +27,4 @@ nlohmann::json parse_json(std::string_view text, const JsonVisitor& visit = {});
 // Returns nothing where parse_json would throw.
 std::optional<nlohmann::json> try_parse_json(std::string_view text);
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -9,7 +9,7 @@
 
 #include "penstock/stage/wiring.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 bool is_zero(const at::Tensor& gradient) {
@@ -132,4 +132,4 @@ void AccumulatedGradients::rollback() {
   before_.clear();
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -19,7 +19,7 @@
 #include <string>
 #include <vector>
 
-namespace penstock {
+namespace penstock::internal {
 
 // Returns a gradient as it is summed over ranks, and as optimizers take it: that of an embedding may be sparse.
 at::Tensor dense(const at::Tensor& gradient);
@@ -80,4 +80,4 @@ class AccumulatedGradients {
   bool was_reduced_ = false;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -21,7 +21,7 @@
 #include <unordered_set>
 #include <utility>
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 using torch::autograd::Edge;
@@ -485,4 +485,4 @@ void StageBackward::weight_half() {
   graph->run_to_parameters(std::move(graph->of_weight_half));
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -32,7 +32,7 @@
 #include <utility>
 #include <vector>
 
-namespace penstock {
+namespace penstock::internal {
 
 // The tensors with which a stage's forward starts.
 class StageInputs {
@@ -99,4 +99,4 @@ class StageBackward {
   std::unique_ptr<Graph> graph_;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

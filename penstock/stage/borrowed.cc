@@ -11,7 +11,7 @@
 #include <memory>
 #include <utility>
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 void let_go(void* lender) {
@@ -74,4 +74,4 @@ bool is_borrowed(const at::Tensor& tensor) {
   return tensor.has_storage() && tensor.storage().unsafeGetStorageImpl()->has_materializer();
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -8,7 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
-namespace penstock {
+namespace penstock::internal {
 
 // Returns an alias of the tensor without history, or the tensor itself when nobody else has its memory. The alias has a
 // version counter of its own, and a write copies the part of the lender's memory that the tensor covers, no more.
@@ -21,4 +21,4 @@ at::Tensor borrow_chunk(const at::Tensor& chunk);
 // Whether the tensor's memory is borrowed. Such memory is not lent again: it goes when the borrower writes.
 bool is_borrowed(const at::Tensor& tensor);
 
-}  // namespace penstock
+}  // namespace penstock::internal

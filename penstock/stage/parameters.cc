@@ -20,7 +20,7 @@
 #include "penstock/stage/wiring.h"
 #include "penstock/tensor/nested.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 // Enough for a collective to be worth its start, and few enough that the first is under way before the last is ready.
@@ -423,4 +423,4 @@ void SharedSum::reduce(Deadline deadline) {
   gradients_.end_reduction(sums);
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

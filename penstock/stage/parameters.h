@@ -15,7 +15,7 @@
 #include "penstock/stage/module.h"
 #include "penstock/transport/transport.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 class ParameterSync {
  public:
@@ -97,4 +97,4 @@ class SharedSum {
   int replicas_;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -13,7 +13,7 @@
 
 #include "penstock/tensor/nested.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 using torch::autograd::Node;
@@ -87,4 +87,4 @@ void SavedState::clear() {
   with_values_.clear();
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -13,7 +13,7 @@
 #include <unordered_set>
 #include <vector>
 
-namespace penstock {
+namespace penstock::internal {
 
 class SavedState {
  public:
@@ -47,4 +47,4 @@ class SavedState {
   std::unordered_set<const void*> with_values_;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -10,7 +10,7 @@
 #include <system_error>
 #include <utility>
 
-namespace penstock {
+namespace penstock::internal {
 
 void AsideFile::fail(const std::string& what) const {
   throw Failure(target_ + ": " + what + ": " + std::generic_category().message(errno) + ".");
@@ -61,4 +61,4 @@ void AsideFile::sync_and_rename() {
   if (::fsync(folder_) != 0 && errno != EINVAL) fail("was written, but its folder not synced");
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

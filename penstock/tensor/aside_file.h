@@ -10,7 +10,7 @@
 #include <stdexcept>
 #include <string>
 
-namespace penstock {
+namespace penstock::internal {
 
 class AsideFile {
  public:
@@ -39,4 +39,4 @@ class AsideFile {
   bool renamed_ = false;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -51,7 +51,9 @@ struct BlockList {
   at::Tensor indices;
 };
 
+namespace internal {
 class AttentionPlan;
+}
 
 class BlockMask : public DescribedObject {
  public:

@@ -3,7 +3,7 @@
 #include <ATen/Parallel.h>
 #include <dlfcn.h>
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 // The functions behind at::set_num_threads that hold for one thread. They are looked up, as a libtorch may be built without
@@ -47,4 +47,4 @@ IntraOpThreads::~IntraOpThreads() {
   set_mkl_for_this_thread(mkl_before_);
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -2,7 +2,7 @@
 // become the default of every thread of the process that has not run an operator yet, and such threads are the program's.
 #pragma once
 
-namespace penstock {
+namespace penstock::internal {
 
 class IntraOpThreads {
  public:
@@ -17,4 +17,4 @@ class IntraOpThreads {
   int mkl_before_;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -8,7 +8,7 @@
 #include <cerrno>
 #include <system_error>
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 std::string message_of(const std::string& path, MappingFailure::Why why, int code) {
@@ -68,4 +68,4 @@ MappedFile::~MappedFile() {
   if (data_ != nullptr) ::munmap(data_, size_);
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

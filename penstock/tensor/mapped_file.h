@@ -7,7 +7,7 @@
 #include <string>
 #include <string_view>
 
-namespace penstock {
+namespace penstock::internal {
 
 // Explains why a file cannot be mapped: the message names the file and has what the system said.
 class MappingFailure : public std::runtime_error {
@@ -46,4 +46,4 @@ class MappedFile {
   std::size_t size_ = 0;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

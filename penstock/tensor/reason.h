@@ -8,7 +8,7 @@
 #include <new>
 #include <string>
 
-namespace penstock {
+namespace penstock::internal {
 
 // Without where in libtorch it came from.
 inline std::string reason_of(const std::exception& error) {
@@ -27,4 +27,4 @@ inline std::string brief_reason_of(const std::exception& error) {
   return text.substr(0, std::min(text.find(". "), text.find('\n')));
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

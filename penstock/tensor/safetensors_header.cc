@@ -11,7 +11,7 @@
 #include <unordered_set>
 #include <utility>
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 using c10::ScalarType;
@@ -463,4 +463,4 @@ std::string tensor_text(std::string_view name) {
   return "tensor " + in_quotes(name);
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

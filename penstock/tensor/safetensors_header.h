@@ -16,7 +16,7 @@
 #include <string_view>
 #include <vector>
 
-namespace penstock {
+namespace penstock::internal {
 
 // A file that is no safetensors file or cannot be read or written, or a tensor that such a file cannot hold. The
 // message names the file and the tensor, what was found and what would be right.
@@ -68,4 +68,4 @@ std::size_t safetensors_element_size(c10::ScalarType dtype);
 // For errors: tensor 'w', with what cannot be printed escaped and what is too long cut off.
 std::string tensor_text(std::string_view name);
 
-}  // namespace penstock
+}  // namespace penstock::internal

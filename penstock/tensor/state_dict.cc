@@ -12,7 +12,7 @@
 #include "penstock/tensor/nested.h"
 #include "penstock/tensor/safetensors_header.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 using Found = std::map<std::string, at::Tensor>;
@@ -171,4 +171,4 @@ void load_state(const std::vector<ModelTensor>& model, const Found& found) {
   }
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-namespace penstock {
+namespace penstock::internal {
 
 struct ModelTensor {
   // All names that the model has for it; a tied parameter has several.
@@ -26,4 +26,4 @@ std::string state_differences(const std::vector<ModelTensor>& model, const std::
 // Copies values into the model's tensors, in place and without gradients. Requires that there are no state_differences.
 void load_state(const std::vector<ModelTensor>& model, const std::map<std::string, at::Tensor>& found);
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -11,7 +11,7 @@
 #include "penstock/tensor/reason.h"
 #include "penstock/transport/gate.h"
 
-namespace penstock {
+namespace penstock::internal {
 Agreement::Agreement(Transport* transport, std::chrono::milliseconds timeout) : timeout_(timeout) {
   if (transport == nullptr) return;
   std::vector<int> all(static_cast<std::size_t>(transport->ranks()));
@@ -69,4 +69,4 @@ void Agreement::require_same_options(const RankOptions& options) const {
   if (const auto difference = difference_between(by_rank)) throw AgreementError(difference->message);
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

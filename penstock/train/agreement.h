@@ -12,7 +12,7 @@
 #include "penstock/transport/rank_options.h"
 #include "penstock/transport/transport.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 // The message names the ranks and what differs, or what another rank has failed with.
 class AgreementError : public std::runtime_error {
@@ -41,4 +41,4 @@ class Agreement {
   std::chrono::milliseconds timeout_;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

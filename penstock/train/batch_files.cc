@@ -15,7 +15,7 @@
 #include "penstock/tensor/safetensors.h"
 #include "penstock/train/data.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 namespace fs = std::filesystem;
@@ -226,4 +226,4 @@ std::unique_ptr<Data> batch_files(const std::string& folder, const Program& prog
   return std::make_unique<BatchFiles>(folder, program, options);
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

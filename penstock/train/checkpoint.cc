@@ -24,7 +24,7 @@
 #include "penstock/tensor/mapped_file.h"
 #include "penstock/tensor/nested.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 namespace fs = std::filesystem;
@@ -503,4 +503,4 @@ void remove_unfinished_checkpoints(const std::string& folder) {
   in_words(folder, "removed", [&] { remove_leftovers(folder); });
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -22,7 +22,7 @@
 
 #include "penstock/tensor/safetensors.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 // The message names the file, what is wrong with it, and what can be done.
 class CheckpointError : public std::runtime_error {
@@ -121,4 +121,4 @@ void remove_checkpoints(const std::string& folder);
 // Removes what runs that were killed have left of checkpoints that they wrote or removed. Throws CheckpointError.
 void remove_unfinished_checkpoints(const std::string& folder);
 
-}  // namespace penstock
+}  // namespace penstock::internal

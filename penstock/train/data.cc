@@ -12,7 +12,7 @@
 #include "penstock/tensor/random_scope.h"
 #include "penstock/train/gpt.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 namespace fs = std::filesystem;
@@ -207,4 +207,4 @@ std::string TextData::description() const {
   return path_ + ", " + std::to_string(text_.numel()) + " bytes";
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

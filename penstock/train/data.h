@@ -14,8 +14,10 @@
 #include "penstock/runtime/batch.h"
 
 namespace penstock {
-
 class Program;
+}
+
+namespace penstock::internal {
 
 // The message names the file, what is wrong in it, and what would be right.
 class DataError : public std::runtime_error {
@@ -137,4 +139,4 @@ struct BatchFilesOptions {
 // whose names begin with "eval" are held out. Throws DataError.
 std::unique_ptr<Data> batch_files(const std::string& folder, const Program& program, const BatchFilesOptions& options);
 
-}  // namespace penstock
+}  // namespace penstock::internal

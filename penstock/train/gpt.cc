@@ -13,7 +13,7 @@
 #include "penstock/tensor/autocast_scope.h"
 #include "penstock/tensor/random_scope.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 // Of random scopes: the weights are drawn once, before any step.
@@ -185,4 +185,4 @@ std::vector<std::string> Gpt::parameter_names() const {
   return names;
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

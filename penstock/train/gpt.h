@@ -10,7 +10,7 @@
 
 #include "penstock/stage/module.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 struct GptOptions {
   int layers = 4;
@@ -51,4 +51,4 @@ class Gpt {
   std::uint64_t seed_;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

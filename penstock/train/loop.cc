@@ -2,7 +2,7 @@
 
 #include <utility>
 
-namespace penstock {
+namespace penstock::internal {
 
 int train(Trainer& trainer, std::int64_t steps, const std::vector<Batch>& held_out, const LoopOptions& options,
           const LoopEvents& events) {
@@ -40,4 +40,4 @@ int train(Trainer& trainer, std::int64_t steps, const std::vector<Batch>& held_o
   return 0;
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -8,7 +8,7 @@
 
 #include "penstock/train/trainer.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 struct LoopOptions {
   // 0: only at the end.
@@ -42,4 +42,4 @@ struct LoopEvents {
 int train(Trainer& trainer, std::int64_t steps, const std::vector<Batch>& held_out, const LoopOptions& options,
           const LoopEvents& events);
 
-}  // namespace penstock
+}  // namespace penstock::internal

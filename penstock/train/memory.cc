@@ -15,7 +15,7 @@
 
 #include "penstock/transport/outbox.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 // Walks a rank's list and adds up what is alive.
@@ -351,4 +351,4 @@ MemoryWatch::CountsOfRank& MemoryWatch::at(int rank, int replica) const {
   return counts_->ranks[static_cast<std::size_t>(counts_->index(rank, replica))];
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -12,7 +12,7 @@
 
 #include "penstock/runtime/executor.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 struct RankMemory {
   // Bytes, at most; and what was to be expected.
@@ -99,4 +99,4 @@ class MemoryWatch {
   std::shared_ptr<Counts> counts_;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

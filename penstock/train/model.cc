@@ -6,7 +6,7 @@
 
 #include "penstock/tensor/state_dict.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 class GptModel final : public Model {
@@ -112,4 +112,4 @@ std::unique_ptr<Model> program_model(Pipe pipe) {
   return std::make_unique<ProgramModel>(std::move(pipe));
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

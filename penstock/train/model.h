@@ -13,7 +13,7 @@
 #include "penstock/train/gpt.h"
 #include "penstock/train/weight_files.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 class Model {
  public:
@@ -50,4 +50,4 @@ std::unique_ptr<Model> gpt_model(const GptOptions& options, std::uint64_t seed, 
 // Its weights are the pipe's own, so a pipe is good for one model.
 std::unique_ptr<Model> program_model(Pipe pipe);
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-namespace penstock {
+namespace penstock::internal {
 
 at::Tensor as_real(const at::Tensor& tensor) {
   return tensor.is_complex() ? at::view_as_real(tensor.detach().resolve_conj()) : tensor;
@@ -191,4 +191,4 @@ double LearningRate::at(std::int64_t step, std::int64_t steps) const {
   return rate * left + end() * (1 - left);
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -11,7 +11,7 @@
 
 #include "penstock/stage/module.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 struct OptimizerOptions {
   // "sgd", "adam" or "adamw".
@@ -78,4 +78,4 @@ struct LearningRate {
   double at(std::int64_t step, std::int64_t steps) const;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

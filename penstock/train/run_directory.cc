@@ -12,7 +12,7 @@
 #include <system_error>
 #include <utility>
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 namespace fs = std::filesystem;
@@ -150,4 +150,4 @@ void RunDirectory::release() noexcept {
   created_.clear();
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

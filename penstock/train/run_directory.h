@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-namespace penstock {
+namespace penstock::internal {
 
 // The message names the directory, what is wrong with it, and what can be done.
 class RunDirectoryError : public std::runtime_error {
@@ -47,4 +47,4 @@ class RunDirectory {
   int lock_ = -1;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -20,7 +20,7 @@
 #include "penstock/tensor/intra_op_threads.h"
 #include "penstock/tensor/reason.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 // Its stages that belong to this process.
@@ -505,4 +505,4 @@ std::vector<RankMemory> Trainer::memory() {
   return memory;
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

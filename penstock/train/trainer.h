@@ -24,7 +24,7 @@
 #include "penstock/train/model.h"
 #include "penstock/train/optimizer.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 // What is done at a loss, or a norm of all gradients, that is NaN or infinite. In both cases parameters, optimizers and
 // buffers are as they were before the step.
@@ -253,4 +253,4 @@ class Trainer {
   int skipped_in_a_row_ = 0;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

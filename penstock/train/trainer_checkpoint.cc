@@ -12,7 +12,7 @@
 #include "penstock/runtime/error.h"
 #include "penstock/train/trainer.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 // The tensors of a stage as they are without shards, under all names that the model has for them. A shard's neighbours
 // are those of the other replicas.
@@ -202,4 +202,4 @@ void Trainer::load(const Checkpoint& checkpoint) {
   steps_done_ = checkpoint.info().step;
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

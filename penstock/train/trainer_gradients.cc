@@ -16,7 +16,7 @@
 #include "penstock/tensor/intra_op_threads.h"
 #include "penstock/train/trainer.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 // In float64, and in an order that depends on the number of elements alone.
@@ -184,4 +184,4 @@ void Trainer::require_finite_parameters(const std::string& path) const {
   }
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -11,7 +11,7 @@
 #include "penstock/tensor/mapped_file.h"
 #include "penstock/tensor/safetensors.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 namespace fs = std::filesystem;
@@ -108,4 +108,4 @@ std::uint32_t checksum_of(const WeightFiles& weights) {
   return static_cast<std::uint32_t>(checksum);
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -15,7 +15,7 @@
 
 #include "penstock/train/checkpoint.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 // The message names the file, what is wrong with it, and what would be right.
 class WeightsError : public std::runtime_error {
@@ -38,4 +38,4 @@ WeightFiles read_weight_files(const std::string& path);
 // Returns a checksum of the names and the bytes of all tensors, which it reads.
 std::uint32_t checksum_of(const WeightFiles& weights);
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -6,7 +6,7 @@
 
 #include "penstock/tensor/random_scope.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 std::string write_text(Pipeline& pipeline, int length, const std::string& text, const WriteTextOptions& options) {
   // An empty text begins with a new line, as texts do behind others.
@@ -35,4 +35,4 @@ std::string write_text(Pipeline& pipeline, int length, const std::string& text, 
   return written;
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

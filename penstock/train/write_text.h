@@ -6,7 +6,7 @@
 
 #include "penstock/runtime/pipeline.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 struct WriteTextOptions {
   // How many bytes follow.
@@ -20,4 +20,4 @@ struct WriteTextOptions {
 // On processes all call it, and all get it.
 std::string write_text(Pipeline& pipeline, int length, const std::string& text, const WriteTextOptions& options);
 
-}  // namespace penstock
+}  // namespace penstock::internal

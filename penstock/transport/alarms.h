@@ -16,7 +16,7 @@
 #include "penstock/transport/gate.h"
 #include "penstock/transport/start_thread.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 class Alarms {
  public:
@@ -104,4 +104,4 @@ class Alarms {
   std::thread thread_;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

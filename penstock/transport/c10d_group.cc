@@ -14,7 +14,7 @@
 #include "penstock/transport/unprofiled.h"
 #include "penstock/transport/wire.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 // Up to here, one exchange of everything takes less time than a sum in parts.
@@ -254,4 +254,4 @@ std::unique_ptr<Work> C10dGroup::barrier() {
   return collective;
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -9,7 +9,7 @@
 #include "penstock/transport/control.h"
 #include "penstock/transport/transport.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 class C10dGroup : public Group, public std::enable_shared_from_this<C10dGroup> {
  public:
@@ -50,4 +50,4 @@ class C10dGroup : public Group, public std::enable_shared_from_this<C10dGroup> {
   std::vector<c10::intrusive_ptr<c10d::Work>> begun_;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

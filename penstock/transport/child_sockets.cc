@@ -16,7 +16,7 @@
 
 #include "penstock/transport/sockets.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 int option_of(int socket, int option) {
@@ -145,4 +145,4 @@ std::map<int, ino_t> NewSockets::listening() const {
   return listening;
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -7,7 +7,7 @@
 #include <map>
 #include <optional>
 
-namespace penstock {
+namespace penstock::internal {
 
 // Closes the socket in children: by close-on-exec in programs that are started, and in a forked child at once. The number
 // stays taken in a forked child, by /dev/null, as somebody there may still close it.
@@ -41,4 +41,4 @@ class NewSockets {
   std::map<int, ino_t> before_;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

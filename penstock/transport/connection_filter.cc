@@ -7,7 +7,7 @@
 
 #include "penstock/transport/child_sockets.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 // The kernel drops every packet that comes to a socket with this filter. To a listening socket come the requests to
@@ -44,4 +44,4 @@ void ConnectionFilter::change(int openings) {
   if (was_open != is_open) apply(is_open);
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -15,7 +15,7 @@
 #include <map>
 #include <mutex>
 
-namespace penstock {
+namespace penstock::internal {
 
 // Thread-safe. Where the system has no socket filters, the sockets stay open.
 class ConnectionFilter {
@@ -47,4 +47,4 @@ class ConnectionFilter {
   std::map<int, ino_t> listening_;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

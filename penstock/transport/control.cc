@@ -12,7 +12,7 @@
 #include "penstock/transport/start_thread.h"
 #include "penstock/transport/unprofiled.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 // All messages are of one size, as a receive is posted before there is anything to say.
@@ -233,4 +233,4 @@ void Control::connection_broke(int peer, const std::exception& how) {
   throw TransportError(TransportError::Why::Gone, peer, "connection to " + whom + " lost: " + brief_reason_of(how));
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

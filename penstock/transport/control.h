@@ -19,7 +19,7 @@
 #include "penstock/transport/alarms.h"
 #include "penstock/transport/transport.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 class Control {
  public:
@@ -87,4 +87,4 @@ class Control {
   std::optional<std::string> own_report_;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

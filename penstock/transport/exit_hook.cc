@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 struct Hooks {
@@ -81,4 +81,4 @@ bool ExitHook::is_exiting_thread() {
   return hooks().exiting && hooks().runner == std::this_thread::get_id();
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

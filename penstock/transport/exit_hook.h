@@ -10,7 +10,7 @@
 
 #include <functional>
 
-namespace penstock {
+namespace penstock::internal {
 
 // Calls `stop` once when the process exits, unless this was destroyed before. Hooks are called in the reverse order of their
 // construction, on the thread that exits, before the static objects that existed when the hook was made are destroyed. In a
@@ -35,4 +35,4 @@ class ExitHook {
   std::function<void()> stop_;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -10,23 +10,9 @@
 #include <mutex>
 #include <thread>
 
-namespace penstock {
+#include "penstock/base/deadline.h"
 
-using Clock = std::chrono::steady_clock;
-using Deadline = Clock::time_point;
-
-// Longest timeout: one year. A longer one could not be added to the clock's time without overflow.
-inline constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
-
-// Returns the timeout itself, no longer than kForever and not negative.
-constexpr std::chrono::milliseconds bounded(std::chrono::milliseconds timeout) {
-  return std::clamp(timeout, std::chrono::milliseconds::zero(), kForever);
-}
-
-// Returns the point in time that lies `timeout` from now. Any timeout is fine, milliseconds::max() too.
-inline Deadline deadline_after(std::chrono::milliseconds timeout) {
-  return Clock::now() + bounded(timeout);
-}
+namespace penstock::internal {
 
 enum class Waited { Ready, Late, Closed };
 
@@ -89,4 +75,4 @@ class Gate {
   bool closed_ = false;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -54,14 +54,14 @@ BackendFactory gloo_backends(const GlooOptions& options) {
   ignore_broken_pipes();
   // A device has a listening socket and a few descriptors that watch it.
   constexpr int kOfDevice = 8;
-  require_descriptors(kOfDevice);
+  internal::require_descriptors(kOfDevice);
   // The sockets of devices that are made at the same time are told apart.
   static std::mutex mutex;
   const std::lock_guard lock(mutex);
-  const NewSockets listening;
+  const internal::NewSockets listening;
   const Device device = device_of(options);
   listening.close_in_children();
-  const auto filter = std::make_shared<ConnectionFilter>(listening.listening());
+  const auto filter = std::make_shared<internal::ConnectionFilter>(listening.listening());
   const std::chrono::milliseconds timeout = bounded(options.timeout);
   return [device, filter, timeout](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
     const auto gloo = c10d::ProcessGroupGloo::Options::create(timeout);
@@ -69,9 +69,9 @@ BackendFactory gloo_backends(const GlooOptions& options) {
     // Threads for collectives, which run one after the other.
     gloo->threads = 1;
     // While two ranks connect, there may be two descriptors for one connection.
-    require_descriptors(2 * size);
-    const ConnectionFilter::Opening opening(*filter);
-    const NewSockets connections;
+    internal::require_descriptors(2 * size);
+    const internal::ConnectionFilter::Opening opening(*filter);
+    const internal::NewSockets connections;
     auto group = c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, gloo);
     connections.close_in_children();
     // A rank that has connected may close its connections at once, which another that still connects takes for a crash:

@@ -7,7 +7,7 @@
 #include <functional>
 #include <string>
 
-#include "penstock/transport/gate.h"
+#include "penstock/base/deadline.h"
 
 namespace c10d {
 class Backend;

@@ -8,7 +8,7 @@
 
 #include "penstock/transport/unprofiled.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 std::string_view text_of(const at::Tensor& bytes) {
@@ -144,4 +144,4 @@ Message Inbox::receive(int from, Tag tag, Deadline deadline) {
   return message;
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

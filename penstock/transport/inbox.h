@@ -14,7 +14,7 @@
 #include "penstock/transport/pool.h"
 #include "penstock/transport/wire.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 class Inbox {
  public:
@@ -74,4 +74,4 @@ class Inbox {
   std::map<std::pair<int, std::uint32_t>, Channel> channels_;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -11,7 +11,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 std::string hexadecimal(std::span<const unsigned char> bytes) {
@@ -133,4 +133,4 @@ c10::intrusive_ptr<c10d::Store> signed_store(const std::string& prefix, c10::int
   return c10::make_intrusive<SignedStore>(prefix, std::move(store), std::move(token));
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-namespace penstock {
+namespace penstock::internal {
 
 // An empty token is no secret: it keeps nobody out, and its signatures still tell one job's values from another's.
 class JobToken {
@@ -51,4 +51,4 @@ class UnsignedValueError : public std::runtime_error {
 c10::intrusive_ptr<c10d::Store> signed_store(const std::string& prefix, c10::intrusive_ptr<c10d::Store> store,
                                              JobToken token);
 
-}  // namespace penstock
+}  // namespace penstock::internal

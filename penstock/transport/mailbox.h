@@ -14,7 +14,7 @@
 
 #include "penstock/transport/gate.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 template <class Value>
 class Mailbox {
@@ -74,4 +74,4 @@ class Mailbox {
   std::unordered_map<Key, Slot> slots_;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

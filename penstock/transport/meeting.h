@@ -17,7 +17,7 @@
 
 #include "penstock/transport/gate.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 template <class Contribution>
 class Meeting {
@@ -80,4 +80,4 @@ class Meeting {
   Act act_;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

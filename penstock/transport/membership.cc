@@ -16,7 +16,7 @@
 #include "penstock/transport/gate.h"
 #include "penstock/transport/transport.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 using std::chrono::milliseconds;
@@ -298,4 +298,4 @@ void WaitingLines::waiting(const std::function<std::string()>& what) {
   on_waiting_(what() + " (" + seconds_text(waited) + " of " + seconds_text(timeout_) + ")");
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -16,7 +16,7 @@
 #include "penstock/transport/job_token.h"
 #include "penstock/transport/rank_options.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 // Receives a line of text from time to time while ranks are waited for.
 using WaitingFunction = std::function<void(const std::string& line)>;
@@ -57,4 +57,4 @@ class WaitingLines {
   std::chrono::steady_clock::time_point next_;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

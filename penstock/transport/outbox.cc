@@ -7,7 +7,7 @@
 #include "penstock/transport/start_thread.h"
 #include "penstock/transport/unprofiled.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 // When more than this is under way, a send waits.
@@ -224,4 +224,4 @@ void Outbox::reap() {
   }
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

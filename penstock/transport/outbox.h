@@ -16,7 +16,7 @@
 #include "penstock/transport/gate.h"
 #include "penstock/transport/wire.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 // One for the channels of even numbers and one for the others, so that activations and gradients do not wait for one
 // another.
@@ -86,4 +86,4 @@ class Outbox {
   std::thread reaper_;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -8,7 +8,7 @@
 #include <bit>
 #include <utility>
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 // Eight sizes from one power of two to the next, so that a block is at most an eighth too large.
@@ -87,4 +87,4 @@ std::size_t BlockPool::bytes_in_use() const {
   return bytes_ - bytes_free_;
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

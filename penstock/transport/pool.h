@@ -12,7 +12,7 @@
 #include <mutex>
 #include <vector>
 
-namespace penstock {
+namespace penstock::internal {
 
 // May be used by several threads. It lives on while a tensor uses a block.
 class BlockPool : public std::enable_shared_from_this<BlockPool> {
@@ -52,4 +52,4 @@ class BlockPool : public std::enable_shared_from_this<BlockPool> {
   std::map<std::size_t, std::vector<Block>> free_;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -13,12 +13,14 @@
 #include <string>
 #include <vector>
 
-#include "penstock/transport/gate.h"
+#include "penstock/base/deadline.h"
 #include "penstock/transport/sockets.h"
 
 namespace penstock {
 
+namespace internal {
 class JobToken;
+}
 
 struct ProcessOptions {
   // A path, or a name that is looked for in PATH.

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <vector>
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 constexpr std::size_t kMostDifferences = 10;
@@ -41,4 +41,4 @@ std::optional<RankOptionsDifference> difference_between(std::span<const RankOpti
   return RankOptionsDifference{.rank = first_rank, .message = std::move(message)};
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -6,7 +6,7 @@
 #include <span>
 #include <string>
 
-namespace penstock {
+namespace penstock::internal {
 
 // Values by name, as text.
 using RankOptions = std::map<std::string, std::string>;
@@ -21,4 +21,4 @@ struct RankOptionsDifference {
 // Takes the options of each rank, by rank. Returns nothing if all are the same.
 std::optional<RankOptionsDifference> difference_between(std::span<const RankOptions> by_rank);
 
-}  // namespace penstock
+}  // namespace penstock::internal

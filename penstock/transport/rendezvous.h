@@ -11,7 +11,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <utility>
 
-#include "penstock/transport/gate.h"
+#include "penstock/base/deadline.h"
 #include "penstock/transport/job_token.h"
 #include "penstock/transport/membership.h"
 

@@ -18,7 +18,7 @@
 #include <system_error>
 #include <thread>
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 constexpr int kBacklog = 1024;
@@ -205,4 +205,4 @@ std::string address_towards(const std::string& address, int port) {
   return "";
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

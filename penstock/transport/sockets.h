@@ -9,7 +9,7 @@
 
 #include "penstock/transport/gate.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 inline constexpr const char* kLoopback = "127.0.0.1";
 
@@ -65,4 +65,4 @@ Answer ask(const std::string& address, int port, const std::string& question, st
 // This machine's address on the way there; empty when there is no way.
 std::string address_towards(const std::string& address, int port);
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -7,7 +7,7 @@
 #include <thread>
 #include <utility>
 
-namespace penstock {
+namespace penstock::internal {
 
 // Throws std::runtime_error when the system does not allow one more. Who calls this in a constructor joins the threads that
 // it has started before the error goes on.
@@ -21,4 +21,4 @@ std::thread start_thread(Act&& act) {
   }
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -18,7 +18,7 @@
 #include <string>
 #include <vector>
 
-#include "penstock/transport/gate.h"
+#include "penstock/base/deadline.h"
 
 namespace penstock {
 

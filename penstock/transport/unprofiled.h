@@ -5,7 +5,7 @@
 
 #include <ATen/record_function.h>
 
-namespace penstock {
+namespace penstock::internal {
 
 template <class Begin>
 auto unprofiled(const Begin& begin) {
@@ -13,4 +13,4 @@ auto unprofiled(const Begin& begin) {
   return begin();
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -12,7 +12,7 @@
 
 #include "penstock/tensor/nested.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 // c10d takes 31 bits: 14 of the channel without the bit that chooses the group, 15 of the number, 2 of the kind.
@@ -146,4 +146,4 @@ std::string name_of(Tag tag, const char* way, int peer) {
          std::to_string(peer);
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -20,7 +20,7 @@
 #include "penstock/tensor/metadata.h"
 #include "penstock/transport/transport.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 using Metas = std::vector<std::optional<TensorMeta>>;
 
@@ -113,4 +113,4 @@ at::Tensor bytes_of(const at::Tensor& tensor);
 // "message 3 of channel 4 to rank 1"
 std::string name_of(Tag tag, const char* way, int peer);
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -15,15 +15,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Which layers a layer may use besides itself.
 LAYERS = {
-    "schedule": [],
-    "tensor": [],
-    "transport": ["tensor"],
-    "stage": ["tensor", "transport"],
-    "program": ["schedule", "tensor", "stage"],
-    "runtime": ["schedule", "tensor", "transport", "stage"],
-    "plan": ["schedule", "program", "runtime"],
-    "train": ["schedule", "tensor", "transport", "stage", "program", "runtime", "plan"],
-    "cli": ["schedule", "tensor", "transport", "stage", "program", "runtime", "plan", "train"],
+    "base": [],
+    "schedule": ["base"],
+    "tensor": ["base"],
+    "transport": ["base", "tensor"],
+    "stage": ["base", "tensor", "transport"],
+    "program": ["base", "schedule", "tensor", "stage"],
+    "runtime": ["base", "schedule", "tensor", "transport", "stage"],
+    "plan": ["base", "schedule", "program", "runtime"],
+    "train": ["base", "schedule", "tensor", "transport", "stage", "program", "runtime", "plan"],
+    "cli": ["base", "schedule", "tensor", "transport", "stage", "program", "runtime", "plan", "train"],
 }
 
 # Headers that only sources may include, so that they count as such.

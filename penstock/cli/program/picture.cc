@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/schedule/draw.h"
+#include "penstock/schedule/draw/xml.h"
 
 namespace penstock::cli {
 namespace {

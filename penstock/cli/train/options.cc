@@ -14,7 +14,7 @@
 #include "penstock/cli/read_number.h"
 #include "penstock/schedule/generators.h"
 #include "penstock/schedule/json.h"
-#include "penstock/schedule/nearest.h"
+#include "penstock/base/nearest.h"
 
 namespace penstock::cli {
 namespace {

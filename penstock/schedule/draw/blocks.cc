@@ -1,11 +1,12 @@
 #include "penstock/schedule/draw/blocks.h"
+#include "penstock/schedule/draw/xml.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <vector>
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 // The page's hues, lighter where its labels are dark on all of them; beside each a terminal's nearest.
@@ -70,4 +71,4 @@ std::string extras_of(const Schedule& schedule) {
   return text;
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

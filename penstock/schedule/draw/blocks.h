@@ -10,7 +10,7 @@
 
 #include "penstock/schedule/draw.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 // One action, or one part of a pair, in its time.
 struct Block {
@@ -57,4 +57,4 @@ std::string extras_of(const Schedule& schedule);
 inline constexpr std::array kDrawnComputations = {Computation::Forward, Computation::InputBackward,
                                                   Computation::WeightBackward, Computation::FullBackward};
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include "penstock/schedule/draw/blocks.h"
+#include "penstock/schedule/draw/xml.h"
 #include "penstock/schedule/draw/page.h"
 
 namespace penstock {

@@ -3,8 +3,8 @@
 
 #include <string_view>
 
-namespace penstock {
+namespace penstock::internal {
 
 std::string_view page_template();
 
-}  // namespace penstock
+}  // namespace penstock::internal

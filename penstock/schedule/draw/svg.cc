@@ -3,6 +3,7 @@
 #include <ostream>
 
 #include "penstock/schedule/draw/blocks.h"
+#include "penstock/schedule/draw/xml.h"
 
 namespace penstock {
 namespace {

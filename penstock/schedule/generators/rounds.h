@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <vector>
 
-namespace penstock {
+namespace penstock::internal {
 
 // The smallest number of microbatches from `microbatches` on that falls into equal rounds of at least `ranks`.
 inline int next_equal_rounds(int ranks, int microbatches) {
@@ -51,4 +51,4 @@ class MicrobatchCounter {
   std::vector<int> next_;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -5,7 +5,7 @@
 #include "penstock/schedule/source.h"
 #include "penstock/schedule/verify/tables.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 std::string stage_and_microbatch(int stage, int microbatch) {
@@ -300,4 +300,4 @@ void look_at_lists(const Schedule& schedule, const Features& expected) {
   ListLook(schedule, expected).run();
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -6,7 +6,7 @@
 #include "penstock/schedule/source.h"
 #include "penstock/schedule/verify/tables.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 class BlockingRun : VerifierTables {
@@ -161,4 +161,4 @@ void run_lists(const Schedule& schedule, const Features& expected) {
   BlockingRun(schedule, expected).run();
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

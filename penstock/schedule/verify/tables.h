@@ -9,7 +9,7 @@
 
 #include "penstock/schedule/verify.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 // Thrown inside the verifier only, to leave nested checks.
 struct Found {
@@ -78,4 +78,4 @@ void look_at_lists(const Schedule& schedule, const Features& expected);
 // The second, of lists that the first has accepted: throws Found.
 void run_lists(const Schedule& schedule, const Features& expected);
 
-}  // namespace penstock
+}  // namespace penstock::internal

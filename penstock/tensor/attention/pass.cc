@@ -23,7 +23,7 @@
 #include "penstock/tensor/attention/rows.h"
 #include "penstock/tensor/intra_op_threads.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 using Run = AttentionPlan::Run;
@@ -374,4 +374,4 @@ AttentionGradients attention_backward(const AttentionProblem& problem, const Att
   return gradients;
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

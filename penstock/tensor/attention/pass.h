@@ -10,7 +10,7 @@
 #include "penstock/tensor/attention.h"
 #include "penstock/tensor/attention/plan.h"
 
-namespace penstock {
+namespace penstock::internal {
 
 struct AttentionProblem {
   // All of the type that is computed in, and without autograd.
@@ -42,4 +42,4 @@ struct AttentionGradients {
 AttentionGradients attention_backward(const AttentionProblem& problem, const AttentionOutput& output,
                                       const at::Tensor& grad_out, at::TensorList captured, std::array<bool, 3> wanted);
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -10,7 +10,7 @@
 
 #include "penstock/tensor/block_mask.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 constexpr std::int64_t kBits = 32;
@@ -269,4 +269,4 @@ RowBits AttentionPlan::part(const Run& run, std::size_t i) const {
           .columns = part.columns};
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -11,8 +11,10 @@
 #include "penstock/tensor/attention/rows.h"
 
 namespace penstock {
-
 class BlockMask;
+}
+
+namespace penstock::internal {
 
 class AttentionPlan {
  public:
@@ -74,4 +76,4 @@ class AttentionPlan {
   std::vector<std::uint32_t> words_;
 };
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -7,7 +7,7 @@
 #include <limits>
 #include <numbers>
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 // Every function here is inlined into one of the entries at the end, which are compiled for different processors. So
@@ -291,4 +291,4 @@ void softmax_backward(Rows<double> gradients, const double* probabilities, const
   entries<double>().softmax_backward(gradients, probabilities, delta);
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal

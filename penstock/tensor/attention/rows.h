@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-namespace penstock {
+namespace penstock::internal {
 
 inline constexpr std::int64_t kRowPadding = 16;
 
@@ -44,4 +44,4 @@ void softmax_again(Rows<double> scores, const double* log_sum);
 void softmax_backward(Rows<float> gradients, const float* probabilities, const float* delta);
 void softmax_backward(Rows<double> gradients, const double* probabilities, const double* delta);
 
-}  // namespace penstock
+}  // namespace penstock::internal

@@ -1,4 +1,4 @@
-#include "penstock/schedule/nearest.h"
+#include "penstock/base/nearest.h"
 
 #include <algorithm>
 #include <cctype>
@@ -6,10 +6,10 @@
 #include <numeric>
 #include <vector>
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
-// Letters to insert, remove, change or swap with their neighbour to make one word of another.
+// Returns the number of letters to insert, remove, change or swap with their neighbour to turn `a` into `b`.
 std::size_t edit_distance(std::string_view a, std::string_view b) {
   std::vector<std::size_t> two_ago(b.size() + 1);
   std::vector<std::size_t> last(b.size() + 1);
@@ -44,7 +44,7 @@ std::optional<std::string> nearest(std::string_view word, std::span<const std::s
   std::size_t best_distance = std::max<std::size_t>(2, wanted.size() / 3) + 1;
   for (const std::string& candidate : candidates) {
     const std::string other = lower_case(candidate);
-    // A beginning of at least three letters counts as a slip of one.
+    // A prefix of at least three letters counts as a distance of one.
     const bool begins = wanted.size() >= 3 && other.starts_with(wanted);
     const std::size_t distance = begins ? 1 : edit_distance(wanted, other);
     if (distance < best_distance) {
@@ -55,10 +55,4 @@ std::optional<std::string> nearest(std::string_view word, std::span<const std::s
   return best;
 }
 
-std::string listed(std::span<const std::string> words) {
-  std::string text;
-  for (const std::string& word : words) text.append(text.empty() ? "" : ", ").append(word);
-  return text.empty() ? "none" : text;
-}
-
-}  // namespace penstock
+}  // namespace penstock::internal

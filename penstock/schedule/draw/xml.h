@@ -1,0 +1,12 @@
+// Escapes text for SVG and HTML.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+namespace penstock::internal {
+
+// Returns the text with & < > " escaped, and control characters replaced.
+std::string xml_text(std::string_view text);
+
+}  // namespace penstock::internal
