@@ -10,9 +10,9 @@
 #include <string_view>
 #include <utility>
 
-#include "penstock/program/grad_flow.h"
-#include "penstock/program/part.h"
-#include "penstock/program/state.h"
+#include "penstock/program/interpreter/program_state.h"
+#include "penstock/program/interpreter/subgraph.h"
+#include "penstock/program/partition/grad_flow.h"
 #include "penstock/schedule/costs.h"
 #include "penstock/tensor/random_scope.h"
 

@@ -12,8 +12,8 @@
 #include <variant>
 #include <vector>
 
-#include "penstock/program/operator_checks.h"
-#include "penstock/program/size_expression.h"
+#include "penstock/program/interpreter/operator_checks.h"
+#include "penstock/program/reader/size_expression.h"
 
 namespace penstock {
 

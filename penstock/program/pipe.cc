@@ -14,8 +14,8 @@
 #include <utility>
 
 #include "penstock/program/error.h"
-#include "penstock/program/part.h"
-#include "penstock/program/state.h"
+#include "penstock/program/interpreter/program_state.h"
+#include "penstock/program/interpreter/subgraph.h"
 #include "penstock/tensor/nested.h"
 
 namespace penstock {

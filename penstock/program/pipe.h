@@ -17,7 +17,7 @@
 
 #include "penstock/program/costs.h"
 #include "penstock/program/graph.h"
-#include "penstock/program/partition.h"
+#include "penstock/program/partition/partition.h"
 #include "penstock/program/program.h"
 #include "penstock/program/split.h"
 #include "penstock/stage/shared.h"

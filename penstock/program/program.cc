@@ -8,10 +8,10 @@
 #include <set>
 #include <utility>
 
-#include "penstock/program/bonds.h"
-#include "penstock/program/mode.h"
-#include "penstock/program/part.h"
-#include "penstock/program/state.h"
+#include "penstock/program/interpreter/mode.h"
+#include "penstock/program/interpreter/program_state.h"
+#include "penstock/program/interpreter/subgraph.h"
+#include "penstock/program/partition/colocation.h"
 #include "penstock/tensor/nested.h"
 
 namespace penstock {

@@ -17,10 +17,10 @@
 #include <string>
 #include <vector>
 
-#include "penstock/program/archive.h"
 #include "penstock/program/error.h"
-#include "penstock/program/exported.h"
 #include "penstock/program/graph.h"
+#include "penstock/program/reader/archive.h"
+#include "penstock/program/reader/exported.h"
 #include "penstock/tensor/microbatch.h"
 #include "penstock/tensor/safetensors.h"
 

@@ -9,9 +9,9 @@
 #include <tuple>
 #include <utility>
 
-#include "penstock/program/bonds.h"
-#include "penstock/program/state.h"
 #include "penstock/base/nearest.h"
+#include "penstock/program/interpreter/program_state.h"
+#include "penstock/program/partition/colocation.h"
 
 namespace penstock {
 namespace {

@@ -18,11 +18,11 @@
 #include <string_view>
 #include <vector>
 
-#include "penstock/program/archive.h"
 #include "penstock/program/error.h"
 #include "penstock/program/inputs.h"
 #include "penstock/program/pipe.h"
 #include "penstock/program/program.h"
+#include "penstock/program/reader/archive.h"
 #include "tests/program/archives.h"
 #include "tests/tensor/values.h"
 

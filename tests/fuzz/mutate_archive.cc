@@ -15,8 +15,8 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/program/archive.h"
 #include "penstock/program/error.h"
+#include "penstock/program/reader/archive.h"
 #include "tests/program/archives.h"
 
 extern "C" std::size_t LLVMFuzzerMutate(std::uint8_t* data, std::size_t size, std::size_t max_size);

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "penstock/program/program.h"
-#include "penstock/program/zip_directory.h"
+#include "penstock/program/reader/zip_directory.h"
 #include "tests/program/archives.h"
 #include "tests/program/programs.h"
 #include "tests/tensor/folder.h"

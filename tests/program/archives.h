@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/program/archive.h"
+#include "penstock/program/reader/archive.h"
 
 namespace penstock::testing {
 

@@ -31,8 +31,8 @@
 #include <string>
 #include <vector>
 
-#include "penstock/program/allowed_operators.h"
-#include "penstock/program/operator_checks.h"
+#include "penstock/program/interpreter/operator_checks.h"
+#include "penstock/program/reader/allowed_operators.h"
 
 namespace penstock::testing {
 namespace {

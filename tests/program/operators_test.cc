@@ -1,7 +1,7 @@
 // Judges every operator that is registered in the process, by its schema and by reviewed names, and holds the result against
-// penstock/program/operators.txt. A version of libtorch with other operators fails the test until they have been judged:
+// penstock/program/reader/operators.txt. A version of libtorch with other operators fails the test until they have been judged:
 // read what is new, extend the names below where one should be refused or allowed, and write the file anew with
-// PENSTOCK_WRITE_OPERATORS=penstock/program/operators.txt.
+// PENSTOCK_WRITE_OPERATORS=penstock/program/reader/operators.txt.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/jit_type.h>
@@ -18,9 +18,9 @@
 #include <string>
 #include <string_view>
 
-#include "penstock/program/allowed_operators.h"
 #include "penstock/program/error.h"
-#include "penstock/program/operator_checks.h"
+#include "penstock/program/interpreter/operator_checks.h"
+#include "penstock/program/reader/allowed_operators.h"
 
 namespace penstock::testing {
 namespace {

@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "penstock/program/inputs.h"
+#include "penstock/program/interpreter/reference_run.h"
 #include "penstock/program/pipe.h"
-#include "penstock/program/whole_run.h"
 #include "penstock/runtime/pipeline.h"
 #include "penstock/schedule/generators.h"
 #include "penstock/tensor/nested.h"

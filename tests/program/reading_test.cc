@@ -15,11 +15,11 @@
 #include <string>
 #include <vector>
 
-#include "penstock/program/exported.h"
-#include "penstock/program/json.h"
 #include "penstock/program/pipe.h"
 #include "penstock/program/program.h"
-#include "penstock/program/pytree.h"
+#include "penstock/program/reader/exported.h"
+#include "penstock/program/reader/json.h"
+#include "penstock/program/reader/pytree.h"
 #include "tests/program/refused.h"
 #include "tests/program/tensor_bytes.h"
 #include "tests/tensor/folder.h"

@@ -18,7 +18,7 @@
 
 #include "penstock/program/costs.h"
 #include "penstock/program/inputs.h"
-#include "penstock/program/operators.h"
+#include "penstock/program/interpreter/operators.h"
 #include "penstock/program/pipe.h"
 #include "penstock/program/program.h"
 #include "penstock/tensor/random_scope.h"

@@ -1,4 +1,4 @@
-#include "penstock/program/size_expression.h"
+#include "penstock/program/reader/size_expression.h"
 
 #include <gtest/gtest.h>
 

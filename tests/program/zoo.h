@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "penstock/program/inputs.h"
+#include "penstock/program/interpreter/reference_run.h"
 #include "penstock/program/pipe.h"
 #include "penstock/program/program.h"
-#include "penstock/program/whole_run.h"
 #include "penstock/tensor/nested.h"
 #include "penstock/tensor/safetensors.h"
 

@@ -18,10 +18,10 @@
 #include "penstock/cli/program/model_files.h"
 #include "penstock/cli/program/options.h"
 #include "penstock/cli/program/pipelined.h"
-#include "penstock/program/bonds.h"
 #include "penstock/program/error.h"
-#include "penstock/program/state.h"
-#include "penstock/program/whole_run.h"
+#include "penstock/program/interpreter/program_state.h"
+#include "penstock/program/interpreter/reference_run.h"
+#include "penstock/program/partition/colocation.h"
 #include "penstock/schedule/generators.h"
 #include "penstock/tensor/cpu_kernels.h"
 

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "penstock/program/error.h"
-#include "penstock/program/whole_run.h"
+#include "penstock/program/interpreter/reference_run.h"
 #include "penstock/runtime/pipeline.h"
 #include "penstock/stage/parameters.h"
 #include "penstock/tensor/nested.h"

@@ -1,0 +1,181 @@
+#include "penstock/program/reader/archive.h"
+
+#include <ATen/ops/empty.h>
+#include <zlib.h>
+
+#include <cstdint>
+#include <cstring>
+#include <list>
+#include <map>
+#include <set>
+#include <system_error>
+#include <utility>
+
+#include "penstock/program/error.h"
+#include "penstock/program/reader/zip_directory.h"
+#include "penstock/tensor/aside_file.h"
+#include "penstock/tensor/mapped_file.h"
+
+namespace penstock::internal {
+namespace {
+
+std::unique_ptr<MappedFile> mapped(const std::string& path) {
+  try {
+    return std::make_unique<MappedFile>(path);
+  } catch (const MappingFailure& failure) {
+    const bool is_file = failure.why() == MappingFailure::Why::Open || failure.why() == MappingFailure::Why::Map;
+    throw ProgramError(path + ": " +
+                       (is_file ? std::generic_category().message(failure.code()) : "is not a regular file") + ".");
+  }
+}
+
+// Names are shown, and never opened; but what would leave a folder belongs into no archive.
+bool leaves_its_folder(std::string_view record) {
+  return record.starts_with('/') || record == ".." || record.starts_with("../") ||
+         record.find("/../") != std::string_view::npos || record.ends_with("/..");
+}
+
+}  // namespace
+
+struct Archive::Content {
+  std::string name;
+  std::unique_ptr<MappedFile> mapping;
+  std::string_view bytes;
+  std::vector<std::string> records;
+  std::map<std::string, ZipRecord, std::less<>> places;
+
+  [[noreturn]] void refuse(const std::string& why) const {
+    throw ProgramError(name + ": " + why + "\n  Hint: a .pt2 is what torch.export.save writes.");
+  }
+};
+
+Archive::Archive(const std::string& path) : content_(std::make_unique<Content>()) {
+  content_->name = path;
+  content_->mapping = mapped(path);
+  content_->bytes = content_->mapping->bytes();
+  open();
+}
+
+Archive::Archive(std::string_view bytes, std::string name) : content_(std::make_unique<Content>()) {
+  content_->name = std::move(name);
+  content_->bytes = bytes;
+  open();
+}
+
+Archive::~Archive() = default;
+Archive::Archive(Archive&&) noexcept = default;
+Archive& Archive::operator=(Archive&&) noexcept = default;
+
+void Archive::open() {
+  if (!content_->bytes.starts_with("PK")) content_->refuse("is not a .pt2: it is not a zip archive.");
+  std::vector<ZipRecord> records;
+  try {
+    records = read_zip_directory(content_->bytes);
+  } catch (const ZipError& error) {
+    content_->refuse(error.what());
+  }
+  if (records.empty()) content_->refuse("is not a .pt2: it has no records.");
+  const std::string folder = records.front().name.substr(0, records.front().name.find('/') + 1);
+  for (ZipRecord& record : records) {
+    if (folder.empty()) content_->refuse("is not a .pt2: its record '" + record.name + "' is not in a folder.");
+    if (!record.name.starts_with(folder)) {
+      content_->refuse("is not a .pt2: its record '" + record.name + "' is not in the folder " + folder + ".");
+    }
+    std::string name = record.name.substr(folder.size());
+    if (leaves_its_folder(name)) content_->refuse("its record '" + name + "' lies outside of the archive.");
+    content_->records.push_back(name);
+    if (!content_->places.emplace(name, std::move(record)).second) {
+      content_->refuse("it has two records '" + name + "'.");
+    }
+  }
+}
+
+const std::string& Archive::name() const {
+  return content_->name;
+}
+
+const std::vector<std::string>& Archive::records() const {
+  return content_->records;
+}
+
+bool Archive::contains(std::string_view record) const {
+  return content_->places.contains(record);
+}
+
+std::uint32_t Archive::checksum() const {
+  std::string text;
+  for (const auto& [name, record] : content_->places) {
+    text += name + " " + std::to_string(record.size) + " " + std::to_string(record.checksum) + "\n";
+  }
+  return static_cast<std::uint32_t>(crc32_z(0, reinterpret_cast<const Bytef*>(text.data()), text.size()));
+}
+
+std::string_view Archive::view(const std::string& record) const {
+  const auto found = content_->places.find(record);
+  if (found == content_->places.end()) throw ProgramError(content_->name + ": has no record " + record + ".");
+  const std::string_view bytes = content_->bytes.substr(found->second.begin, found->second.size);
+  if (crc32_z(0, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size()) != found->second.checksum) {
+    throw ProgramError(content_->name + ": " + record + " is damaged: its bytes do not have their checksum.");
+  }
+  return bytes;
+}
+
+std::string Archive::text(const std::string& record) const {
+  return std::string(view(record));
+}
+
+at::Tensor Archive::bytes(const std::string& record) const {
+  const std::string_view from = view(record);
+  at::Tensor result = at::empty({static_cast<std::int64_t>(from.size())}, at::kByte);
+  if (!from.empty()) std::memcpy(result.mutable_data_ptr(), from.data(), from.size());
+  return result;
+}
+
+void Archive::write_copy(const std::string& path, const std::map<std::string, at::Tensor>& replaced) const {
+  // Where something begins that is not the end of a record before it.
+  std::set<std::size_t> begins;
+  for (const auto& [name, record] : content_->places) begins.insert({record.header, record.entry});
+  // What differs from this archive, by where it stands.
+  std::map<std::size_t, std::string_view> patches;
+  std::list<std::string> checksums;
+  for (const auto& [name, tensor] : replaced) {
+    const auto found = content_->places.find(name);
+    if (found == content_->places.end()) throw ProgramError(content_->name + ": has no record " + name + ".");
+    const ZipRecord& record = found->second;
+    if (!tensor.is_contiguous() || tensor.nbytes() != record.size) {
+      throw ProgramError(content_->name + ": " + name + " has " + std::to_string(record.size) +
+                         " bytes, and cannot be replaced by " + std::to_string(tensor.nbytes()) + ".");
+    }
+    const std::string_view bytes(static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes());
+    if (!bytes.empty()) patches.emplace(record.begin, bytes);
+    const std::uint64_t checksum = crc32_z(0, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size());
+    std::string& text = checksums.emplace_back();
+    for (const unsigned shift : {0U, 8U, 16U, 24U}) text.push_back(static_cast<char>(checksum >> shift & 0xffU));
+    try {
+      const ChecksumPlaces places = checksum_places(content_->bytes, record);
+      const auto next = begins.lower_bound(record.end());
+      if (places.own >= record.end() && next != begins.end() && *next < places.own + text.size()) {
+        throw ZipError("is damaged: something else lies in the place of the checksum of " + record.name + ".");
+      }
+      patches.emplace(places.own, text);
+      patches.emplace(places.directory, text);
+    } catch (const ZipError& error) {
+      content_->refuse(error.what());
+    }
+  }
+  try {
+    AsideFile file(path);
+    std::size_t written = 0;
+    for (const auto& [place, bytes] : patches) {
+      file.write(content_->bytes.data() + written, place - written);
+      file.write(bytes.data(), bytes.size());
+      written = place + bytes.size();
+    }
+    file.write(content_->bytes.data() + written, content_->bytes.size() - written);
+    file.sync_and_rename();
+  } catch (const AsideFile::Failure& failure) {
+    throw ProgramError(failure.what());
+  }
+}
+
+}  // namespace penstock::internal
