@@ -6,6 +6,7 @@ SHELL := /bin/bash
 MAKEFLAGS += --no-print-directory
 
 JOBS ?= $(shell nproc)
+BENCHES = schedule microbatch attention runtime program
 # How long `make fuzz` tries each fuzzer; `make soak` takes the long way.
 FUZZ_RUNS ?= 100000
 
@@ -14,10 +15,10 @@ SOURCES = find $(wildcard penstock tests bench examples) -name node_modules -pru
 
 # $(call quietly,command): its output only when it fails.
 quietly = log=$$(mktemp); trap 'rm -f "$$log"' EXIT; $(1) >"$$log" 2>&1 || { cat "$$log"; exit 1; }
-# $(call build,preset): configured without a word, then built.
+# $(call build,preset,targets): configures in silence, then builds the targets; all of them if none is named.
 define build
 @$(call quietly,cmake --preset $(1))
-@cmake --build --preset $(1) -j $(JOBS)
+@cmake --build --preset $(1) -j $(JOBS) $(if $(2),--target $(2))
 endef
 
 .PHONY: help setup build demo test lint format bench cpus fuzz soak clean
@@ -28,15 +29,17 @@ help: ## this list
 demo: build ## a small model trained, an exported one cut, schedules drawn and compared
 	@scripts/demo
 
-test: build ## all tests, and those of the schedule layer once more under the sanitizers
+test: setup ## all tests, and those of the schedule layer once more under the sanitizers
+	$(call build,release)
 	@$(call quietly,cmake --preset asan-schedule)
 	@$(call quietly,cmake --build --preset asan-schedule -j $(JOBS))
 	@$(call quietly,ctest --preset asan-schedule --output-on-failure --no-tests=error -j $(JOBS))
 	@echo "The schedule layer's tests pass under the address and undefined-behaviour sanitizers."
 	@ctest --preset release --output-on-failure --no-tests=error -j $(JOBS)
 
+# Nothing of tests, benchmarks, fuzzers and examples.
 build: setup ## the library and the command, into build/release
-	$(call build,release)
+	$(call build,release,penstock_cli)
 
 lint: ## the form of the sources, and clang-tidy
 	@scripts/setup lint
@@ -51,8 +54,9 @@ format: ## the sources brought into form
 	@scripts/setup lint
 	@$(SOURCES) | xargs -r clang-format-19 -i
 
-bench: build ## timings, beside those of torch.distributed.pipelining
-	@for area in schedule microbatch attention runtime program; do \
+bench: setup ## timings, beside those of torch.distributed.pipelining
+	$(call build,release,penstock_cli $(BENCHES:%=penstock_%_bench))
+	@for area in $(BENCHES); do \
 	  echo; .venv/bin/python bench/$$area.py --bench build/release/bin/penstock_$${area}_bench; \
 	done
 	@echo; .venv/bin/python bench/train.py --penstock build/release/bin/penstock
@@ -80,12 +84,13 @@ fuzz: ## the fuzzers, FUZZ_RUNS inputs each
 # Other machines have other kernels: these are the settings by which libtorch, MKL and oneDNN choose theirs.
 CPU_SETTINGS = ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 MKL_CBWR=COMPATIBLE \
   ONEDNN_MAX_CPU_ISA=AVX2 ONEDNN_MAX_CPU_ISA=AVX512_CORE
-cpus: build ## all tests once under each of the CPU settings that other machines have
+cpus: setup ## all tests once under each of the CPU settings that other machines have
+	$(call build,release)
 	@for setting in $(CPU_SETTINGS); do \
 	  echo "$$setting"; env $$setting ctest --preset release --output-on-failure --no-tests=error -j $(JOBS); \
 	done
 
-soak: build cpus ## what takes long: other CPUs, sanitizers, whole grids on processes, Hugging Face, lost ranks, a million fuzzed inputs
+soak: cpus ## what takes long: other CPUs, sanitizers, whole grids on processes, Hugging Face, lost ranks, a million fuzzed inputs
 	@scripts/setup soak
 	$(call build,asan)
 	@ctest --preset asan --output-on-failure --no-tests=error -j $(JOBS)
