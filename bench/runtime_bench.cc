@@ -79,7 +79,7 @@ double median(std::vector<double> values) {
 
 // The median of `steps`, behind two to warm up. Each begins without gradients.
 double time_steps(
-    const std::vector<StageModule::NamedTensors>& parameters, int steps, const std::function<void()>& step,
+    const std::vector<NamedTensors>& parameters, int steps, const std::function<void()>& step,
     const std::function<void()>& look = [] {}) {
   std::vector<double> times;
   for (int i = -2; i < steps; ++i) {
@@ -94,8 +94,8 @@ double time_steps(
   return median(std::move(times));
 }
 
-std::vector<StageModule::NamedTensors> parameters_of(const Pipeline& pipeline) {
-  std::vector<StageModule::NamedTensors> parameters;
+std::vector<NamedTensors> parameters_of(const Pipeline& pipeline) {
+  std::vector<NamedTensors> parameters;
   for (const PipelineStage& stage : pipeline.stages()) parameters.push_back(stage.parameters());
   return parameters;
 }

@@ -24,7 +24,7 @@ constexpr std::int64_t kWide = 256;
 constexpr std::int64_t kHeads = 4;
 
 using Layer = std::function<at::Tensor(const at::Tensor&)>;
-using Parameters = StageModule::NamedTensors;
+using Parameters = NamedTensors;
 
 inline at::Tensor parameter(Parameters& parameters, at::Tensor value) {
   value.requires_grad_();

@@ -307,7 +307,7 @@ PipelineStage Pipe::build_stage(int stage, StageOptions options) const {
 StageModule Pipe::module_on(int stage, at::Device device) const {
   StageModule module = get_stage_module(stage);
   std::map<const void*, at::Tensor> moved;
-  for (StageModule::NamedTensors* tensors : {&module.parameters, &module.buffers}) {
+  for (NamedTensors* tensors : {&module.parameters, &module.buffers}) {
     for (auto& [name, tensor] : *tensors) {
       at::Tensor there = tensor.detach().to(device).set_requires_grad(tensor.requires_grad());
       moved.emplace(tensor.unsafeGetTensorImpl(), there);

@@ -23,7 +23,7 @@
 #include "penstock/stage/shared.h"
 #include "penstock/stage/stage.h"
 #include "penstock/stage/wiring.h"
-#include "penstock/tensor/safetensors.h"
+#include "penstock/tensor/named_tensors.h"
 
 namespace penstock {
 

@@ -22,7 +22,7 @@
 #include "penstock/program/reader/archive.h"
 #include "penstock/program/reader/exported.h"
 #include "penstock/tensor/microbatch.h"
-#include "penstock/tensor/safetensors.h"
+#include "penstock/tensor/named_tensors.h"
 
 namespace penstock {
 

@@ -205,7 +205,7 @@ void Ranks::join_sums(Local& local) {
     std::set<const void*> seen;
     std::set<int> holders;
     std::set<int> speakers;
-    StageModule::NamedTensors own;
+    NamedTensors own;
     for (const SharedParameter& place : places) {
       const int rank = first + schedule_->placement().rank_of(place.stage);
       const Local* there = find_local(rank);

@@ -11,12 +11,11 @@
 #include <vector>
 
 #include "penstock/tensor/microbatch.h"
+#include "penstock/tensor/named_tensors.h"
 
 namespace penstock {
 
 struct StageModule {
-  using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
-
   std::function<c10::IValue(const Args& args, const Kwargs& kwargs)> forward;
   NamedTensors parameters = {};
   NamedTensors buffers = {};

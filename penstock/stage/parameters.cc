@@ -80,7 +80,7 @@ class ReplicatedParameters : public ParameterSync {
         of_first_(module, *group_, deadline),
         gradients_(not_shared(module, shared, stage)) {}
 
-  const StageModule::NamedTensors& parameters() const override { return all_; }
+  const NamedTensors& parameters() const override { return all_; }
   void adopt() override { of_first_.adopt(); }
 
   void begin_step() override { gradients_.begin_step(); }
@@ -132,7 +132,7 @@ class ReplicatedParameters : public ParameterSync {
   void join(std::shared_ptr<Group> group) override { group_ = std::move(group); }
 
  private:
-  StageModule::NamedTensors all_;
+  NamedTensors all_;
   std::shared_ptr<Group> group_;
   OfFirstMember of_first_;
   AccumulatedGradients gradients_;
@@ -187,7 +187,7 @@ class ShardedParameters : public ParameterSync {
                        [this](std::size_t i, const at::Tensor& gradient) { return own_piece(i, gradient); });
   }
 
-  const StageModule::NamedTensors& parameters() const override { return seen_; }
+  const NamedTensors& parameters() const override { return seen_; }
 
   void adopt() override {
     of_first_.adopt();
@@ -316,7 +316,7 @@ class ShardedParameters : public ParameterSync {
   // All shards one behind the other, and each as a parameter; what an optimizer sees has the shared ones too.
   at::Tensor part_;
   std::vector<at::Tensor> shards_;
-  StageModule::NamedTensors seen_;
+  NamedTensors seen_;
   bool gathered_ = false;
   std::unique_ptr<Work> gathering_;
   at::Tensor buffer_;
@@ -391,7 +391,7 @@ std::unique_ptr<ParameterSync> shard_parameters(const StageModule& module, const
 
 namespace {
 
-std::vector<AccumulatedGradients::Parameter> accumulated(const StageModule::NamedTensors& own) {
+std::vector<AccumulatedGradients::Parameter> accumulated(const NamedTensors& own) {
   std::vector<AccumulatedGradients::Parameter> parameters;
   for (const auto& [name, parameter] : own) parameters.push_back({name, parameter, parameter});
   return parameters;
@@ -399,7 +399,7 @@ std::vector<AccumulatedGradients::Parameter> accumulated(const StageModule::Name
 
 }  // namespace
 
-SharedSum::SharedSum(const StageModule::NamedTensors& own, Groups groups, int replicas)
+SharedSum::SharedSum(const NamedTensors& own, Groups groups, int replicas)
     : gradients_(accumulated(own)), groups_(std::move(groups)), replicas_(replicas) {}
 
 void SharedSum::reduce(Deadline deadline) {

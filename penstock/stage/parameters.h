@@ -13,6 +13,7 @@
 
 #include "penstock/stage/accumulation.h"
 #include "penstock/stage/module.h"
+#include "penstock/tensor/named_tensors.h"
 #include "penstock/transport/transport.h"
 
 namespace penstock::internal {
@@ -22,7 +23,7 @@ class ParameterSync {
   virtual ~ParameterSync() = default;
 
   // What an optimizer is to step.
-  virtual const StageModule::NamedTensors& parameters() const = 0;
+  virtual const NamedTensors& parameters() const = 0;
 
   // Makes the module's parameters and buffers those of the group's first member, which were received when this was made.
   // Once, before the first step; it waits for nobody.
@@ -81,7 +82,7 @@ class SharedSum {
   };
   // This rank's tensors for it, of which those that are the same count once, with names for errors, and how many replicas
   // there are.
-  SharedSum(const StageModule::NamedTensors& own, Groups groups, int replicas);
+  SharedSum(const NamedTensors& own, Groups groups, int replicas);
 
   void begin_step() { gradients_.begin_step(); }
   // Waits for all ranks of the groups.

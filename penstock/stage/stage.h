@@ -23,6 +23,7 @@
 #include "penstock/stage/wiring.h"
 #include "penstock/tensor/metadata.h"
 #include "penstock/tensor/microbatch.h"
+#include "penstock/tensor/named_tensors.h"
 #include "penstock/transport/transport.h"
 
 namespace penstock {
@@ -56,7 +57,7 @@ class PipelineStage {
   at::Device device() const { return options_.device; }
 
   // What an optimizer is to step: the module's parameters, or the shards that this stage keeps of them.
-  const StageModule::NamedTensors& parameters() const { return sync_ ? sync_->parameters() : module_.parameters; }
+  const NamedTensors& parameters() const { return sync_ ? sync_->parameters() : module_.parameters; }
   // How its parameters are kept in step with those of replicas; none without them.
   void set_sync(std::unique_ptr<ParameterSync> sync) { sync_ = std::move(sync); }
   ParameterSync* sync() const { return sync_.get(); }

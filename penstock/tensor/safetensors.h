@@ -16,11 +16,10 @@
 #include <vector>
 
 #include "penstock/tensor/mapped_file.h"
+#include "penstock/tensor/named_tensors.h"
 #include "penstock/tensor/safetensors_header.h"
 
 namespace penstock {
-
-using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
 // Writes `tensors`, of any strides and on any device, each with its own bytes even where two share memory. The file has
 // the order of the Python package's writer, not theirs. `path` is replaced when all is on the disk, so whoever has the

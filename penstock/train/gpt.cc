@@ -24,7 +24,7 @@ using Layer = std::function<at::Tensor(const at::Tensor&)>;
 // Makes layers, and adds their parameters to a list.
 class LayerMaker {
  public:
-  LayerMaker(const GptOptions& options, std::shared_ptr<const bool> training, StageModule::NamedTensors& parameters)
+  LayerMaker(const GptOptions& options, std::shared_ptr<const bool> training, NamedTensors& parameters)
       : options_(options), training_(std::move(training)), parameters_(parameters) {}
 
   Layer make(int layer) {
@@ -100,7 +100,7 @@ class LayerMaker {
 
   const GptOptions& options_;
   std::shared_ptr<const bool> training_;
-  StageModule::NamedTensors& parameters_;
+  NamedTensors& parameters_;
 };
 
 void require(bool right, const std::string& what) {

@@ -24,7 +24,7 @@ class Optimizer::Kind {
  public:
   virtual ~Kind() = default;
   virtual void step(double learning_rate) = 0;
-  virtual StageModule::NamedTensors state() const = 0;
+  virtual NamedTensors state() const = 0;
   virtual void load(const std::function<std::optional<at::Tensor>(const std::string&)>& find) = 0;
 };
 
@@ -32,7 +32,7 @@ class Optimizer::Kind {
 template <class Traits>
 class Optimizer::KindOf final : public Kind {
  public:
-  KindOf(const OptimizerOptions& options, StageModule::NamedTensors parameters)
+  KindOf(const OptimizerOptions& options, NamedTensors parameters)
       : parameters_(std::move(parameters)), stepped_(all_as_real()), optimizer_(learning(), Traits::options(options)) {}
 
   void step(double learning_rate) override {
@@ -46,8 +46,8 @@ class Optimizer::KindOf final : public Kind {
     for (const at::Tensor& tensor : stepped_) tensor.mutable_grad().reset();
   }
 
-  StageModule::NamedTensors state() const override {
-    StageModule::NamedTensors named;
+  NamedTensors state() const override {
+    NamedTensors named;
     for (std::size_t i = 0; i < stepped_.size(); ++i) {
       const auto& [name, parameter] = parameters_[i];
       const auto found = optimizer_.state().find(stepped_[i].unsafeGetTensorImpl());
@@ -89,7 +89,7 @@ class Optimizer::KindOf final : public Kind {
     return all;
   }
 
-  StageModule::NamedTensors parameters_;
+  NamedTensors parameters_;
   // What the optimizer steps: themselves, or their memory as real numbers.
   std::vector<at::Tensor> stepped_;
   typename Traits::Optimizer optimizer_;
@@ -102,7 +102,7 @@ struct Optimizer::Sgd {
   static torch::optim::SGDOptions options(const OptimizerOptions& options) {
     return torch::optim::SGDOptions(1).momentum(options.momentum).weight_decay(options.weight_decay);
   }
-  static void save(const State& state, const std::string& prefix, StageModule::NamedTensors& to) {
+  static void save(const State& state, const std::string& prefix, NamedTensors& to) {
     if (state.momentum_buffer().defined()) to.emplace_back(prefix + "momentum_buffer", state.momentum_buffer());
   }
   template <class Find>
@@ -124,7 +124,7 @@ struct AdamTraits {
   static OptionsType options(const OptimizerOptions& options) {
     return OptionsType(1).betas({options.beta1, options.beta2}).eps(options.epsilon).weight_decay(options.weight_decay);
   }
-  static void save(const State& state, const std::string& prefix, StageModule::NamedTensors& to) {
+  static void save(const State& state, const std::string& prefix, NamedTensors& to) {
     to.emplace_back(prefix + "exp_avg", state.exp_avg());
     to.emplace_back(prefix + "exp_avg_sq", state.exp_avg_sq());
     to.emplace_back(prefix + "step", at::scalar_tensor(state.step(), at::TensorOptions(at::kLong)));
@@ -147,7 +147,7 @@ struct AdamTraits {
 struct Optimizer::Adam : AdamTraits<torch::optim::Adam, torch::optim::AdamOptions, torch::optim::AdamParamState> {};
 struct Optimizer::AdamW : AdamTraits<torch::optim::AdamW, torch::optim::AdamWOptions, torch::optim::AdamWParamState> {};
 
-Optimizer::Optimizer(const OptimizerOptions& options, StageModule::NamedTensors parameters) {
+Optimizer::Optimizer(const OptimizerOptions& options, NamedTensors parameters) {
   if (options.name == "sgd") {
     kind_ = std::make_unique<KindOf<Sgd>>(options, std::move(parameters));
   } else if (options.name == "adam") {
@@ -167,7 +167,7 @@ void Optimizer::step(double learning_rate) {
   kind_->step(learning_rate);
 }
 
-StageModule::NamedTensors Optimizer::state() const {
+NamedTensors Optimizer::state() const {
   return kind_->state();
 }
 

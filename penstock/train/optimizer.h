@@ -10,6 +10,7 @@
 #include <string>
 
 #include "penstock/stage/module.h"
+#include "penstock/tensor/named_tensors.h"
 
 namespace penstock::internal {
 
@@ -35,7 +36,7 @@ at::Tensor as_real(const at::Tensor& tensor);
 class Optimizer {
  public:
   // Throws std::invalid_argument for a name that there is not.
-  Optimizer(const OptimizerOptions& options, StageModule::NamedTensors parameters);
+  Optimizer(const OptimizerOptions& options, NamedTensors parameters);
   ~Optimizer();
   Optimizer(Optimizer&&) noexcept;
   Optimizer& operator=(Optimizer&&) noexcept;
@@ -47,7 +48,7 @@ class Optimizer {
 
   // What it remembers of each parameter: "NAME.exp_avg", "NAME.exp_avg_sq", "NAME.step", "NAME.momentum_buffer". The
   // tensors are its own.
-  StageModule::NamedTensors state() const;
+  NamedTensors state() const;
   // Takes these up: `find` gives the tensor of a name, or none for what it does not remember yet.
   void load(const std::function<std::optional<at::Tensor>(const std::string& name)>& find);
 

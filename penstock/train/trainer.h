@@ -231,7 +231,7 @@ class Trainer {
   // Throws CheckpointError, which names the first parameter of this process that is not finite.
   void require_finite_parameters(const std::string& path) const;
   std::vector<std::optional<std::size_t>> positions_in(const PipelineStage& stage, std::int64_t replica) const;
-  NamedTensors whole(const Own& own, const StageModule::NamedTensors& tensors);
+  NamedTensors whole(const Own& own, const NamedTensors& tensors);
   at::Tensor part_for(const Own& own, const std::string& name, const at::Tensor& whole_tensor) const;
 
   std::vector<std::unique_ptr<Model>> replicas_;

@@ -16,7 +16,7 @@ namespace penstock::internal {
 
 // The tensors of a stage as they are without shards, under all names that the model has for them. A shard's neighbours
 // are those of the other replicas.
-NamedTensors Trainer::whole(const Own& own, const StageModule::NamedTensors& tensors) {
+NamedTensors Trainer::whole(const Own& own, const NamedTensors& tensors) {
   std::map<std::string, at::Tensor> shapes;
   for (const auto& [name, parameter] : own.stage->module().parameters) shapes.emplace(name, parameter);
   NamedTensors result;
@@ -40,7 +40,7 @@ NamedTensors Trainer::whole(const Own& own, const StageModule::NamedTensors& ten
       std::vector<at::Tensor> parts;
       for (const Own& other : own_) {
         if (other.stage->stage_index() != own.stage->stage_index()) continue;
-        const auto find_in = [&](const StageModule::NamedTensors& those) {
+        const auto find_in = [&](const NamedTensors& those) {
           for (const auto& [one, part] : those) {
             if (one == full_name) parts.push_back(part.detach());
           }

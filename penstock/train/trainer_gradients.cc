@@ -85,7 +85,7 @@ void Trainer::for_each_own(const std::function<void(Own& own)>& act) {
 std::vector<double> Trainer::squares_of_gradients() {
   for_each_own([&](Own& own) {
     const c10::NoGradGuard no_grad;
-    const StageModule::NamedTensors& parameters = own.stage->parameters();
+    const NamedTensors& parameters = own.stage->parameters();
     own.squares.assign(parameters.size(), 0);
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       at::Tensor& gradient = parameters[i].second.mutable_grad();

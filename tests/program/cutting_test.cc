@@ -34,7 +34,7 @@ TEST(Cutting, SendsANumberToTheStageThatUsesIt) {
 
 TEST(Cutting, LeavesTheProgramAsItWas) {
   const Program program = exported("dropouts");
-  std::vector<std::pair<std::string, at::Tensor>> before;
+  NamedTensors before;
   for (const auto& [name, tensor] : program.state_dict()) before.emplace_back(name, tensor.detach().clone());
   const std::string nodes = row_of(program, SplitSpec{});
   const Pipe first = pipeline(program, {{"blocks.1", kBegin}});

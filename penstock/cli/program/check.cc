@@ -24,6 +24,7 @@
 #include "penstock/program/partition/colocation.h"
 #include "penstock/schedule/generators.h"
 #include "penstock/tensor/cpu_kernels.h"
+#include "penstock/tensor/safetensors.h"
 
 namespace penstock::cli {
 namespace {

@@ -13,6 +13,7 @@
 #include "penstock/runtime/pipeline.h"
 #include "penstock/stage/parameters.h"
 #include "penstock/tensor/nested.h"
+#include "penstock/tensor/safetensors.h"
 #include "penstock/transport/c10d.h"
 #include "penstock/transport/rendezvous.h"
 

@@ -9,6 +9,7 @@
 #include "penstock/cli/program/options.h"
 #include "penstock/cli/program/pipelined.h"
 #include "penstock/cli/train/progress.h"
+#include "penstock/tensor/safetensors.h"
 
 namespace penstock::cli {
 
