@@ -10,9 +10,6 @@ BENCHES = schedule microbatch attention runtime program
 # How long `make fuzz` tries each fuzzer; `make soak` takes the long way.
 FUZZ_RUNS ?= 100000
 
-# What is formatted and linted, whether committed yet or not.
-SOURCES = find $(wildcard penstock tests bench examples) -name node_modules -prune -o -name '*.h' -print -o -name '*.cc' -print
-
 # $(call quietly,command): its output only when it fails.
 quietly = log=$$(mktemp); trap 'rm -f "$$log"' EXIT; $(1) >"$$log" 2>&1 || { cat "$$log"; exit 1; }
 # $(call build,preset,targets): configures in silence, then builds the targets; all of them if none is named.
@@ -21,7 +18,7 @@ define build
 @cmake --build --preset $(1) -j $(JOBS) $(if $(2),--target $(2))
 endef
 
-.PHONY: help setup build demo test lint format bench cpus fuzz soak clean
+.PHONY: help setup build demo test lint format docs bench cpus fuzz soak clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,18 +38,21 @@ test: setup ## all tests, and those of the schedule layer once more under the sa
 build: setup ## the library and the command, into build/release
 	$(call build,release,penstock_cli)
 
-lint: ## the form of the sources, and clang-tidy
+lint: ## the form of the sources, the API reference, clang-tidy and its analysis of locks
 	@scripts/setup lint
-	@$(SOURCES) | xargs -r clang-format-19 --dry-run -Werror
+	@scripts/format --check
+	@scripts/docs
 	@$(call quietly,cmake --preset lint)
 	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
-	run-clang-tidy-19 -p build/lint -j $(JOBS) -quiet -extra-arg=-Wno-unknown-warning-option \
+	run-clang-tidy-19 -p build/lint -j $(JOBS) -quiet -extra-arg=-Wno-unknown-warning-option -extra-arg=-Wthread-safety \
 	  '^(?!.*/build/lint/).*/(penstock|tests|bench|examples)/' >"$$log" 2>&1 || \
 	  { grep -vE '^Running clang-tidy|^\[ *[0-9]+/|warnings? (generated|treated)|^$$' "$$log"; exit 1; }
 
-format: ## the sources brought into form
-	@scripts/setup lint
-	@$(SOURCES) | xargs -r clang-format-19 -i
+format: setup ## the sources brought into form
+	@scripts/format
+
+docs: setup ## the API reference, into build/docs/html
+	@scripts/docs
 
 bench: setup ## timings, beside those of torch.distributed.pipelining
 	$(call build,release,penstock_cli $(BENCHES:%=penstock_%_bench))
