@@ -5,6 +5,7 @@ import pathlib
 import re
 import shlex
 import subprocess
+import sys
 import tempfile
 import unittest
 
@@ -53,6 +54,17 @@ class Pictures(unittest.TestCase):
             if os.environ.get("PENSTOCK_DRAW"):
                 path.write_text(drawn)
             self.assertEqual(path.read_text(), drawn, f"{path.name} is another one today; PENSTOCK_DRAW=1 draws it")
+
+
+    def test_the_chart_shows_the_ratios_of_the_benchmarks(self):
+        path = ROOT / "docs" / "pictures" / "benchmarks.svg"
+        with tempfile.TemporaryDirectory() as folder:
+            drawn = pathlib.Path(folder, "chart.svg")
+            command = [sys.executable, ROOT / "bench" / "chart.py", ROOT / "docs" / "benchmarks.md", "-o", drawn]
+            subprocess.run(command, check=True, timeout=60)
+            if os.environ.get("PENSTOCK_DRAW"):
+                path.write_text(drawn.read_text())
+            self.assertEqual(path.read_text(), drawn.read_text(), "the ratios have changed; PENSTOCK_DRAW=1 draws the chart")
 
 
 class Documents(unittest.TestCase):
