@@ -35,7 +35,7 @@ class Aside {
 
   const std::string& path() const { return path_; }
 
-  void sync_and_rename(const std::string& target) {
+  void commit(const std::string& target) {
     const int file = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC);
     const bool is_synced = file >= 0 && ::fsync(file) == 0;
     const std::string why = reason();
@@ -86,7 +86,7 @@ void write_output(const std::string& path, const std::function<void(std::ostream
   }
   const auto before = std::filesystem::status(target, ignored);
   if (std::filesystem::exists(before)) std::filesystem::permissions(aside.path(), before.permissions(), ignored);
-  aside.sync_and_rename(target);
+  aside.commit(target);
 }
 
 void require_folder(const std::string& path) {

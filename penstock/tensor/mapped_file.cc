@@ -8,56 +8,58 @@
 #include <cerrno>
 #include <system_error>
 
+#include "penstock/base/text.h"
+
 namespace penstock::internal {
 namespace {
 
-std::string message_of(const std::string& path, MappingFailure::Why why, int code) {
-  switch (why) {
-    case MappingFailure::Why::Folder: return path + ": is a folder; give the name of a file.";
-    case MappingFailure::Why::NotRegular: return path + ": is no regular file, and so cannot be mapped.";
-    case MappingFailure::Why::Open:
-      return path + ": could not be opened: " + std::generic_category().message(code) + ".";
-    case MappingFailure::Why::Read:
-      return path + ": could not be read: " +
-             (code == 0 ? "it has become shorter meanwhile" : std::generic_category().message(code)) + ".";
-    case MappingFailure::Why::Map: break;
+using Reason = MappingError::Reason;
+
+std::string message_of(const std::string& path, Reason reason, int code) {
+  const std::string system_message = std::generic_category().message(code);
+  switch (reason) {
+    case Reason::Directory: return concat(path, ": is a directory; give the name of a file.");
+    case Reason::NotRegular: return concat(path, ": is not a regular file, and so cannot be mapped.");
+    case Reason::Open: return concat(path, ": could not be opened: ", system_message, ".");
+    case Reason::Read:
+      return concat(path, ": could not be read: ", code == 0 ? "it was truncated meanwhile" : system_message, ".");
+    case Reason::Map: break;
   }
-  return path + ": could not be mapped: " + std::generic_category().message(code) + ".";
+  return concat(path, ": could not be mapped: ", system_message, ".");
 }
 
 }  // namespace
 
-MappingFailure::MappingFailure(const std::string& path, Why why, int code)
-    : std::runtime_error(message_of(path, why, code)), why_(why), code_(code) {}
+MappingError::MappingError(const std::string& path, Reason reason, int code)
+    : std::runtime_error(message_of(path, reason, code)), reason_(reason), code_(code) {}
 
 MappedFile::MappedFile(const std::string& path, FileAccess access) {
-  // Without O_NONBLOCK, a pipe would be waited for.
+  // Without O_NONBLOCK, opening a named pipe would block until it has a writer.
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   struct stat status = {};
-  const auto give_up = [&](MappingFailure::Why why) {
-    const bool has_reason =
-        why == MappingFailure::Why::Open || why == MappingFailure::Why::Map || why == MappingFailure::Why::Read;
-    const int code = has_reason ? errno : 0;
+  const auto fail = [&](Reason reason) {
+    const bool has_code = reason == Reason::Open || reason == Reason::Map || reason == Reason::Read;
+    const int code = has_code ? errno : 0;
     if (file >= 0) ::close(file);
     if (data_ != nullptr) ::munmap(data_, size_);
-    throw MappingFailure(path, why, code);
+    throw MappingError(path, reason, code);
   };
-  if (file < 0 || ::fstat(file, &status) != 0) give_up(MappingFailure::Why::Open);
-  if (S_ISDIR(status.st_mode)) give_up(MappingFailure::Why::Folder);
-  if (!S_ISREG(status.st_mode)) give_up(MappingFailure::Why::NotRegular);
+  if (file < 0 || ::fstat(file, &status) != 0) fail(Reason::Open);
+  if (S_ISDIR(status.st_mode)) fail(Reason::Directory);
+  if (!S_ISREG(status.st_mode)) fail(Reason::NotRegular);
   size_ = static_cast<std::size_t>(status.st_size);
   if (size_ > 0) {
-    // Pages count against the memory that the system promises only when they are written.
+    // With MAP_NORESERVE a page counts against the system's memory limit only when it is written.
     const bool is_copy = access == FileAccess::Read;
     void* const data = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE,
                               MAP_PRIVATE | MAP_NORESERVE | (is_copy ? MAP_ANONYMOUS : 0), is_copy ? -1 : file, 0);
-    if (data == MAP_FAILED) give_up(MappingFailure::Why::Map);
+    if (data == MAP_FAILED) fail(Reason::Map);
     data_ = static_cast<char*>(data);
     for (std::size_t done = 0; is_copy && done < size_;) {
       const ssize_t count = ::pread(file, data_ + done, size_ - done, static_cast<off_t>(done));
       if (count < 0 && errno == EINTR) continue;
       if (count == 0) errno = 0;
-      if (count <= 0) give_up(MappingFailure::Why::Read);
+      if (count <= 0) fail(Reason::Read);
       done += static_cast<std::size_t>(count);
     }
   }

@@ -1,4 +1,4 @@
-// A file in memory.
+// The bytes of a file in memory, mapped or copied.
 #pragma once
 
 #include <cstddef>
@@ -7,37 +7,37 @@
 #include <string>
 #include <string_view>
 
+#include "penstock/tensor/file_access.h"
+
 namespace penstock::internal {
 
-// Explains why a file cannot be mapped: the message names the file and has what the system said.
-class MappingFailure : public std::runtime_error {
+// Thrown when a file cannot be mapped. The message names the file and has the system's message.
+class MappingError : public std::runtime_error {
  public:
-  enum class Why { Open, Folder, NotRegular, Map, Read };
+  enum class Reason : std::uint8_t { Open, Directory, NotRegular, Map, Read };
 
-  MappingFailure(const std::string& path, Why why, int code);
+  MappingError(const std::string& path, Reason reason, int code);
 
-  Why why() const { return why_; }
-  // Value of errno; 0 for Folder and NotRegular, and for a file that has become shorter.
+  Reason reason() const { return reason_; }
+  // Value of errno; 0 for Directory and NotRegular, and for a file that was truncated while it was read.
   int code() const { return code_; }
 
  private:
-  Why why_;
+  Reason reason_;
   int code_;
 };
 
-// Map: pages are read when they are touched, and a file that others cut short meanwhile ends the process. Read: all bytes are
-// copied at once, and whoever changes the file later changes nothing here.
-enum class FileAccess : std::uint8_t { Map, Read };
-
-// All bytes of a file, for as long as this lives. They may be written; the file does not change by it.
+// Holds all bytes of a regular file until it is destroyed. The bytes may be written: pages are copied on write, and the
+// file never changes. Any number of threads may read.
 class MappedFile {
  public:
-  // Throws MappingFailure.
+  // Throws MappingError.
   explicit MappedFile(const std::string& path, FileAccess access = FileAccess::Map);
   ~MappedFile();
   MappedFile(const MappedFile&) = delete;
   MappedFile& operator=(const MappedFile&) = delete;
 
+  // Null for an empty file.
   char* data() const { return data_; }
   std::string_view bytes() const { return {data_, size_}; }
 

@@ -10,7 +10,7 @@
 #include <filesystem>
 #include <unordered_map>
 
-#include "penstock/tensor/aside_file.h"
+#include "penstock/tensor/atomic_file_writer.h"
 #include "penstock/tensor/mapped_file.h"
 
 namespace penstock {
@@ -23,7 +23,7 @@ namespace {
 std::unique_ptr<MappedFile> mapped(const std::string& path, FileAccess access) {
   try {
     return std::make_unique<MappedFile>(path, access);
-  } catch (const MappingFailure& failure) {
+  } catch (const MappingError& failure) {
     throw SafetensorsError(failure.what());
   }
 }
@@ -32,8 +32,8 @@ void require_target(const std::string& path) {
   if (std::filesystem::path(path).filename().empty()) fail(path, "could not be written: it names no file.");
   struct stat status = {};
   if (::stat(path.c_str(), &status) != 0) return;
-  if (S_ISDIR(status.st_mode)) fail(path, "is a folder; give the name of a file.");
-  if (!S_ISREG(status.st_mode)) fail(path, "is no regular file, and is not replaced by one.");
+  if (S_ISDIR(status.st_mode)) fail(path, "is a directory; give the name of a file.");
+  if (!S_ISREG(status.st_mode)) fail(path, "is not a regular file, and is not replaced by one.");
 }
 
 // Refuses what has no bytes to write, or fewer than its sizes and strides reach.
@@ -79,15 +79,15 @@ void write_safetensors(const std::string& path, const NamedTensors& tensors,
 
   require_target(path);
   try {
-    AsideFile aside(path);
-    aside.write(beginning.data(), beginning.size());
+    AtomicFileWriter file(path);
+    file.write(beginning.data(), beginning.size());
     for (const SafetensorsEntry& entry : header.entries) {
       if (entry.begin == entry.end) continue;
       const at::Tensor values = plain(*by_name.at(entry.name));
-      aside.write(values.const_data_ptr(), entry.end - entry.begin);
+      file.write(values.const_data_ptr(), entry.end - entry.begin);
     }
-    aside.sync_and_rename();
-  } catch (const AsideFile::Failure& failure) {
+    file.commit();
+  } catch (const AtomicFileWriter::Error& failure) {
     throw SafetensorsError(failure.what());
   }
 }

@@ -20,7 +20,7 @@
 #include <utility>
 
 #include "penstock/schedule/json.h"
-#include "penstock/tensor/aside_file.h"
+#include "penstock/tensor/atomic_file_writer.h"
 #include "penstock/tensor/mapped_file.h"
 #include "penstock/tensor/nested.h"
 
@@ -52,11 +52,11 @@ auto in_words(const std::string& path, const std::string& done, Function functio
   } catch (const fs::filesystem_error& error) {
     fail(error.path1().empty() ? path : error.path1().string(),
          "could not be " + done + ": " + error.code().message() + ".");
-  } catch (const AsideFile::Failure& error) {
+  } catch (const AtomicFileWriter::Error& error) {
     throw CheckpointError(error.what());
   } catch (const SafetensorsError& error) {
     throw CheckpointError(error.what());
-  } catch (const MappingFailure& error) {
+  } catch (const MappingError& error) {
     throw CheckpointError(error.what());
   }
 }
@@ -159,9 +159,9 @@ void remove_checkpoint(const fs::path& checkpoint) {
 }
 
 void write_file(const fs::path& path, const std::string& text) {
-  AsideFile file(path.string());
+  AtomicFileWriter file(path.string());
   file.write(text.data(), text.size());
-  file.sync_and_rename();
+  file.commit();
 }
 
 std::string file_name(const char* kind, int part) {
@@ -187,7 +187,7 @@ std::optional<json> try_read_json(const std::string& path, json::value_t kind) {
     std::optional<json> parsed = try_parse_json(MappedFile(path).bytes());
     if (!parsed || parsed->type() != kind) return std::nullopt;
     return parsed;
-  } catch (const MappingFailure& failure) {
+  } catch (const MappingError& failure) {
     throw CheckpointError(failure.what());
   }
 }
@@ -380,7 +380,7 @@ void Checkpoint::read_manifest() {
       }
       if (found.at("crc32") != file.at("crc32"))
         fail(whole, "is damaged: its bytes do not have their checksum." + hint);
-    } catch (const MappingFailure& failure) {
+    } catch (const MappingError& failure) {
       throw CheckpointError(failure.what() + hint);
     }
     read_file(name, file.at("kind") == "weights" ? weights_ : optimizer_);

@@ -44,7 +44,7 @@ at::Tensor bytes_of(const std::string& text) {
 std::string read_all(const fs::path& path) {
   try {
     return std::string(MappedFile(path.string(), FileAccess::Read).bytes());
-  } catch (const MappingFailure& failure) {
+  } catch (const MappingError& failure) {
     throw DataError(failure.what());
   }
 }

@@ -92,7 +92,7 @@ WeightFiles read_weight_files(const std::string& path) {
     }
   } catch (const SafetensorsError& error) {
     throw WeightsError(error.what());
-  } catch (const MappingFailure& failure) {
+  } catch (const MappingError& failure) {
     throw WeightsError(failure.what());
   }
   return files;

@@ -81,7 +81,7 @@ TEST(ArchiveCopy, RefusesOtherSizesAndUnknownRecords) {
                              "small: byteorder has 6 bytes, and cannot be replaced by 8.");
   expect_error<ProgramError>([&] { archive.write_copy(folder / "none/copy.pt2", {}); },
                              folder / "none/copy.pt2" +
-                                 ": could not be written, as its folder could not be opened: No "
+                                 ": could not be written, as its directory could not be opened: No "
                                  "such file or directory.");
   EXPECT_EQ(folder.files(), 0U);
 }

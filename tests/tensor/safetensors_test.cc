@@ -517,11 +517,11 @@ TEST_F(Safetensors, AreRefusedCutShortAnywhere) {
 TEST_F(Safetensors, AreNotReadFromWhatIsNoFile) {
   expect_error([&] { const SafetensorsFile file(path("none")); },
                "none: could not be opened: No such file or directory.");
-  expect_error([&] { const SafetensorsFile file(folder_); }, ": is a folder; give the name of a file.");
+  expect_error([&] { const SafetensorsFile file(folder_); }, ": is a directory; give the name of a file.");
   expect_error([] { const SafetensorsFile file("/dev/null"); },
-               "/dev/null: is no regular file, and so cannot be mapped.");
+               "/dev/null: is not a regular file, and so cannot be mapped.");
   ASSERT_EQ(::mkfifo(path("pipe").c_str(), 0600), 0);
-  expect_error([&] { const SafetensorsFile file(path("pipe")); }, "pipe: is no regular file");
+  expect_error([&] { const SafetensorsFile file(path("pipe")); }, "pipe: is not a regular file");
 }
 
 // What write_safetensors refuses leaves the file of before.
@@ -575,13 +575,13 @@ TEST_F(SafetensorsWriter, RefusesAHeaderThatNoneWouldRead) {
 }
 
 TEST_F(SafetensorsWriter, RefusesWhatIsNoFile) {
-  expect_error([&] { write_safetensors(folder_, {}); }, ": is a folder; give the name of a file.");
+  expect_error([&] { write_safetensors(folder_, {}); }, ": is a directory; give the name of a file.");
   expect_error([&] { write_safetensors("", {}); }, ": could not be written: it names no file.");
   expect_error([&] { write_safetensors(path("new/"), {}); }, "new/: could not be written: it names no file.");
   expect_error([&] { write_safetensors(path("new/x"), {}); },
-               "new/x: could not be written, as its folder could not be opened: No such file or directory.");
+               "new/x: could not be written, as its directory could not be opened: No such file or directory.");
   expect_error([] { write_safetensors("/dev/null", {}); },
-               "/dev/null: is no regular file, and is not replaced by one.");
+               "/dev/null: is not a regular file, and is not replaced by one.");
 }
 
 // For a while, files may have so many bytes, and writing more is an error.

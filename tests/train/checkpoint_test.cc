@@ -166,7 +166,7 @@ TEST_F(Checkpoints, WithAFileThatIsNoRegularOneAreRefused) {
   ASSERT_EQ(::mkfifo(file("weights-1.safetensors").c_str(), 0600), 0);
   expect_error<CheckpointError>(
       [&] { Checkpoint{path()}; },
-      file("weights-1.safetensors") + ": is no regular file, and so cannot be mapped." + kHint);
+      file("weights-1.safetensors") + ": is not a regular file, and so cannot be mapped." + kHint);
 }
 
 TEST_F(Checkpoints, ThatWereNotFinishedAreNone) {
@@ -263,7 +263,7 @@ TEST_F(Checkpoints, WithWrongValuesAreRefused) {
   fs::remove(file("manifest.json"));
   ASSERT_EQ(::mkfifo(file("manifest.json").c_str(), 0600), 0);
   expect_error<CheckpointError>([&] { Checkpoint{path() + "/step-00000010"}; },
-                                file("manifest.json") + ": is no regular file, and so cannot be mapped.");
+                                file("manifest.json") + ": is not a regular file, and so cannot be mapped.");
 }
 
 TEST_F(Checkpoints, ThatAreNotThereAreNamed) {

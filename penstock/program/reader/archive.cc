@@ -13,7 +13,7 @@
 
 #include "penstock/program/error.h"
 #include "penstock/program/reader/zip_directory.h"
-#include "penstock/tensor/aside_file.h"
+#include "penstock/tensor/atomic_file_writer.h"
 #include "penstock/tensor/mapped_file.h"
 
 namespace penstock::internal {
@@ -22,8 +22,9 @@ namespace {
 std::unique_ptr<MappedFile> mapped(const std::string& path) {
   try {
     return std::make_unique<MappedFile>(path);
-  } catch (const MappingFailure& failure) {
-    const bool is_file = failure.why() == MappingFailure::Why::Open || failure.why() == MappingFailure::Why::Map;
+  } catch (const MappingError& failure) {
+    const bool is_file =
+        failure.reason() == MappingError::Reason::Open || failure.reason() == MappingError::Reason::Map;
     throw ProgramError(path + ": " +
                        (is_file ? std::generic_category().message(failure.code()) : "is not a regular file") + ".");
   }
@@ -164,7 +165,7 @@ void Archive::write_copy(const std::string& path, const std::map<std::string, at
     }
   }
   try {
-    AsideFile file(path);
+    AtomicFileWriter file(path);
     std::size_t written = 0;
     for (const auto& [place, bytes] : patches) {
       file.write(content_->bytes.data() + written, place - written);
@@ -172,8 +173,8 @@ void Archive::write_copy(const std::string& path, const std::map<std::string, at
       written = place + bytes.size();
     }
     file.write(content_->bytes.data() + written, content_->bytes.size() - written);
-    file.sync_and_rename();
-  } catch (const AsideFile::Failure& failure) {
+    file.commit();
+  } catch (const AtomicFileWriter::Error& failure) {
     throw ProgramError(failure.what());
   }
 }
