@@ -37,7 +37,7 @@ struct RankThreads::Caller {
 };
 
 RankThreads::RankThreads(int ranks, int intra_op_threads)
-    : gate_(static_cast<unsigned>(ranks) < std::thread::hardware_concurrency() ? kAwake : Clock::duration::zero()) {
+    : monitor_(static_cast<unsigned>(ranks) < std::thread::hardware_concurrency() ? kAwake : Clock::duration::zero()) {
   prepare_vector_functions();
   threads_.reserve(static_cast<std::size_t>(ranks));
   try {
@@ -45,19 +45,25 @@ RankThreads::RankThreads(int ranks, int intra_op_threads)
       threads_.push_back(start_thread([this, rank, intra_op_threads] { serve(rank, intra_op_threads); }));
     }
   } catch (...) {
-    end_threads(gate_.lock());
+    end_threads();
     throw;
   }
 }
 
 RankThreads::~RankThreads() {
-  end_threads(gate_.lock());
+  end_threads();
 }
 
-void RankThreads::end_threads(Gate::Lock lock) {
-  ending_ = true;
-  gate_.changed();
-  lock.unlock();
+void RankThreads::end_threads() {
+  {
+    const MonitorLock lock(monitor_);
+    ending_ = true;
+    monitor_.notify_all();
+  }
+  join_threads();
+}
+
+void RankThreads::join_threads() {
   for (std::thread& thread : threads_) {
     if (thread.joinable()) thread.join();
   }
@@ -65,10 +71,15 @@ void RankThreads::end_threads(Gate::Lock lock) {
 
 void RankThreads::stop(Deadline deadline) {
   const int still_working = serves_in == this ? 1 : 0;
-  Gate::Lock lock = gate_.lock();
-  if (gate_.wait(lock, deadline, [&] { return working_ <= still_working; }) != Waited::Ready) return;
-  if (still_working > 0) return;
-  end_threads(std::move(lock));
+  {
+    const MonitorLock lock(monitor_);
+    const auto others_are_idle = [&]() PENSTOCK_REQUIRES(monitor_) { return working_ <= still_working; };
+    if (monitor_.wait(deadline, others_are_idle) != WaitResult::Ready) return;
+    if (still_working > 0) return;
+    ending_ = true;
+    monitor_.notify_all();
+  }
+  join_threads();
 }
 
 void RankThreads::serve(int rank, int intra_op_threads) {
@@ -76,21 +87,22 @@ void RankThreads::serve(int rank, int intra_op_threads) {
   const IntraOpThreads threads(intra_op_threads);
   const Caller nobody;
   for (long done = 0;; ++done) {
-    Gate::Lock lock = gate_.lock();
-    gate_.wait(lock, Deadline::max(), [&] { return ending_ || round_ > done; });
+    MonitorLock lock(monitor_);
+    monitor_.wait(Deadline::max(), [&]() PENSTOCK_REQUIRES(monitor_) { return ending_ || round_ > done; });
     if (round_ == done) return;
     {
       const std::shared_ptr<const Caller> caller = caller_;
+      const std::function<void(int)>& work = work_;
       lock.unlock();
       const AutocastScope autocast(at::kCPU, caller->autocast_dtype, caller->autocast);
       caller->watch();
-      work_(rank);
+      work(rank);
       nobody.watch();
     }
     lock.lock();
     if (--working_ == 0) caller_.reset();
     // The caller waits for all of them; one of them that exits the process waits for the others.
-    if (working_ <= 1) gate_.changed();
+    if (working_ <= 1) monitor_.notify_all();
   }
 }
 
@@ -100,41 +112,41 @@ void RankThreads::run(std::function<void(int)> work) {
 }
 
 void RankThreads::arm() {
-  const Gate::Lock lock = gate_.lock();
+  const MonitorLock lock(monitor_);
   released_ = false;
 }
 
 void RankThreads::start(std::function<void(int)> work) {
   join();
-  const Gate::Lock lock = gate_.lock();
+  const MonitorLock lock(monitor_);
   if (ending_) throw std::logic_error("the threads of this process's ranks have ended, as the process exits.");
   work_ = std::move(work);
   caller_ = std::make_shared<const Caller>();
   working_ = static_cast<int>(threads_.size());
   ++round_;
-  gate_.changed();
+  monitor_.notify_all();
 }
 
 bool RankThreads::wait() {
-  Gate::Lock lock = gate_.lock();
-  gate_.wait(lock, Deadline::max(), [&] { return working_ == 0 || released_; });
+  const MonitorLock lock(monitor_);
+  monitor_.wait(Deadline::max(), [&]() PENSTOCK_REQUIRES(monitor_) { return working_ == 0 || released_; });
   return working_ == 0;
 }
 
 void RankThreads::release() {
-  const Gate::Lock lock = gate_.lock();
+  const MonitorLock lock(monitor_);
   released_ = true;
-  gate_.changed();
+  monitor_.notify_all();
 }
 
 bool RankThreads::are_idle() {
-  const Gate::Lock lock = gate_.lock();
+  const MonitorLock lock(monitor_);
   return working_ == 0;
 }
 
 void RankThreads::join() {
-  Gate::Lock lock = gate_.lock();
-  gate_.wait(lock, Deadline::max(), [&] { return working_ == 0; });
+  const MonitorLock lock(monitor_);
+  monitor_.wait(Deadline::max(), [&]() PENSTOCK_REQUIRES(monitor_) { return working_ == 0; });
 }
 
 }  // namespace penstock::internal

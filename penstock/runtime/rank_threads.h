@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-#include "penstock/transport/gate.h"
+#include "penstock/transport/monitor.h"
 
 namespace penstock::internal {
 
@@ -43,17 +43,21 @@ class RankThreads {
   struct Caller;
 
   void serve(int rank, int intra_op_threads);
-  // Joins the threads once they have done what they do.
-  void end_threads(Gate::Lock lock);
+  // Tells the threads to end after their current work, and joins them.
+  void end_threads() PENSTOCK_EXCLUDES(monitor_);
+  void join_threads() PENSTOCK_EXCLUDES(monitor_);
 
-  Gate gate_;
-  // Counts the rounds of work; each thread does each of them once.
-  long round_ = 0;
-  int working_ = 0;
-  bool released_ = false;
-  bool ending_ = false;
-  std::function<void(int)> work_;
-  std::shared_ptr<const Caller> caller_;
+  // Protects the state that the caller's thread and the rank threads share. A leaf lock: no other is acquired while it is held.
+  Monitor monitor_;
+  // Counts the rounds of work. Each thread runs each round once.
+  long round_ PENSTOCK_GUARDED_BY(monitor_) = 0;
+  // Number of threads that have not finished the current round.
+  int working_ PENSTOCK_GUARDED_BY(monitor_) = 0;
+  bool released_ PENSTOCK_GUARDED_BY(monitor_) = false;
+  bool ending_ PENSTOCK_GUARDED_BY(monitor_) = false;
+  // Constant while working_ > 0, so the threads call it without the lock.
+  std::function<void(int)> work_ PENSTOCK_GUARDED_BY(monitor_);
+  std::shared_ptr<const Caller> caller_ PENSTOCK_GUARDED_BY(monitor_);
   std::vector<std::thread> threads_;
 };
 

@@ -416,7 +416,7 @@ void Ranks::run(std::shared_ptr<StepRun> step, const std::function<void()>& conc
     throw;
   }
   running->step->saved.clear();
-  if (!std::exchange(has_run_, true)) ExitHook::renew();
+  if (!std::exchange(has_run_, true)) ExitHook::reregister();
 }
 
 void Ranks::require_roots(const StepWork& work) const {
@@ -449,8 +449,8 @@ void Ranks::run_rank(Running& running, std::size_t index) {
   } catch (const TransportError& error) {
     failure.failure = text_or_less([&] { return reason_of(error); });
     switch (error.why()) {
-      case TransportError::Why::Late: failure.kind = RankReport::Kind::WasLate; break;
-      case TransportError::Why::Gone: failure.kind = RankReport::Kind::IsGone; break;
+      case TransportError::Why::Timeout: failure.kind = RankReport::Kind::WasLate; break;
+      case TransportError::Why::PeerLost: failure.kind = RankReport::Kind::IsGone; break;
       case TransportError::Why::Aborted: failure.kind = RankReport::Kind::None; break;
     }
   } catch (const std::exception& error) {

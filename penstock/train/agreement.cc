@@ -9,7 +9,7 @@
 
 #include "penstock/schedule/json.h"
 #include "penstock/tensor/reason.h"
-#include "penstock/transport/gate.h"
+#include "penstock/base/deadline.h"
 
 namespace penstock::internal {
 Agreement::Agreement(Transport* transport, std::chrono::milliseconds timeout) : timeout_(timeout) {

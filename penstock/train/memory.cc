@@ -13,7 +13,7 @@
 #include <set>
 #include <unordered_map>
 
-#include "penstock/transport/outbox.h"
+#include "penstock/transport/send_queue.h"
 
 namespace penstock::internal {
 namespace {
@@ -25,7 +25,8 @@ class MemoryWalk {
       : schedule_(schedule), stages_(stages), between_processes_(between_processes) {
     double largest = 0;
     for (const StageMemory& stage : stages) largest = std::max(largest, stage.sent);
-    most_sent_ = std::min(static_cast<double>(Outbox::kFewBytes), largest * static_cast<double>(Outbox::kFewSends));
+    most_sent_ =
+        std::min(static_cast<double>(SendQueue::kReapBytes), largest * static_cast<double>(SendQueue::kReapSends));
   }
 
   void run(int rank) {

@@ -131,7 +131,7 @@ void Trainer::finish(const std::function<std::unique_ptr<Work>()>& begin) const 
     transport.abort(own + " has failed");
     std::ostringstream message;
     message << own << ", behind step " << steps_done_ << ": " << error.what();
-    if (error.why() == TransportError::Why::Late) {
+    if (error.why() == TransportError::Why::Timeout) {
       message << " of " << std::chrono::duration<double>(options_.timeout).count() << " s";
     }
     const auto reports = transport.reports(Clock::now() + Transport::kReportTime);

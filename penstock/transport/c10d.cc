@@ -14,10 +14,10 @@
 #include "penstock/transport/c10d_group.h"
 #include "penstock/transport/child_sockets.h"
 #include "penstock/transport/connection_filter.h"
-#include "penstock/transport/control.h"
+#include "penstock/transport/control_channel.h"
 #include "penstock/transport/exit_hook.h"
-#include "penstock/transport/inbox.h"
-#include "penstock/transport/outbox.h"
+#include "penstock/transport/receive_queue.h"
+#include "penstock/transport/send_queue.h"
 
 namespace penstock {
 namespace {
@@ -68,8 +68,8 @@ class C10dTransport : public Transport {
         timeout_(options.timeout.value_or(kDefaultTimeout)),
         backends_(options.backends ? std::move(options.backends) : gloo_backends({.timeout = timeout_})),
         pool_(options.pool ? std::move(options.pool) : BlockPool::make()),
-        control_(std::make_shared<Control>(make_backend("control", rank, ranks),
-                                           [groups = groups_] { groups->tear_down(); })),
+        control_(std::make_shared<ControlChannel>(make_backend("control", rank, ranks),
+                                                  [groups = groups_] { groups->tear_down(); })),
         data_{make_backend("activations", rank, ranks), make_backend("gradients", rank, ranks)},
         inbox_(*control_, data_, step_, pool_),
         outbox_(*control_, data_, step_) {
@@ -125,7 +125,7 @@ class C10dTransport : public Transport {
     if (own == ranks.end()) {
       throw std::invalid_argument("rank " + std::to_string(rank_) + " is not in the group that it asks for");
     }
-    control_->require_well();
+    control_->throw_if_aborted();
     const std::string name = "group/" + list_text(ranks) + "/" + std::to_string(counts_[ranks]++);
     try {
       auto group = std::make_shared<C10dGroup>(
@@ -134,7 +134,7 @@ class C10dTransport : public Transport {
       return group;
     } catch (const TransportError&) {
       // Why somebody did not come is known, perhaps.
-      control_->require_well();
+      control_->throw_if_aborted();
       throw;
     }
   }
@@ -154,7 +154,7 @@ class C10dTransport : public Transport {
       return backend;
     } catch (const std::exception& error) {
       const std::string what = reason_of(error);
-      throw TransportError(TransportError::Why::Late, TransportError::kNobody,
+      throw TransportError(TransportError::Why::Timeout, TransportError::kNoPeer,
                            "rank " + std::to_string(rank_) + " has not connected to the other " +
                                std::to_string(size - 1) + " ranks of " + name + ": " + what.substr(0, what.find('\n')));
     }
@@ -174,12 +174,12 @@ class C10dTransport : public Transport {
   std::shared_ptr<BlockPool> pool_;
   std::shared_ptr<Groups> groups_ = std::make_shared<Groups>();
   std::map<std::vector<int>, std::size_t> counts_;
-  std::shared_ptr<Control> control_;
+  std::shared_ptr<ControlChannel> control_;
   DataBackends data_;
   Step step_;
   // What is under way goes before the groups that it is under way in.
-  Inbox inbox_;
-  Outbox outbox_;
+  ReceiveQueue inbox_;
+  SendQueue outbox_;
   std::optional<ExitHook> at_exit_{std::in_place, [this] { stop(); }};
 };
 

@@ -11,9 +11,9 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "penstock/transport/block_pool.h"
 #include "penstock/transport/gloo.h"
 #include "penstock/transport/membership.h"
-#include "penstock/transport/pool.h"
 #include "penstock/transport/rendezvous.h"
 #include "penstock/transport/transport.h"
 

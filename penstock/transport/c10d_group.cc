@@ -79,7 +79,7 @@ class C10dGroup::Collective : public Work {
   std::shared_ptr<C10dGroup> group_;
 };
 
-C10dGroup::C10dGroup(std::shared_ptr<Control> control, c10::intrusive_ptr<c10d::Backend> backend)
+C10dGroup::C10dGroup(std::shared_ptr<ControlChannel> control, c10::intrusive_ptr<c10d::Backend> backend)
     : control_(std::move(control)), backend_(std::move(backend)) {}
 
 C10dGroup::~C10dGroup() {
@@ -105,12 +105,12 @@ void C10dGroup::tear_down() noexcept {
 template <class Begin>
 void C10dGroup::begin(Collective& collective, const Begin& begin_one) {
   const std::lock_guard lock(mutex_);
-  control_->require_well();
+  control_->throw_if_aborted();
   std::erase_if(begun_, [](const auto& work) { return work->isCompleted(); });
   try {
     collective.works.push_back(unprofiled([&] { return begin_one(*backend_); }));
   } catch (const std::exception& error) {
-    control_->connection_broke(TransportError::kNobody, error);
+    control_->throw_connection_lost(TransportError::kNoPeer, error);
   }
   begun_.push_back(collective.works.back());
 }
@@ -120,9 +120,9 @@ void C10dGroup::wait(c10d::Work& work, Deadline deadline) {
   try {
     work.wait(std::clamp(left, std::chrono::milliseconds(1), kForever));
   } catch (const std::exception& error) {
-    if (work.isCompleted()) control_->connection_broke(TransportError::kNobody, error);
-    control_->require_well();
-    throw TransportError(TransportError::Why::Late, TransportError::kNobody,
+    if (work.isCompleted()) control_->throw_connection_lost(TransportError::kNoPeer, error);
+    control_->throw_if_aborted();
+    throw TransportError(TransportError::Why::Timeout, TransportError::kNoPeer,
                          "not all ranks of a group have come within the deadline");
   }
 }

@@ -6,7 +6,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
-#include "penstock/transport/control.h"
+#include "penstock/transport/control_channel.h"
 #include "penstock/transport/transport.h"
 
 namespace penstock::internal {
@@ -14,7 +14,7 @@ namespace penstock::internal {
 class C10dGroup : public Group, public std::enable_shared_from_this<C10dGroup> {
  public:
   // `backend` is null for a group of one.
-  C10dGroup(std::shared_ptr<Control> control, c10::intrusive_ptr<c10d::Backend> backend);
+  C10dGroup(std::shared_ptr<ControlChannel> control, c10::intrusive_ptr<c10d::Backend> backend);
   ~C10dGroup() override;
   C10dGroup(const C10dGroup&) = delete;
   C10dGroup& operator=(const C10dGroup&) = delete;
@@ -42,7 +42,7 @@ class C10dGroup : public Group, public std::enable_shared_from_this<C10dGroup> {
   void sum_by_backend(Collective& collective, const at::Tensor& tensor);
   void wait(c10d::Work& work, Deadline deadline);
 
-  std::shared_ptr<Control> control_;
+  std::shared_ptr<ControlChannel> control_;
   // A backend is for one thread at a time; tear_down is another's.
   std::mutex mutex_;
   c10::intrusive_ptr<c10d::Backend> backend_;

@@ -57,7 +57,7 @@ ExitHook::ExitHook(std::function<void()> stop) : stop_(std::move(stop)) {
     const std::lock_guard lock(all.mutex);
     all.stops.push_back(&stop_);
   }
-  renew();
+  reregister();
 }
 
 ExitHook::~ExitHook() {
@@ -68,7 +68,7 @@ ExitHook::~ExitHook() {
   all.changed.wait(lock, [&] { return all.running != &stop_ || all.runner == std::this_thread::get_id(); });
 }
 
-void ExitHook::renew() {
+void ExitHook::reregister() {
   // Functions that are registered last are called first. It fails only when there is no memory for it, or no time any more.
   std::atexit(call_hooks);
 }

@@ -25,7 +25,7 @@ class ExitHook {
   ExitHook& operator=(const ExitHook&) = delete;
 
   // Moves all hooks before the destruction of static objects that were made meanwhile.
-  static void renew();
+  static void reregister();
   // Returns true from the moment on that hooks are called.
   static bool is_exiting();
   // Returns true on the thread that calls them, or has.

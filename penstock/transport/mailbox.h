@@ -1,10 +1,10 @@
-// A Mailbox is where one thread takes what others have put there, by key. A value is put in once its taker has opened
-// the key, so that there is never more than was asked for.
+// A Mailbox passes values between threads of a process, by key. The receiver opens a key once for each value that it is
+// going to take, and a sender blocks until the key is open: a mailbox never holds more values than were asked for.
 //
-//   Mailbox<int> box(/*awake=*/30us);
-//   box.open(7);                    // the taker
-//   box.put(7, 42, deadline);       // another thread
-//   box.take(7, value, deadline);   // the taker again
+//   Mailbox<int> box(/*spin_time=*/30us);
+//   box.open(7);                    // the receiver
+//   box.put(7, 42, deadline);       // a sender, on another thread
+//   box.take(7, value, deadline);   // the receiver
 #pragma once
 
 #include <cstdint>
@@ -12,66 +12,70 @@
 #include <unordered_map>
 #include <utility>
 
-#include "penstock/transport/gate.h"
+#include "penstock/transport/monitor.h"
 
 namespace penstock::internal {
 
+// Thread-safe.
 template <class Value>
 class Mailbox {
  public:
   using Key = std::uint64_t;
 
-  explicit Mailbox(Clock::duration awake) : gate_(awake) {}
+  // Waiting threads spin for `spin_time` before they sleep.
+  explicit Mailbox(Clock::duration spin_time) : monitor_(spin_time) {}
 
-  // One value of this key will be taken. Values of one key are taken in the order in which they were put in.
-  void open(Key key) {
-    const Gate::Lock lock = gate_.lock();
+  // Allows one more value of this key to be put. Values of one key are taken in the order in which they were put.
+  void open(Key key) PENSTOCK_EXCLUDES(monitor_) {
+    const MonitorLock lock(monitor_);
     ++slots_[key].opened;
-    gate_.changed();
+    monitor_.notify_all();
   }
 
-  // Waits until the key is open.
-  Waited put(Key key, Value value, Deadline deadline) {
-    Gate::Lock lock = gate_.lock();
-    const Waited waited = gate_.wait(lock, deadline, [&] {
+  // Blocks until the key is open, and then stores the value. Drops the value unless the result is Ready.
+  WaitResult put(Key key, Value value, Deadline deadline) PENSTOCK_EXCLUDES(monitor_) {
+    const MonitorLock lock(monitor_);
+    const WaitResult result = monitor_.wait(deadline, [this, key]() PENSTOCK_REQUIRES(monitor_) {
       const auto slot = slots_.find(key);
       return slot != slots_.end() && slot->second.opened > 0;
     });
-    if (waited != Waited::Ready) return waited;
+    if (result != WaitResult::Ready) return result;
     Slot& slot = slots_[key];
     --slot.opened;
     slot.values.push_back(std::move(value));
-    gate_.changed();
-    return waited;
+    monitor_.notify_all();
+    return result;
   }
 
-  // Waits until there is a value.
-  Waited take(Key key, Value& value, Deadline deadline) {
-    Gate::Lock lock = gate_.lock();
-    const Waited waited = gate_.wait(lock, deadline, [&] {
+  // Blocks until there is a value of this key, and moves it into `value`. Leaves `value` as it is unless the result is Ready.
+  WaitResult take(Key key, Value& value, Deadline deadline) PENSTOCK_EXCLUDES(monitor_) {
+    const MonitorLock lock(monitor_);
+    const WaitResult result = monitor_.wait(deadline, [this, key]() PENSTOCK_REQUIRES(monitor_) {
       const auto slot = slots_.find(key);
       return slot != slots_.end() && !slot->second.values.empty();
     });
-    if (waited != Waited::Ready) return waited;
+    if (result != WaitResult::Ready) return result;
     const auto found = slots_.find(key);
     Slot& slot = found->second;
     value = std::move(slot.values.front());
     slot.values.pop_front();
     if (slot.opened == 0 && slot.values.empty()) slots_.erase(found);
-    return waited;
+    return result;
   }
 
-  // Ends all waiting, now and later.
-  void close() { gate_.close(); }
+  // Ends all current and future waits. Values that are in the mailbox can still be taken.
+  void close() PENSTOCK_EXCLUDES(monitor_) { monitor_.close(); }
 
  private:
   struct Slot {
+    // Number of values that may still be put.
     int opened = 0;
     std::deque<Value> values;
   };
 
-  Gate gate_;
-  std::unordered_map<Key, Slot> slots_;
+  // A leaf lock: no other is acquired while it is held.
+  Monitor monitor_;
+  std::unordered_map<Key, Slot> slots_ PENSTOCK_GUARDED_BY(monitor_);
 };
 
 }  // namespace penstock::internal

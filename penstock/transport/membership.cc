@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/deadline.h"
 #include "penstock/tensor/reason.h"
-#include "penstock/transport/gate.h"
 #include "penstock/transport/transport.h"
 
 namespace penstock::internal {
@@ -130,7 +130,7 @@ class Handshake {
       if (Clock::now() >= deadline_) {
         const std::vector<int> missing = missing_of(keys);
         if (missing.empty()) return;
-        fail({TransportError::Why::Late, missing.front(),
+        fail({TransportError::Why::Timeout, missing.front(),
               list_text(missing) + " of " + std::to_string(own_.ranks) + (missing.size() == 1 ? " has" : " have") +
                   " not connected within " + seconds_text(own_.timeout) + "." + refused_text(missing, "\n  ", ".") +
                   "\n  Hint: start every rank with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, or raise the "
@@ -271,7 +271,7 @@ c10::intrusive_ptr<c10d::Store> require_all_ranks(const c10::intrusive_ptr<c10d:
     return Handshake(store, own).run();
   } catch (const c10::Error& error) {
     const std::string what = reason_of(error);
-    throw TransportError(TransportError::Why::Gone, TransportError::kNobody,
+    throw TransportError(TransportError::Why::PeerLost, TransportError::kNoPeer,
                          "rank " + std::to_string(own.rank) +
                              " lost the connection to the store while it waited for the other ranks: " +
                              what.substr(0, what.find('\n')));

@@ -83,7 +83,7 @@ std::string to_string(const ProcessEnd& end) {
   return "ended by signal " + std::to_string(end.code) + " (" + strsignal(end.code) + ")";
 }
 
-void end_with_starter() {
+void terminate_with_parent() {
   const char* text = std::getenv(kStarter);
   const auto starter = static_cast<pid_t>(text == nullptr ? 0 : std::atol(text));
   if (starter <= 0) return;

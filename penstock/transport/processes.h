@@ -54,7 +54,7 @@ std::string to_string(const ProcessEnd& end);
 
 // Lets the system kill this process when the thread ends whose ProcessRanks has started it, if one has; rendezvous() does
 // so.
-void end_with_starter();
+void terminate_with_parent();
 
 class ProcessRanks {
  public:

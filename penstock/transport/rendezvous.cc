@@ -276,7 +276,7 @@ bool is_in_rank_environment(const Variables& variables) {
 
 Rendezvous rendezvous(const RankEnvironment& environment, std::chrono::milliseconds timeout,
                       WaitingFunction on_waiting) {
-  end_with_starter();
+  terminate_with_parent();
   const std::string address =
       environment.one_machine ? kLoopback : address_towards(environment.master_address, environment.master_port);
   if (!environment.one_machine && environment.interface.empty() && (address.empty() || is_loopback(address))) {

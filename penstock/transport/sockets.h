@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-#include "penstock/transport/gate.h"
+#include "penstock/base/deadline.h"
 
 namespace penstock::internal {
 

@@ -14,8 +14,8 @@
 #include <thread>
 #include <utility>
 
+#include "penstock/transport/collective_round.h"
 #include "penstock/transport/mailbox.h"
-#include "penstock/transport/meeting.h"
 
 namespace penstock {
 namespace {
@@ -27,7 +27,7 @@ struct Contribution {
   std::function<void(std::vector<Contribution>&)> act;
   Tensors tensors;
 };
-using ThreadMeeting = Meeting<Contribution>;
+using ThreadMeeting = CollectiveRound<Contribution>;
 
 // Long enough for a rank that is about to answer, and short beside a switch to another thread.
 constexpr Clock::duration kAwake = std::chrono::microseconds(50);
@@ -106,10 +106,11 @@ std::vector<std::optional<std::string>> Shared::reports() {
 }
 
 // Throws unless what was waited for is there.
-void require_ready(Waited waited, Shared& shared, int peer, const std::string& what) {
-  if (waited == Waited::Late) throw TransportError(TransportError::Why::Late, peer, what + " within the deadline");
-  if (waited == Waited::Closed) {
-    throw TransportError(TransportError::Why::Aborted, TransportError::kNobody, shared.abort_reason());
+void require_ready(WaitResult waited, Shared& shared, int peer, const std::string& what) {
+  if (waited == WaitResult::Timeout)
+    throw TransportError(TransportError::Why::Timeout, peer, what + " within the deadline");
+  if (waited == WaitResult::Closed) {
+    throw TransportError(TransportError::Why::Aborted, TransportError::kNoPeer, shared.abort_reason());
   }
 }
 
@@ -119,7 +120,7 @@ class ThreadWork : public Work {
       : shared_(std::move(shared)), meeting_(std::move(meeting)), number_(number) {}
 
   void wait(Deadline deadline) override {
-    require_ready(meeting_->wait(number_, deadline), *shared_, TransportError::kNobody,
+    require_ready(meeting_->wait(number_, deadline), *shared_, TransportError::kNoPeer,
                   "not all ranks of a group have come");
   }
 
@@ -214,7 +215,7 @@ class ThreadGroup : public Group {
  private:
   std::unique_ptr<Work> bring(std::function<void(std::vector<Contribution>&)> act, Tensors tensors) {
     const c10::AutoGradMode no_grad(false);
-    const std::uint64_t number = meeting_->bring(member_, {.act = std::move(act), .tensors = std::move(tensors)});
+    const std::uint64_t number = meeting_->arrive(member_, {.act = std::move(act), .tensors = std::move(tensors)});
     return std::make_unique<ThreadWork>(shared_, meeting_, number);
   }
 
@@ -241,7 +242,7 @@ class ThreadTransport : public Transport {
     waiting_for_.store(to, std::memory_order_relaxed);
     require_ready(box_of(to).put(key_of(rank_, tag), std::move(message), deadline), *shared_, to,
                   "no receive was posted on rank " + std::to_string(to));
-    waiting_for_.store(kNobody, std::memory_order_relaxed);
+    waiting_for_.store(kNoPeer, std::memory_order_relaxed);
   }
 
   Message receive(int from, Tag tag, Deadline deadline) override {
@@ -249,7 +250,7 @@ class ThreadTransport : public Transport {
     waiting_for_.store(from, std::memory_order_relaxed);
     require_ready(box_of(rank_).take(key_of(from, tag), message, deadline), *shared_, from,
                   "no message came from rank " + std::to_string(from));
-    waiting_for_.store(kNobody, std::memory_order_relaxed);
+    waiting_for_.store(kNoPeer, std::memory_order_relaxed);
     return message;
   }
 
@@ -277,7 +278,7 @@ class ThreadTransport : public Transport {
 
   std::shared_ptr<Shared> shared_;
   int rank_;
-  std::atomic<int> waiting_for_ = kNobody;
+  std::atomic<int> waiting_for_ = kNoPeer;
   std::map<std::vector<int>, std::size_t> groups_;
 };
 

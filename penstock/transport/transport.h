@@ -1,5 +1,5 @@
-// Moving tensors between ranks, and the collectives of groups of them. A Transport is one rank's end of it; every wait
-// has a deadline, and whoever fails ends the waiting of all.
+// Point-to-point messages and collectives between ranks. A Transport is one rank's endpoint. Every wait has a deadline, and a
+// rank that fails ends the waits of all ranks.
 //
 //   transport.post_receive(/*from=*/0, tag);                 // rank 1
 //   transport.send(/*to=*/1, tag, {activation}, deadline);   // rank 0
@@ -22,32 +22,34 @@
 
 namespace penstock {
 
-// What a message is called between two ranks: the channel that it goes through, and its number there.
+// Identifies a message between two ranks: the channel that it is sent through, and its number in the channel. Process ranks
+// accept both up to 32767, thread ranks up to 16777215; they throw std::invalid_argument for larger ones.
 struct Tag {
   std::uint32_t channel = 0;
   std::uint32_t number = 0;
   friend bool operator==(const Tag&, const Tag&) = default;
 };
 
-// Tensors that travel together; an undefined one stands for None.
+// The tensors of one message. An undefined tensor stands for None.
 using Message = std::vector<at::Tensor>;
 
+// Thrown when a wait for another rank ends without its result.
 class TransportError : public std::runtime_error {
  public:
   enum class Why {
-    // Nothing came within the deadline.
-    Late,
-    // The connection to the other rank is lost.
-    Gone,
-    // Another rank has failed, and said so.
+    // The deadline passed.
+    Timeout,
+    // The connection to the peer is lost.
+    PeerLost,
+    // A rank has failed and aborted the transport.
     Aborted,
   };
-  static constexpr int kNobody = -1;
+  static constexpr int kNoPeer = -1;
 
   TransportError(Why why, int peer, const std::string& what) : std::runtime_error(what), why_(why), peer_(peer) {}
 
   Why why() const { return why_; }
-  // The rank that was waited for, or kNobody.
+  // Returns the rank that was waited for, or kNoPeer.
   int peer() const { return peer_; }
 
  private:
@@ -55,7 +57,7 @@ class TransportError : public std::runtime_error {
   int peer_;
 };
 
-// A tensor of a message cannot be sent: there are no elements in the CPU's memory that could be read.
+// Thrown when a tensor of a message cannot be sent, because it has no elements in CPU memory that could be read.
 class UnsendableTensor : public std::invalid_argument {
  public:
   UnsendableTensor(std::size_t index, const std::string& why)
@@ -63,9 +65,9 @@ class UnsendableTensor : public std::invalid_argument {
         index_(index),
         why_(why) {}
 
-  // The tensor's place in the message.
+  // Returns the tensor's index in the message.
   std::size_t index() const { return index_; }
-  // "a sparse float32 tensor of shape [2]; …"
+  // Returns a description such as "a sparse float32 tensor of shape [2]; …".
   const std::string& why() const { return why_; }
 
  private:
@@ -73,75 +75,83 @@ class UnsendableTensor : public std::invalid_argument {
   std::string why_;
 };
 
-// A collective that has begun. Its tensors are not to be touched before wait returns.
+// A collective in flight. Its tensors must not be accessed before wait() has returned.
 class Work {
  public:
   virtual ~Work() = default;
-  // Throws TransportError.
+  // Blocks until the collective has completed on this rank. Throws TransportError.
   virtual void wait(Deadline deadline) = 0;
 };
 
-// Some ranks that act together. All of them call the same in the same order, with tensors of the same sizes and types.
-// Sums are made in the order of members between threads, and wherever there is no faster order between processes.
+// A process group: ranks that take part in collectives together. All members call the same collectives in the same order,
+// with tensors of equal sizes and dtypes; each call returns at once. One thread uses a member at a time.
+//
+// Thread ranks sum in the order of members, so that results are reproducible. Process ranks do so for small tensors, and
+// let the backend choose the order otherwise.
 class Group {
  public:
   virtual ~Group() = default;
-  // How many they are, and which one this is.
+  // Returns the number of members.
   virtual int size() const = 0;
+  // Returns this rank's index among the members.
   virtual int member() const = 0;
 
-  // Every tensor becomes the sum over all members.
+  // Replaces every tensor by its sum over all members.
   virtual std::unique_ptr<Work> all_reduce(std::vector<at::Tensor> tensors) = 0;
-  // `whole` becomes the parts of all members, one behind the other; each part has 1/size of its elements.
+  // Concatenates the parts of all members into `whole`. Each part has 1/size of its elements.
   virtual std::unique_ptr<Work> all_gather(at::Tensor whole, at::Tensor part) = 0;
-  // `part` becomes this member's part of the sum of all wholes.
+  // Sums the members' `whole` tensors and stores this member's part of the sum in `part`.
   virtual std::unique_ptr<Work> reduce_scatter(at::Tensor part, at::Tensor whole) = 0;
-  // Every tensor becomes that of member `root`.
+  // Replaces every tensor by that of member `root`.
   virtual std::unique_ptr<Work> broadcast(std::vector<at::Tensor> tensors, int root) = 0;
+  // Completes when all members have called it.
   virtual std::unique_ptr<Work> barrier() = 0;
 };
 
+// One rank's endpoint. The rank's thread uses it; abort(), waiting_for() and reports() may be called from any thread.
 class Transport {
  public:
-  static constexpr int kNobody = TransportError::kNobody;
+  static constexpr int kNoPeer = TransportError::kNoPeer;
 
   virtual ~Transport() = default;
   virtual int rank() const = 0;
   virtual int ranks() const = 0;
 
-  // Opens a step; all ranks call it, or none. Between processes a message travels without a word on its shapes when they
-  // are those of the step before. They are looked at again in the first step, and whenever the signature of some rank is
-  // another than it was in its last step: the sizes that it brings into the step, the number of microbatches and whether
-  // there are backwards belong to it, as far as the rank knows of them. All that was posted has been received by then.
+  // Begins a step. Either all ranks call it for a step, or none. All receives that were posted have completed.
+  //
+  // Process ranks send shapes only in the first step and after a change: later messages are expected to have the shapes of
+  // the previous step. They send shapes again when the signature of any rank differs from that of its previous step. The
+  // signature hashes what this rank knows of the step's sizes: shapes of its inputs, number of microbatches, and whether
+  // there are backwards.
   virtual void begin_step(std::uint64_t signature) = 0;
-  // Closes a step: waits until all that was sent has been taken. Throws TransportError.
+  // Ends a step: blocks until all messages that were sent have been received. Throws TransportError.
   virtual void end_step(Deadline deadline) = 0;
 
-  // Says that a message will be taken.
+  // Announces that a message will be received. Does not block.
   virtual void post_receive(int from, Tag tag) = 0;
-  // May wait until the receive is posted. What was sent is the receiver's: the sender does not touch it again. Whether a
-  // tensor requires grad is told too. Throws TransportError, and between processes UnsendableTensor before anything is
-  // sent.
+  // Sends a message, including each tensor's requires_grad. May block until the receive is posted. The tensors belong to the
+  // receiver afterwards, and the sender must not access them. Throws TransportError; process ranks throw UnsendableTensor
+  // before anything is sent.
   virtual void send(int to, Tag tag, Message message, Deadline deadline) = 0;
-  // The message, once it has come. Throws TransportError.
+  // Blocks until the message has arrived, and returns it. Throws TransportError.
   virtual Message receive(int from, Tag tag, Deadline deadline) = 0;
 
-  // The rank that a call waits for now, or that the last one failed to wait for; kNobody for none. Any thread may ask.
+  // Returns the rank that a call waits for now, or that the last one failed to wait for; kNoPeer otherwise.
   virtual int waiting_for() const = 0;
 
-  // A group of ranks, this one among them, in the order of its list. All of its members ask for it, and groups that
-  // have a rank in common are asked for in the same order.
+  // Creates a group of these ranks, with this rank among them; the list gives the order of members. All members call it, and
+  // groups that share a rank are created in the same order on all of them.
   virtual std::shared_ptr<Group> group(const std::vector<int>& ranks) = 0;
 
-  // Ends all waiting on all ranks, now and later. The first call counts.
+  // Ends all current and future waits on all ranks with TransportError and this reason. Only the first call has an effect.
   virtual void abort(const std::string& why) noexcept = 0;
-  // What this rank says of itself when waiting ends so, or because a rank is gone: asked by whichever thread learns of it,
-  // also while the rank is busy. To be set while no step runs; nullptr for nothing.
+  // Sets the function that describes this rank's state when the transport is aborted or a peer is lost; nullptr removes it.
+  // It is called by whichever thread detects the failure, possibly while the rank computes. Call this while no step runs.
   virtual void on_abort(std::function<std::string()> report) = 0;
-  // How long a rank that has failed gives the others to say where they were.
+  // Time that a rank which has failed gives the others to send their reports.
   static constexpr Clock::duration kReportTime = std::chrono::milliseconds(500);
-  // What each rank has said of itself, after all waiting has ended: by rank, as far as it has come by the deadline; empty
-  // for one that had nothing to say.
+  // Returns the reports of all ranks after an abort, by rank. A report is nullopt if it has not arrived by the deadline, and
+  // empty if the rank had none.
   virtual std::vector<std::optional<std::string>> reports(Deadline deadline) = 0;
 };
 

@@ -21,22 +21,22 @@ constexpr std::uint32_t kNumbers = 1U << 15U;
 
 }  // namespace
 
-int wire_tag(Tag tag, Kind kind) {
+int wire_tag(Tag tag, MessageKind kind) {
   if (tag.channel >= kChannels || tag.number >= kNumbers) {
     throw std::invalid_argument("a message has number " + std::to_string(tag.number) + " in channel " +
                                 std::to_string(tag.channel) + "; numbers and channels go from 0 to " +
                                 std::to_string(kNumbers - 1) + ".");
   }
-  const std::uint32_t number = kind == Kind::Opening ? 0 : tag.number;
+  const std::uint32_t number = kind == MessageKind::Opening ? 0 : tag.number;
   return static_cast<int>(((tag.channel / 2) << 17U) | (number << 2U) | static_cast<std::uint32_t>(kind));
 }
 
-void Learnt::begin_step() {
+void ShapeCache::begin_step() {
   if (!fresh_.empty()) metas_ = std::exchange(fresh_, {});
   next_.clear();
 }
 
-const Metas* Learnt::next(std::uint32_t number) {
+const Metas* ShapeCache::next(std::uint32_t number) {
   const auto found = metas_.find(number);
   const std::size_t index = next_[number]++;
   return found == metas_.end() || index >= found->second.size() ? nullptr : &found->second[index];

@@ -24,7 +24,7 @@ namespace penstock::internal {
 
 using Metas = std::vector<std::optional<TensorMeta>>;
 
-enum class Kind : std::uint8_t {
+enum class MessageKind : std::uint8_t {
   Opening,
   Header,
   // Of known sizes.
@@ -34,12 +34,12 @@ enum class Kind : std::uint8_t {
 };
 
 // The number that c10d matches a send and its receive by. Throws std::invalid_argument when the tag does not fit in it.
-int wire_tag(Tag tag, Kind kind);
+int wire_tag(Tag tag, MessageKind kind);
 
 // Whether the messages of a channel have headers in this step.
 enum class Headers : std::uint8_t {
   // It is said when the first message is sent, and not read yet.
-  Unsaid,
+  Unknown,
   Off,
   On,
 };
@@ -55,14 +55,14 @@ struct Step {
   // The rank that it waits for, or -1.
   std::atomic<int> waiting_for = -1;
 
-  Headers at_begin() const { return dynamic_shapes || number <= 1 ? Headers::On : Headers::Unsaid; }
+  Headers at_begin() const { return dynamic_shapes || number <= 1 ? Headers::On : Headers::Unknown; }
   // Whether there is anything to learn for.
   bool learns() const { return !dynamic_shapes && number > 0; }
 };
 
 // How the messages of one channel looked in its last step with headers: by their number, and as there may be several of
 // one number, in their order. Sender and receiver learn the same, and use it in the next step.
-class Learnt {
+class ShapeCache {
  public:
   bool empty() const { return metas_.empty(); }
   void add(std::uint32_t number, Metas metas) { fresh_[number].push_back(std::move(metas)); }

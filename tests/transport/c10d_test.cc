@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "penstock/tensor/metadata.h"
-#include "penstock/transport/pool.h"
+#include "penstock/transport/block_pool.h"
 #include "penstock/transport/wire.h"
 #include "tests/tensor/values.h"
 #include "tests/transport/ranks.h"
@@ -94,11 +94,11 @@ TEST(WireTag, IsAnotherOneForEachMessageOfAGroup) {
   std::vector<int> tags;
   for (const std::uint32_t channel : {0U, 2U, 4U, 32766U}) {
     for (const std::uint32_t number : {0U, 1U, 2U, 32767U}) {
-      for (const Kind kind : {Kind::Header, Kind::Data, Kind::FreshData}) {
+      for (const MessageKind kind : {MessageKind::Header, MessageKind::Data, MessageKind::FreshData}) {
         tags.push_back(wire_tag({.channel = channel, .number = number}, kind));
       }
     }
-    tags.push_back(wire_tag({.channel = channel, .number = 5}, Kind::Opening));
+    tags.push_back(wire_tag({.channel = channel, .number = 5}, MessageKind::Opening));
   }
   EXPECT_GE(*std::min_element(tags.begin(), tags.end()), 0);
   std::sort(tags.begin(), tags.end());
@@ -107,10 +107,10 @@ TEST(WireTag, IsAnotherOneForEachMessageOfAGroup) {
 
 TEST(WireTag, SaysHowManyMessagesThereMayBe) {
   expect_error<std::invalid_argument>(
-      [] { wire_tag({.channel = 3, .number = 32768}, Kind::Data); },
+      [] { wire_tag({.channel = 3, .number = 32768}, MessageKind::Data); },
       "a message has number 32768 in channel 3; numbers and channels go from 0 to 32767.");
   expect_error<std::invalid_argument>(
-      [] { wire_tag({.channel = 40000, .number = 1}, Kind::Data); },
+      [] { wire_tag({.channel = 40000, .number = 1}, MessageKind::Data); },
       "a message has number 1 in channel 40000; numbers and channels go from 0 to 32767.");
 }
 
@@ -275,7 +275,7 @@ TEST(C10dTransport, KeepsItsTimeoutWhileGlooConnects) {
       found = thrown_by([&] { c10d_transport(store, 0, 2, {.timeout = kTimeout}); });
     }
   });
-  EXPECT_EQ(found.why, TransportError::Why::Late);
+  EXPECT_EQ(found.why, TransportError::Why::Timeout);
   EXPECT_TRUE(found.what.starts_with("rank 0 has not connected to the other 1 ranks of control: ")) << found.what;
 }
 

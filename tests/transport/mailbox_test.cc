@@ -1,4 +1,4 @@
-// The gate, the mailbox, the meeting and the alarms, alone: nothing here needs libtorch, so that all of it can run under TSan.
+// The monitor, the mailbox, the rounds and the alarms, alone: nothing here needs libtorch, so that all of it can run under TSan.
 #include "penstock/transport/mailbox.h"
 
 #include <gtest/gtest.h>
@@ -19,9 +19,9 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/transport/alarms.h"
-#include "penstock/transport/gate.h"
-#include "penstock/transport/meeting.h"
+#include "penstock/transport/collective_round.h"
+#include "penstock/transport/deadline_timer.h"
+#include "penstock/transport/monitor.h"
 
 namespace penstock::testing {
 namespace {
@@ -53,67 +53,68 @@ void on_threads(std::size_t count, const Act& act) {
   for (std::thread& thread : threads) thread.join();
 }
 
-TEST(Gate, IsLateAtOnceWhenTheDeadlineHasPassed) {
-  Gate gate(0us);
-  Gate::Lock lock = gate.lock();
-  EXPECT_EQ(gate.wait(lock, past(), [] { return false; }), Waited::Late);
-  EXPECT_TRUE(lock.owns_lock());
+TEST(Monitor, IsLateAtOnceWhenTheDeadlineHasPassed) {
+  Monitor monitor(0us);
+  MonitorLock lock(monitor);
+  EXPECT_EQ(monitor.wait(past(), [] { return false; }), WaitResult::Timeout);
+  // The waiter holds the lock again.
+  on_threads(1, [&](std::size_t) { EXPECT_FALSE(monitor.try_lock()); });
 }
 
-TEST(Gate, IsReadyWhateverTheDeadlineWhenThereIsNothingToWaitFor) {
-  Gate gate(50us);
-  Gate::Lock lock = gate.lock();
-  EXPECT_EQ(gate.wait(lock, past(), [] { return true; }), Waited::Ready);
+TEST(Monitor, IsReadyWhateverTheDeadlineWhenThereIsNothingToWaitFor) {
+  Monitor monitor(50us);
+  MonitorLock lock(monitor);
+  EXPECT_EQ(monitor.wait(past(), [] { return true; }), WaitResult::Ready);
 }
 
-TEST(Gate, StaysOpenForWhatIsThereWhenItIsClosed) {
-  Gate gate(0us);
-  gate.close();
-  Gate::Lock lock = gate.lock();
-  EXPECT_EQ(gate.wait(lock, far(), [] { return true; }), Waited::Ready);
-  EXPECT_EQ(gate.wait(lock, far(), [] { return false; }), Waited::Closed);
+TEST(Monitor, StaysOpenForWhatIsThereWhenItIsClosed) {
+  Monitor monitor(0us);
+  monitor.close();
+  MonitorLock lock(monitor);
+  EXPECT_EQ(monitor.wait(far(), [] { return true; }), WaitResult::Ready);
+  EXPECT_EQ(monitor.wait(far(), [] { return false; }), WaitResult::Closed);
 }
 
 // Each waits awake, asleep or first one and then the other.
 class AwakeFor : public ::testing::TestWithParam<Clock::duration> {};
-INSTANTIATE_TEST_SUITE_P(Gate, AwakeFor, ::testing::Values(0us, 2us, 50us), [](const auto& awake) {
+INSTANTIATE_TEST_SUITE_P(Monitor, AwakeFor, ::testing::Values(0us, 2us, 50us), [](const auto& awake) {
   return std::to_string(std::chrono::duration_cast<std::chrono::microseconds>(awake.param).count()) + "_us";
 });
 
 TEST_P(AwakeFor, AGateEndsEveryWaitWhenItIsClosed) {
-  Gate gate(GetParam());
+  Monitor monitor(GetParam());
   std::atomic<int> waiting = 0;
-  std::vector<Waited> found(6, Waited::Ready);
+  std::vector<WaitResult> found(6, WaitResult::Ready);
   on_threads(found.size() + 1, [&](std::size_t i) {
     if (i == found.size()) {
       while (waiting < static_cast<int>(found.size())) std::this_thread::yield();
-      gate.close();
+      monitor.close();
       return;
     }
-    Gate::Lock lock = gate.lock();
+    MonitorLock lock(monitor);
     ++waiting;
-    found[i] = gate.wait(lock, far(), [] { return false; });
+    found[i] = monitor.wait(far(), [] { return false; });
   });
-  EXPECT_EQ(found, std::vector<Waited>(found.size(), Waited::Closed));
+  EXPECT_EQ(found, std::vector<WaitResult>(found.size(), WaitResult::Closed));
 }
 
 // A wake-up that is lost once in a great many ends this: no thread can go on before the one whose turn it is.
 TEST_P(AwakeFor, AGateLosesNoWakeUpOfManyThreadsThatTakeTurns) {
   constexpr std::size_t kThreads = 16;
   constexpr std::size_t kTurns = 600;
-  Gate gate(GetParam());
+  Monitor monitor(GetParam());
   std::size_t turn = 0;
   std::atomic<int> lost = 0;
   on_threads(kThreads, [&](std::size_t i) {
     for (std::size_t next = i; next < kThreads * kTurns; next += kThreads) {
-      Gate::Lock lock = gate.lock();
-      if (gate.wait(lock, far(), [&] { return turn == next; }) != Waited::Ready) {
+      MonitorLock lock(monitor);
+      if (monitor.wait(far(), [&] { return turn == next; }) != WaitResult::Ready) {
         ++lost;
-        gate.changed();
+        monitor.notify_all();
         return;
       }
       ++turn;
-      gate.changed();
+      monitor.notify_all();
     }
   });
   EXPECT_EQ(lost, 0);
@@ -124,7 +125,7 @@ TEST_P(AwakeFor, AGateLosesNoWakeUpOfManyThreadsThatTakeTurns) {
 TEST_P(AwakeFor, AGateLosesNoWakeUpOfRoundsOfWork) {
   constexpr std::size_t kThreads = 8;
   constexpr long kRounds = 1500;
-  Gate gate(GetParam());
+  Monitor monitor(GetParam());
   long round = 0;
   std::size_t working = 0;
   long done_in_all = 0;
@@ -132,22 +133,22 @@ TEST_P(AwakeFor, AGateLosesNoWakeUpOfRoundsOfWork) {
   on_threads(kThreads + 1, [&](std::size_t i) {
     if (i == kThreads) {
       for (long next = 1; next <= kRounds; ++next) {
-        Gate::Lock lock = gate.lock();
+        MonitorLock lock(monitor);
         working = kThreads;
         round = next;
-        gate.changed();
-        if (gate.wait(lock, far(), [&] { return working == 0; }) != Waited::Ready) ++lost;
+        monitor.notify_all();
+        if (monitor.wait(far(), [&] { return working == 0; }) != WaitResult::Ready) ++lost;
       }
       return;
     }
     for (long done = 0; done < kRounds; ++done) {
-      Gate::Lock lock = gate.lock();
-      if (gate.wait(lock, Deadline::max(), [&] { return round > done; }) != Waited::Ready) ++lost;
+      MonitorLock lock(monitor);
+      if (monitor.wait(Deadline::max(), [&] { return round > done; }) != WaitResult::Ready) ++lost;
       lock.unlock();
       std::this_thread::yield();
       lock.lock();
       ++done_in_all;
-      if (--working == 0) gate.changed();
+      if (--working == 0) monitor.notify_all();
     }
   });
   EXPECT_EQ(lost, 0);
@@ -157,9 +158,9 @@ TEST_P(AwakeFor, AGateLosesNoWakeUpOfRoundsOfWork) {
 TEST(Mailbox, GivesTheValuesOfAKeyInTheirOrder) {
   Mailbox<std::string> box(0us);
   for (int i = 0; i < 3; ++i) box.open(kKey);
-  for (const char* word : {"one", "two", "three"}) EXPECT_EQ(box.put(kKey, word, past()), Waited::Ready);
+  for (const char* word : {"one", "two", "three"}) EXPECT_EQ(box.put(kKey, word, past()), WaitResult::Ready);
   std::vector<std::string> found(3);
-  for (std::string& word : found) EXPECT_EQ(box.take(kKey, word, past()), Waited::Ready);
+  for (std::string& word : found) EXPECT_EQ(box.take(kKey, word, past()), WaitResult::Ready);
   EXPECT_EQ(found, (std::vector<std::string>{"one", "two", "three"}));
 }
 
@@ -169,25 +170,25 @@ TEST(Mailbox, GivesTheValuesOfTwoKeysInAnyOrder) {
   for (const int value : {1, 2}) box.put(static_cast<Mailbox<int>::Key>(value), value, past());
   int first = 0;
   int second = 0;
-  EXPECT_EQ(box.take(2, second, past()), Waited::Ready);
-  EXPECT_EQ(box.take(1, first, past()), Waited::Ready);
+  EXPECT_EQ(box.take(2, second, past()), WaitResult::Ready);
+  EXPECT_EQ(box.take(1, first, past()), WaitResult::Ready);
   EXPECT_EQ(first, 1);
   EXPECT_EQ(second, 2);
 }
 
 TEST(Mailbox, TakesNothingForAKeyThatIsNotOpen) {
   Mailbox<int> box(0us);
-  EXPECT_EQ(box.put(kKey, 1, past()), Waited::Late);
+  EXPECT_EQ(box.put(kKey, 1, past()), WaitResult::Timeout);
   box.open(kKey);
-  EXPECT_EQ(box.put(kKey, 1, past()), Waited::Ready);
-  EXPECT_EQ(box.put(kKey, 2, past()), Waited::Late);
+  EXPECT_EQ(box.put(kKey, 1, past()), WaitResult::Ready);
+  EXPECT_EQ(box.put(kKey, 2, past()), WaitResult::Timeout);
 }
 
 TEST(Mailbox, IsLateWhenNothingComes) {
   Mailbox<int> box(0us);
   box.open(kKey);
   int value = 3;
-  EXPECT_EQ(box.take(kKey, value, past()), Waited::Late);
+  EXPECT_EQ(box.take(kKey, value, past()), WaitResult::Timeout);
   EXPECT_EQ(value, 3);
 }
 
@@ -197,10 +198,10 @@ TEST(Mailbox, GivesWhatIsThereAlsoWhenItIsClosed) {
   box.put(kKey, 5, past());
   box.close();
   int value = 0;
-  EXPECT_EQ(box.take(kKey, value, far()), Waited::Ready);
+  EXPECT_EQ(box.take(kKey, value, far()), WaitResult::Ready);
   EXPECT_EQ(value, 5);
-  EXPECT_EQ(box.take(kKey, value, far()), Waited::Closed);
-  EXPECT_EQ(box.put(kKey, 6, far()), Waited::Closed);
+  EXPECT_EQ(box.take(kKey, value, far()), WaitResult::Closed);
+  EXPECT_EQ(box.put(kKey, 6, far()), WaitResult::Closed);
 }
 
 TEST(Mailbox, KeepsNoMoreThanWasAskedFor) {
@@ -237,7 +238,7 @@ TEST_P(AwakeFor, MailboxesLoseNothingBetweenManyThreads) {
         for (const std::size_t one : order) {
           const std::size_t to = one / kNumbers;
           const Mailbox<std::size_t>::Key key = rank * kNumbers + one % kNumbers;
-          if (boxes[to]->put(key, key * kRounds + round, far()) != Waited::Ready) ++wrong;
+          if (boxes[to]->put(key, key * kRounds + round, far()) != WaitResult::Ready) ++wrong;
         }
         continue;
       }
@@ -245,7 +246,7 @@ TEST_P(AwakeFor, MailboxesLoseNothingBetweenManyThreads) {
       std::shuffle(order.begin(), order.end(), random);
       for (const std::size_t key : order) {
         std::size_t value = 0;
-        if (boxes[rank]->take(key, value, far()) != Waited::Ready || value != key * kRounds + round) ++wrong;
+        if (boxes[rank]->take(key, value, far()) != WaitResult::Ready || value != key * kRounds + round) ++wrong;
       }
     }
   });
@@ -255,7 +256,7 @@ TEST_P(AwakeFor, MailboxesLoseNothingBetweenManyThreads) {
 TEST_P(AwakeFor, AMailboxEndsAllWaitingWhenItIsClosed) {
   for (int round = 0; round < 50; ++round) {
     Mailbox<int> box(GetParam());
-    std::vector<Waited> found(4, Waited::Ready);
+    std::vector<WaitResult> found(4, WaitResult::Ready);
     on_threads(found.size() + 1, [&](std::size_t i) {
       int value = 0;
       if (i == found.size()) {
@@ -264,7 +265,7 @@ TEST_P(AwakeFor, AMailboxEndsAllWaitingWhenItIsClosed) {
         found[i] = i % 2 == 0 ? box.put(i, 1, far()) : box.take(i, value, far());
       }
     });
-    ASSERT_EQ(found, std::vector<Waited>(found.size(), Waited::Closed));
+    ASSERT_EQ(found, std::vector<WaitResult>(found.size(), WaitResult::Closed));
   }
 }
 
@@ -279,44 +280,44 @@ void add_up(std::vector<int*>& all) {
 TEST_P(AwakeFor, MeetingsOfOneGroupFollowOneAnother) {
   constexpr std::size_t kMembers = 6;
   constexpr int kRounds = 1000;
-  Meeting<int*> meeting(kMembers, GetParam(), add_up);
+  CollectiveRound<int*> rounds(kMembers, GetParam(), add_up);
   std::atomic<int> wrong = 0;
   on_threads(kMembers, [&](std::size_t member) {
     for (int round = 0; round < kRounds; ++round) {
       int value = static_cast<int>(member) + round;
-      const std::uint64_t number = meeting.bring(member, &value);
-      if (meeting.wait(number, far()) != Waited::Ready || value != 15 + round * static_cast<int>(kMembers)) ++wrong;
+      const std::uint64_t number = rounds.arrive(member, &value);
+      if (rounds.wait(number, far()) != WaitResult::Ready || value != 15 + round * static_cast<int>(kMembers)) ++wrong;
     }
   });
   EXPECT_EQ(wrong, 0);
 }
 
-TEST(Meeting, LetsAMemberGoOnBeforeTheOthersHaveCome) {
-  Meeting<int*> meeting(2, 0us, add_up);
+TEST(CollectiveRound, LetsAMemberGoOnBeforeTheOthersHaveCome) {
+  CollectiveRound<int*> rounds(2, 0us, add_up);
   int a = 1;
   int b = 2;
   int c = 10;
   int d = 20;
-  const std::uint64_t first = meeting.bring(0, &a);
-  const std::uint64_t second = meeting.bring(0, &b);
-  EXPECT_EQ(meeting.wait(first, past()), Waited::Late);
-  meeting.bring(1, &c);
-  EXPECT_EQ(meeting.wait(first, past()), Waited::Ready);
-  EXPECT_EQ(meeting.wait(second, past()), Waited::Late);
-  meeting.bring(1, &d);
-  EXPECT_EQ(meeting.wait(second, past()), Waited::Ready);
+  const std::uint64_t first = rounds.arrive(0, &a);
+  const std::uint64_t second = rounds.arrive(0, &b);
+  EXPECT_EQ(rounds.wait(first, past()), WaitResult::Timeout);
+  rounds.arrive(1, &c);
+  EXPECT_EQ(rounds.wait(first, past()), WaitResult::Ready);
+  EXPECT_EQ(rounds.wait(second, past()), WaitResult::Timeout);
+  rounds.arrive(1, &d);
+  EXPECT_EQ(rounds.wait(second, past()), WaitResult::Ready);
   EXPECT_EQ(a, 11);
   EXPECT_EQ(b, 22);
 }
 
-TEST(Meeting, TellsEveryMemberOfAnError) {
-  Meeting<int> meeting(3, 0us, [](std::vector<int>&) { throw std::runtime_error("they do not fit"); });
+TEST(CollectiveRound, TellsEveryMemberOfAnError) {
+  CollectiveRound<int> rounds(3, 0us, [](std::vector<int>&) { throw std::runtime_error("they do not fit"); });
   // Kept until all threads have ended: TSan does not see how the library counts who has an exception.
   std::vector<std::exception_ptr> found(3);
   on_threads(3, [&](std::size_t member) {
-    const std::uint64_t number = meeting.bring(member, 0);
+    const std::uint64_t number = rounds.arrive(member, 0);
     try {
-      meeting.wait(number, far());
+      rounds.wait(number, far());
     } catch (...) {
       found[member] = std::current_exception();
     }
@@ -331,14 +332,14 @@ TEST(Meeting, TellsEveryMemberOfAnError) {
   }
 }
 
-TEST(Meeting, EndsAllWaitingWhenItIsClosed) {
-  Meeting<int> meeting(2, 0us, [](std::vector<int>&) {});
-  const std::uint64_t number = meeting.bring(0, 0);
+TEST(CollectiveRound, EndsAllWaitingWhenItIsClosed) {
+  CollectiveRound<int> rounds(2, 0us, [](std::vector<int>&) {});
+  const std::uint64_t number = rounds.arrive(0, 0);
   on_threads(2, [&](std::size_t i) {
     if (i == 0) {
-      meeting.close();
+      rounds.close();
     } else {
-      EXPECT_EQ(meeting.wait(number, far()), Waited::Closed);
+      EXPECT_EQ(rounds.wait(number, far()), WaitResult::Closed);
     }
   });
 }
@@ -348,62 +349,62 @@ class Sleeper {
  public:
   // Whether it was woken, as nothing else ends it.
   bool sleep() {
-    Gate::Lock lock = gate_.lock();
-    return gate_.wait(lock, far(), [this] { return woken_; }) == Waited::Ready;
+    MonitorLock lock(monitor_);
+    return monitor_.wait(far(), [this] { return woken_; }) == WaitResult::Ready;
   }
   void wake() {
-    const Gate::Lock lock = gate_.lock();
+    const MonitorLock lock(monitor_);
     woken_ = true;
-    gate_.changed();
+    monitor_.notify_all();
   }
   bool woken() {
-    const Gate::Lock lock = gate_.lock();
+    const MonitorLock lock(monitor_);
     return woken_;
   }
 
  private:
-  Gate gate_{0us};
+  Monitor monitor_{0us};
   bool woken_ = false;
 };
 
-TEST(Alarms, RingAtTheirDeadlines) {
-  Alarms alarms;
+TEST(DeadlineTimer, RingAtTheirDeadlines) {
+  DeadlineTimer alarms;
   // The second one is earlier than what the thread waits for.
   Sleeper later;
   Sleeper sooner;
-  const Alarms::Alarm one(alarms, far(), [&] { later.wake(); });
-  const Alarms::Alarm other(alarms, Clock::now() + 10ms, [&] { sooner.wake(); });
+  const DeadlineTimer::Alarm one(alarms, far(), [&] { later.wake(); });
+  const DeadlineTimer::Alarm other(alarms, Clock::now() + 10ms, [&] { sooner.wake(); });
   EXPECT_TRUE(sooner.sleep());
   EXPECT_FALSE(later.woken());
 }
 
-TEST(Alarms, RingAtOnceWhenAllIsOver) {
-  Alarms alarms;
+TEST(DeadlineTimer, RingAtOnceWhenAllIsOver) {
+  DeadlineTimer alarms;
   Sleeper before;
   Sleeper after;
-  const Alarms::Alarm one(alarms, Deadline::max(), [&] { before.wake(); });
+  const DeadlineTimer::Alarm one(alarms, Deadline::max(), [&] { before.wake(); });
   EXPECT_FALSE(before.woken());
   alarms.close();
   EXPECT_TRUE(before.woken());
-  const Alarms::Alarm other(alarms, Deadline::max(), [&] { after.wake(); });
+  const DeadlineTimer::Alarm other(alarms, Deadline::max(), [&] { after.wake(); });
   EXPECT_TRUE(after.woken());
 }
 
-TEST(Alarms, DoNotRingWhenTheyAreGone) {
-  Alarms alarms;
+TEST(DeadlineTimer, DoNotRingWhenTheyAreGone) {
+  DeadlineTimer alarms;
   Sleeper gone;
   Sleeper other;
   {
-    const Alarms::Alarm alarm(alarms, Clock::now() + 5ms, [&] { gone.wake(); });
+    const DeadlineTimer::Alarm alarm(alarms, Clock::now() + 5ms, [&] { gone.wake(); });
   }
-  const Alarms::Alarm alarm(alarms, Clock::now() + 10ms, [&] { other.wake(); });
+  const DeadlineTimer::Alarm alarm(alarms, Clock::now() + 10ms, [&] { other.wake(); });
   EXPECT_TRUE(other.sleep());
   alarms.close();
   EXPECT_FALSE(gone.woken());
 }
 
-TEST(Alarms, RingOnceEachForManyThreads) {
-  Alarms alarms;
+TEST(DeadlineTimer, RingOnceEachForManyThreads) {
+  DeadlineTimer alarms;
   std::atomic<int> rung = 0;
   std::atomic<int> woken = 0;
   constexpr int kThreads = 8;
@@ -411,7 +412,7 @@ TEST(Alarms, RingOnceEachForManyThreads) {
   on_threads(kThreads, [&](std::size_t i) {
     for (int wait = 0; wait < kWaits; ++wait) {
       Sleeper sleeper;
-      const Alarms::Alarm alarm(alarms, Clock::now() + std::chrono::microseconds((i * 7 + 13) % 50 * 10), [&] {
+      const DeadlineTimer::Alarm alarm(alarms, Clock::now() + std::chrono::microseconds((i * 7 + 13) % 50 * 10), [&] {
         ++rung;
         sleeper.wake();
       });

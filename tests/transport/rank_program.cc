@@ -99,8 +99,8 @@ int lose(Transport& transport, const std::string& what, double seconds) {
     std::cerr << "rank " << transport.rank() << ": " << error.what() << "\n";
     transport.abort("rank " + std::to_string(transport.rank()) + " has failed");
     switch (error.why()) {
-      case TransportError::Why::Late: return kLate + error.peer();
-      case TransportError::Why::Gone: return kGone + error.peer();
+      case TransportError::Why::Timeout: return kLate + error.peer();
+      case TransportError::Why::PeerLost: return kGone + error.peer();
       default: return error.what() == std::string("the last rank has had enough") ? kAborted : kAbortedByOther;
     }
   }

@@ -110,8 +110,8 @@ inline std::vector<WorldCase> worlds(int fewest_ranks) {
 
 struct Thrown {
   bool threw = false;
-  TransportError::Why why = TransportError::Why::Late;
-  int peer = TransportError::kNobody;
+  TransportError::Why why = TransportError::Why::Timeout;
+  int peer = TransportError::kNoPeer;
   std::string what;
   friend bool operator==(const Thrown&, const Thrown&) = default;
 };
@@ -129,13 +129,13 @@ Thrown thrown_by(const Act& act) {
   return {};
 }
 inline Thrown late(int peer, const std::string& what) {
-  return {.threw = true, .why = TransportError::Why::Late, .peer = peer, .what = what};
+  return {.threw = true, .why = TransportError::Why::Timeout, .peer = peer, .what = what};
 }
 inline Thrown gone(int peer, const std::string& what) {
-  return {.threw = true, .why = TransportError::Why::Gone, .peer = peer, .what = what};
+  return {.threw = true, .why = TransportError::Why::PeerLost, .peer = peer, .what = what};
 }
 inline Thrown aborted(const std::string& what) {
-  return {.threw = true, .why = TransportError::Why::Aborted, .peer = TransportError::kNobody, .what = what};
+  return {.threw = true, .why = TransportError::Why::Aborted, .peer = TransportError::kNoPeer, .what = what};
 }
 
 }  // namespace penstock::testing

@@ -338,7 +338,7 @@ TEST_P(EveryWorld, IsLateWhenAMemberOfAGroupDoesNotCome) {
     const auto group = groups[static_cast<std::size_t>(transport.rank())] = transport.group({0, 1});
     if (transport.rank() == 1) return;
     EXPECT_EQ(thrown_by([&] { group->barrier()->wait(soon()); }),
-              late(TransportError::kNobody, "not all ranks of a group have come within the deadline"));
+              late(TransportError::kNoPeer, "not all ranks of a group have come within the deadline"));
   });
 }
 

@@ -2,12 +2,12 @@
 
 #include <algorithm>
 
+#include "penstock/base/deadline.h"
 #include "penstock/cli/checks.h"
 #include "penstock/cli/output.h"
 #include "penstock/program/error.h"
 #include "penstock/schedule/csv.h"
 #include "penstock/schedule/generators.h"
-#include "penstock/transport/gate.h"
 
 namespace penstock::cli {
 

@@ -86,7 +86,7 @@ bool OwnRanks::is_rank() {
 void OwnRanks::run(const std::function<void(const fs::path& folder, int rank)>& act) {
   const fs::path folder = std::getenv(kFolder);
   const int rank = read_environment().rank;
-  end_with_starter();
+  terminate_with_parent();
   try {
     act(folder, rank);
     std::exit(kYes);

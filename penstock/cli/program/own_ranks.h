@@ -7,7 +7,7 @@
 #include <memory>
 #include <string>
 
-#include "penstock/transport/gate.h"
+#include "penstock/base/deadline.h"
 
 namespace penstock::cli {
 

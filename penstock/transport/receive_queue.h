@@ -9,16 +9,16 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/transport/control.h"
-#include "penstock/transport/outbox.h"
-#include "penstock/transport/pool.h"
+#include "penstock/transport/block_pool.h"
+#include "penstock/transport/control_channel.h"
+#include "penstock/transport/send_queue.h"
 #include "penstock/transport/wire.h"
 
 namespace penstock::internal {
 
-class Inbox {
+class ReceiveQueue {
  public:
-  Inbox(Control& control, DataBackends backends, Step& step, std::shared_ptr<BlockPool> pool)
+  ReceiveQueue(ControlChannel& control, DataBackends backends, Step& step, std::shared_ptr<BlockPool> pool)
       : control_(control), backends_(std::move(backends)), step_(step), pool_(std::move(pool)) {}
 
   void post(int from, Tag tag);
@@ -47,23 +47,23 @@ class Inbox {
   };
   struct Channel {
     Headers headers = Headers::On;
-    // While headers are Unsaid.
+    // While headers are Unknown.
     Posted opening;
-    Learnt learnt;
+    ShapeCache learnt;
     // By number.
     std::map<std::uint32_t, std::deque<Incoming>> incoming;
   };
 
   Channel& channel_of(int from, Tag tag);
-  Posted post(int from, Tag tag, Kind kind, const at::Tensor& bytes);
+  Posted post(int from, Tag tag, MessageKind kind, const at::Tensor& bytes);
   void post_header(Incoming& incoming, int from, Tag tag);
-  Arrival post_data(const Metas& metas, int from, Tag tag, Kind kind);
+  Arrival post_data(const Metas& metas, int from, Tag tag, MessageKind kind);
   void read_opening(Channel& channel, int from, Tag tag, Deadline deadline);
   void read_header(Channel& channel, Incoming& incoming, int from, Tag tag, Deadline deadline);
   void wait(Posted& posted, int from, Deadline deadline);
   void wait(Arrival& arrival, int from, Deadline deadline);
 
-  Control& control_;
+  ControlChannel& control_;
   DataBackends backends_;
   Step& step_;
   std::shared_ptr<BlockPool> pool_;

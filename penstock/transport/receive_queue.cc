@@ -1,4 +1,4 @@
-#include "penstock/transport/inbox.h"
+#include "penstock/transport/receive_queue.h"
 
 #include <c10/core/GradMode.h>
 
@@ -17,13 +17,13 @@ std::string_view text_of(const at::Tensor& bytes) {
 
 }  // namespace
 
-Inbox::Channel& Inbox::channel_of(int from, Tag tag) {
+ReceiveQueue::Channel& ReceiveQueue::channel_of(int from, Tag tag) {
   const auto [found, is_new] = channels_.try_emplace({from, tag.channel});
   if (is_new) found->second.headers = step_.at_begin();
   return found->second;
 }
 
-void Inbox::begin_step() {
+void ReceiveQueue::begin_step() {
   ended_.clear();
   for (auto& [key, channel] : channels_) {
     if (!channel.incoming.empty()) {
@@ -36,37 +36,37 @@ void Inbox::begin_step() {
   }
 }
 
-void Inbox::post(int from, Tag tag) {
-  control_.require_well();
+void ReceiveQueue::post(int from, Tag tag) {
+  control_.throw_if_aborted();
   ended_.clear();
   Channel& channel = channel_of(from, tag);
-  if (channel.headers == Headers::Unsaid && !channel.opening.work) {
-    channel.opening = post(from, tag, Kind::Opening, pool_->empty_bytes(1));
+  if (channel.headers == Headers::Unknown && !channel.opening.work) {
+    channel.opening = post(from, tag, MessageKind::Opening, pool_->empty_bytes(1));
   }
   Incoming incoming;
   if (const Metas* metas = channel.learnt.next(tag.number))
-    incoming.expected = post_data(*metas, from, tag, Kind::Data);
+    incoming.expected = post_data(*metas, from, tag, MessageKind::Data);
   if (channel.headers == Headers::On) post_header(incoming, from, tag);
   channel.incoming[tag.number].push_back(std::move(incoming));
 }
 
-void Inbox::post_header(Incoming& incoming, int from, Tag tag) {
-  incoming.header = post(from, tag, Kind::Header, pool_->empty_bytes(kHeaderBytes));
+void ReceiveQueue::post_header(Incoming& incoming, int from, Tag tag) {
+  incoming.header = post(from, tag, MessageKind::Header, pool_->empty_bytes(kHeaderBytes));
 }
 
-Inbox::Posted Inbox::post(int from, Tag tag, Kind kind, const at::Tensor& bytes) {
+ReceiveQueue::Posted ReceiveQueue::post(int from, Tag tag, MessageKind kind, const at::Tensor& bytes) {
   std::vector<at::Tensor> tensors{bytes};
   try {
     return {.bytes = bytes,
             .work = unprofiled([&] { return backends_[tag.channel % 2]->recv(tensors, from, wire_tag(tag, kind)); })};
   } catch (const c10::Error& error) {
-    control_.connection_broke(from, error);
+    control_.throw_connection_lost(from, error);
   } catch (const std::runtime_error& error) {
-    control_.connection_broke(from, error);
+    control_.throw_connection_lost(from, error);
   }
 }
 
-Inbox::Arrival Inbox::post_data(const Metas& metas, int from, Tag tag, Kind kind) {
+ReceiveQueue::Arrival ReceiveQueue::post_data(const Metas& metas, int from, Tag tag, MessageKind kind) {
   Arrival arrival;
   for (const std::optional<TensorMeta>& meta : metas) {
     at::Tensor& tensor = arrival.tensors.emplace_back();
@@ -79,21 +79,21 @@ Inbox::Arrival Inbox::post_data(const Metas& metas, int from, Tag tag, Kind kind
   return arrival;
 }
 
-void Inbox::wait(Posted& posted, int from, Deadline deadline) {
+void ReceiveQueue::wait(Posted& posted, int from, Deadline deadline) {
   step_.waiting_for.store(from, std::memory_order_relaxed);
   control_.wait(*posted.work, deadline, from, "no message came from rank " + std::to_string(from));
-  step_.waiting_for.store(TransportError::kNobody, std::memory_order_relaxed);
+  step_.waiting_for.store(TransportError::kNoPeer, std::memory_order_relaxed);
   ended_.push_back({.bytes = {}, .work = std::move(posted.work)});
 }
 
-void Inbox::wait(Arrival& arrival, int from, Deadline deadline) {
+void ReceiveQueue::wait(Arrival& arrival, int from, Deadline deadline) {
   while (!arrival.data.empty()) {
     wait(arrival.data.front(), from, deadline);
     arrival.data.pop_front();
   }
 }
 
-void Inbox::read_opening(Channel& channel, int from, Tag tag, Deadline deadline) {
+void ReceiveQueue::read_opening(Channel& channel, int from, Tag tag, Deadline deadline) {
   wait(channel.opening, from, deadline);
   channel.headers = static_cast<Headers>(text_of(channel.opening.bytes).front());
   channel.opening = {};
@@ -105,27 +105,27 @@ void Inbox::read_opening(Channel& channel, int from, Tag tag, Deadline deadline)
   }
 }
 
-void Inbox::read_header(Channel& channel, Incoming& incoming, int from, Tag tag, Deadline deadline) {
+void ReceiveQueue::read_header(Channel& channel, Incoming& incoming, int from, Tag tag, Deadline deadline) {
   if (incoming.header.work) wait(incoming.header, from, deadline);
   const std::size_t rest = rest_of_header(text_of(incoming.header.bytes));
   if (rest > 0) {
     if (!incoming.long_header.bytes.defined()) {
-      incoming.long_header = post(from, tag, Kind::FreshData, pool_->empty_bytes(rest));
+      incoming.long_header = post(from, tag, MessageKind::FreshData, pool_->empty_bytes(rest));
     }
     if (incoming.long_header.work) wait(incoming.long_header, from, deadline);
   }
   Metas metas = decode_header(text_of(incoming.header.bytes),
                               rest > 0 ? text_of(incoming.long_header.bytes) : std::string_view());
-  incoming.fresh = post_data(metas, from, tag, Kind::FreshData);
+  incoming.fresh = post_data(metas, from, tag, MessageKind::FreshData);
   if (step_.learns()) channel.learnt.add(tag.number, std::move(metas));
 }
 
-Message Inbox::receive(int from, Tag tag, Deadline deadline) {
-  control_.require_well();
+Message ReceiveQueue::receive(int from, Tag tag, Deadline deadline) {
+  control_.throw_if_aborted();
   ended_.clear();
   Channel& channel = channel_of(from, tag);
   if (!channel.incoming.contains(tag.number)) post(from, tag);
-  if (channel.headers == Headers::Unsaid) read_opening(channel, from, tag, deadline);
+  if (channel.headers == Headers::Unknown) read_opening(channel, from, tag, deadline);
   const auto lane = channel.incoming.find(tag.number);
   Incoming& incoming = lane->second.front();
   if (channel.headers == Headers::Off && !incoming.expected) {

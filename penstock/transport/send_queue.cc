@@ -1,4 +1,4 @@
-#include "penstock/transport/outbox.h"
+#include "penstock/transport/send_queue.h"
 
 #include <ATen/ops/empty.h>
 
@@ -52,24 +52,24 @@ std::vector<Packed> packed(const Message& message) {
 
 }  // namespace
 
-Outbox::Outbox(Control& control, DataBackends backends, Step& step)
+SendQueue::SendQueue(ControlChannel& control, DataBackends backends, Step& step)
     : control_(control), backends_(std::move(backends)), step_(step), reaper_(start_thread([this] { reap(); })) {}
 
-Outbox::~Outbox() {
+SendQueue::~SendQueue() {
   stop();
   under_way_.clear();
 }
 
-void Outbox::stop() {
+void SendQueue::stop() {
   {
-    const Gate::Lock lock = gate_.lock();
+    const MonitorLock lock(monitor_);
     ending_ = true;
-    gate_.changed();
+    monitor_.notify_all();
   }
   if (reaper_.joinable()) reaper_.join();
 }
 
-void Outbox::begin_step() {
+void SendQueue::begin_step() {
   for (auto& [key, channel] : channels_) {
     channel.headers = step_.at_begin();
     channel.learnt.begin_step();
@@ -77,32 +77,32 @@ void Outbox::begin_step() {
   headers_sent_ = false;
 }
 
-Outbox::Channel& Outbox::channel_of(int to, Tag tag) {
+SendQueue::Channel& SendQueue::channel_of(int to, Tag tag) {
   const auto [found, is_new] = channels_.try_emplace({to, tag.channel});
   if (is_new) found->second.headers = step_.at_begin();
   return found->second;
 }
 
-void Outbox::open(Channel& channel, int to, Tag tag) {
+void SendQueue::open(Channel& channel, int to, Tag tag) {
   channel.headers = step_.changed || channel.learnt.empty() ? Headers::On : Headers::Off;
-  start(to, tag, Kind::Opening, std::string(1, static_cast<char>(channel.headers)));
+  start(to, tag, MessageKind::Opening, std::string(1, static_cast<char>(channel.headers)));
 }
 
-void Outbox::send(int to, Tag tag, const Message& message, Deadline deadline) {
-  control_.require_well();
+void SendQueue::send(int to, Tag tag, const Message& message, Deadline deadline) {
+  control_.throw_if_aborted();
   const std::vector<Packed> parts = packed(message);
   Channel& channel = channel_of(to, tag);
-  if (channel.headers == Headers::Unsaid) open(channel, to, tag);
+  if (channel.headers == Headers::Unknown) open(channel, to, tag);
   const Metas* expected = channel.learnt.next(tag.number);
   if (channel.headers == Headers::On) {
     send_with_header(channel, parts, expected, to, tag);
   } else {
     require_expected(parts, expected, to, tag);
-    send_parts(parts, to, tag, Kind::Data);
+    send_parts(parts, to, tag, MessageKind::Data);
   }
 
-  Gate::Lock lock = gate_.lock();
-  if (is_much()) gate_.changed();
+  MonitorLock lock(monitor_);
+  if (is_much()) monitor_.notify_all();
   // With headers, data is taken when the message is and not when its receive is posted: two ranks could wait for one
   // another here, where the schedule says that they cannot.
   const auto is_too_much = [this] {
@@ -111,8 +111,8 @@ void Outbox::send(int to, Tag tag, const Message& message, Deadline deadline) {
   while (!headers_sent_ && is_too_much()) wait_here_for_oldest(lock, deadline);
 }
 
-void Outbox::send_with_header(Channel& channel, const std::vector<Packed>& parts, const Metas* expected, int to,
-                              Tag tag) {
+void SendQueue::send_with_header(Channel& channel, const std::vector<Packed>& parts, const Metas* expected, int to,
+                                 Tag tag) {
   headers_sent_ = true;
   if (expected != nullptr) {
     // For the receives that are posted already.
@@ -120,18 +120,18 @@ void Outbox::send_with_header(Channel& channel, const std::vector<Packed>& parts
     for (const std::optional<TensorMeta>& meta : *expected) {
       anything.emplace_back(meta ? at::empty(meta->shape, meta->dtype) : at::Tensor());
     }
-    send_parts(anything, to, tag, Kind::Data);
+    send_parts(anything, to, tag, MessageKind::Data);
   }
   Metas metas;
   for (const Packed& part : parts) metas.push_back(part.meta());
   const HeaderBytes header = encode_header(metas);
-  start(to, tag, Kind::Header, header.first);
-  if (!header.rest.empty()) start(to, tag, Kind::FreshData, header.rest);
-  send_parts(parts, to, tag, Kind::FreshData);
+  start(to, tag, MessageKind::Header, header.first);
+  if (!header.rest.empty()) start(to, tag, MessageKind::FreshData, header.rest);
+  send_parts(parts, to, tag, MessageKind::FreshData);
   if (step_.learns()) channel.learnt.add(tag.number, std::move(metas));
 }
 
-void Outbox::send_parts(const std::vector<Packed>& parts, int to, Tag tag, Kind kind) {
+void SendQueue::send_parts(const std::vector<Packed>& parts, int to, Tag tag, MessageKind kind) {
   bool empty = true;
   for (const Packed& part : parts) {
     if (!part.tensor.defined() || part.tensor.numel() == 0) continue;
@@ -142,32 +142,32 @@ void Outbox::send_parts(const std::vector<Packed>& parts, int to, Tag tag, Kind 
   if (empty) start(to, tag, kind, std::string(1, '\0'));
 }
 
-void Outbox::start(int to, Tag tag, Kind kind, const std::string& bytes) {
+void SendQueue::start(int to, Tag tag, MessageKind kind, const std::string& bytes) {
   const at::Tensor tensor = at::empty({static_cast<std::int64_t>(bytes.size())}, at::kByte);
   std::memcpy(tensor.data_ptr(), bytes.data(), bytes.size());
   start(to, tag, kind, tensor);
 }
 
-void Outbox::start(int to, Tag tag, Kind kind, const at::Tensor& bytes) {
+void SendQueue::start(int to, Tag tag, MessageKind kind, const at::Tensor& bytes) {
   std::vector<at::Tensor> tensors{bytes};
   c10::intrusive_ptr<c10d::Work> work;
   try {
     work = unprofiled([&] { return backends_[tag.channel % 2]->send(tensors, to, wire_tag(tag, kind)); });
   } catch (const c10::Error& error) {
-    control_.connection_broke(to, error);
+    control_.throw_connection_lost(to, error);
   } catch (const std::runtime_error& error) {
-    control_.connection_broke(to, error);
+    control_.throw_connection_lost(to, error);
   }
-  const Gate::Lock lock = gate_.lock();
+  const MonitorLock lock(monitor_);
   under_way_.push_back({.to = to, .bytes = bytes.nbytes(), .work = std::move(work)});
   bytes_under_way_ += bytes.nbytes();
 }
 
-bool Outbox::is_much() const {
-  return under_way_.size() > kFewSends || bytes_under_way_ > kFewBytes;
+bool SendQueue::is_much() const {
+  return under_way_.size() > kReapSends || bytes_under_way_ > kReapBytes;
 }
 
-void Outbox::wait_for_oldest(Gate::Lock& lock, Deadline deadline) {
+void SendQueue::wait_for_oldest(MonitorLock& lock, Deadline deadline) {
   const Sent oldest = std::move(under_way_.front());
   under_way_.pop_front();
   ++waited_for_;
@@ -180,7 +180,7 @@ void Outbox::wait_for_oldest(Gate::Lock& lock, Deadline deadline) {
     } else {
       under_way_.push_front(oldest);
     }
-    gate_.changed();
+    monitor_.notify_all();
   };
   try {
     control_.wait(*oldest.work, deadline, oldest.to, "no receive was posted on rank " + std::to_string(oldest.to));
@@ -191,30 +191,30 @@ void Outbox::wait_for_oldest(Gate::Lock& lock, Deadline deadline) {
   end(true);
 }
 
-void Outbox::wait_here_for_oldest(Gate::Lock& lock, Deadline deadline) {
+void SendQueue::wait_here_for_oldest(MonitorLock& lock, Deadline deadline) {
   step_.waiting_for.store(under_way_.front().to, std::memory_order_relaxed);
   wait_for_oldest(lock, deadline);
-  step_.waiting_for.store(TransportError::kNobody, std::memory_order_relaxed);
+  step_.waiting_for.store(TransportError::kNoPeer, std::memory_order_relaxed);
 }
 
-void Outbox::drain(Deadline deadline) {
-  control_.require_well();
-  Gate::Lock lock = gate_.lock();
+void SendQueue::drain(Deadline deadline) {
+  control_.throw_if_aborted();
+  MonitorLock lock(monitor_);
   while (!under_way_.empty()) wait_here_for_oldest(lock, deadline);
   // The one that the reaper has.
-  const Waited waited = gate_.wait(lock, deadline, [this] { return waited_for_ == 0; });
+  const WaitResult waited = monitor_.wait(deadline, [this] { return waited_for_ == 0; });
   // It gives it back when it fails.
   while (!under_way_.empty()) wait_here_for_oldest(lock, deadline);
-  if (waited == Waited::Late) {
-    throw TransportError(TransportError::Why::Late, TransportError::kNobody,
+  if (waited == WaitResult::Timeout) {
+    throw TransportError(TransportError::Why::Timeout, TransportError::kNoPeer,
                          "not all that was sent was taken within the deadline");
   }
 }
 
-void Outbox::reap() {
-  Gate::Lock lock = gate_.lock();
+void SendQueue::reap() {
+  MonitorLock lock(monitor_);
   for (;;) {
-    gate_.wait(lock, Deadline::max(), [this] { return ending_ || (is_much() && !under_way_.empty()); });
+    monitor_.wait(Deadline::max(), [this] { return ending_ || (is_much() && !under_way_.empty()); });
     if (ending_) return;
     try {
       wait_for_oldest(lock, Deadline::max());

@@ -1,4 +1,4 @@
-#include "penstock/transport/pool.h"
+#include "penstock/transport/block_pool.h"
 
 #include <ATen/ops/from_blob.h>
 #include <c10/core/CPUAllocator.h>

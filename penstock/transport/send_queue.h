@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/transport/control.h"
-#include "penstock/transport/gate.h"
+#include "penstock/transport/control_channel.h"
+#include "penstock/transport/monitor.h"
 #include "penstock/transport/wire.h"
 
 namespace penstock::internal {
@@ -22,18 +22,18 @@ namespace penstock::internal {
 // another.
 using DataBackends = std::array<c10::intrusive_ptr<c10d::Backend>, 2>;
 
-class Outbox {
+class SendQueue {
  public:
   // When more than this is under way, the reaper looks for what has been taken and frees it. Below, that waits for the end
   // of the step: it costs a thread's wake-up.
-  static constexpr std::size_t kFewSends = 32;
-  static constexpr std::size_t kFewBytes = std::size_t{4} << 20U;
+  static constexpr std::size_t kReapSends = 32;
+  static constexpr std::size_t kReapBytes = std::size_t{4} << 20U;
 
-  Outbox(Control& control, DataBackends backends, Step& step);
+  SendQueue(ControlChannel& control, DataBackends backends, Step& step);
   // What is under way is dropped.
-  ~Outbox();
-  Outbox(const Outbox&) = delete;
-  Outbox& operator=(const Outbox&) = delete;
+  ~SendQueue();
+  SendQueue(const SendQueue&) = delete;
+  SendQueue& operator=(const SendQueue&) = delete;
 
   // Waits only when very much is under way. Throws TransportError, and PipeliningShapeError when the receiver expects
   // something else.
@@ -47,7 +47,7 @@ class Outbox {
  private:
   struct Channel {
     Headers headers = Headers::On;
-    Learnt learnt;
+    ShapeCache learnt;
   };
   struct Sent {
     int to = 0;
@@ -58,18 +58,18 @@ class Outbox {
   Channel& channel_of(int to, Tag tag);
   void open(Channel& channel, int to, Tag tag);
   void send_with_header(Channel& channel, const std::vector<Packed>& parts, const Metas* expected, int to, Tag tag);
-  void send_parts(const std::vector<Packed>& parts, int to, Tag tag, Kind kind);
-  void start(int to, Tag tag, Kind kind, const at::Tensor& bytes);
-  void start(int to, Tag tag, Kind kind, const std::string& bytes);
+  void send_parts(const std::vector<Packed>& parts, int to, Tag tag, MessageKind kind);
+  void start(int to, Tag tag, MessageKind kind, const at::Tensor& bytes);
+  void start(int to, Tag tag, MessageKind kind, const std::string& bytes);
 
   // Waits for the oldest send; the lock is held before and after.
-  void wait_for_oldest(Gate::Lock& lock, Deadline deadline);
+  void wait_for_oldest(MonitorLock& lock, Deadline deadline);
   // On the rank's own thread, for others to see.
-  void wait_here_for_oldest(Gate::Lock& lock, Deadline deadline);
+  void wait_here_for_oldest(MonitorLock& lock, Deadline deadline);
   void reap();
   bool is_much() const;
 
-  Control& control_;
+  ControlChannel& control_;
   DataBackends backends_;
   Step& step_;
   std::map<std::pair<int, std::uint32_t>, Channel> channels_;
@@ -77,7 +77,7 @@ class Outbox {
   bool headers_sent_ = false;
 
   // What follows is used by the reaper too, under the gate's lock.
-  Gate gate_{Clock::duration::zero()};
+  Monitor monitor_{Clock::duration::zero()};
   std::deque<Sent> under_way_;
   std::size_t bytes_under_way_ = 0;
   // Of those, how many somebody waits for now.

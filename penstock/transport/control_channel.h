@@ -16,18 +16,18 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
-#include "penstock/transport/alarms.h"
+#include "penstock/transport/deadline_timer.h"
 #include "penstock/transport/transport.h"
 
 namespace penstock::internal {
 
-class Control {
+class ControlChannel {
  public:
   // `on_verdict` is called once, by whichever thread brings it about, after the alarms have rung.
-  Control(c10::intrusive_ptr<c10d::Backend> backend, std::function<void()> on_verdict);
-  ~Control();
-  Control(const Control&) = delete;
-  Control& operator=(const Control&) = delete;
+  ControlChannel(c10::intrusive_ptr<c10d::Backend> backend, std::function<void()> on_verdict);
+  ~ControlChannel();
+  ControlChannel(const ControlChannel&) = delete;
+  ControlChannel& operator=(const ControlChannel&) = delete;
 
   // Says good-bye to the others and ends all waiting of this rank, for good.
   void leave();
@@ -41,14 +41,14 @@ class Control {
   std::vector<std::optional<std::string>> reports(Deadline deadline);
 
   // Throws the verdict, if there is one.
-  void require_well();
+  void throw_if_aborted();
 
   // Waits for one message, sent or received. Throws TransportError: the verdict, or Gone when the connection to `peer`
   // broke, or Late with `what` when the deadline has passed; the message may then still be waited for.
   void wait(c10d::Work& work, Deadline deadline, int peer, const std::string& what);
 
   // Throws the verdict, waiting a moment for it; that `peer` is not there any more when there is none.
-  [[noreturn]] void connection_broke(int peer, const std::exception& how);
+  [[noreturn]] void throw_connection_lost(int peer, const std::exception& how);
 
  private:
   struct Word;
@@ -75,8 +75,8 @@ class Control {
 
   c10::intrusive_ptr<c10d::Backend> backend_;
   std::function<void()> on_verdict_;
-  Alarms alarms_;
-  Gate gate_{Clock::duration::zero()};
+  DeadlineTimer alarms_;
+  Monitor monitor_{Clock::duration::zero()};
   std::optional<TransportError> verdict_;
   std::vector<Peer> peers_;
   std::mutex word_mutex_;

@@ -1,4 +1,4 @@
-#include "penstock/transport/control.h"
+#include "penstock/transport/control_channel.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -22,10 +22,10 @@ constexpr int kTag = 0;
 }  // namespace
 
 // What a rank says to another, once.
-struct Control::Word {
-  enum class Kind : std::uint8_t { GoodBye, Verdict } kind = Kind::GoodBye;
+struct ControlChannel::Word {
+  enum class MessageKind : std::uint8_t { GoodBye, Verdict } kind = MessageKind::GoodBye;
   TransportError::Why why = TransportError::Why::Aborted;
-  int peer = TransportError::kNobody;
+  int peer = TransportError::kNoPeer;
   // Both end with a zero.
   std::array<char, 2000> what = {};
   std::array<char, 2000> report = {};
@@ -46,7 +46,7 @@ void put(std::array<char, 2000>& to, const std::string& text) {
 
 }  // namespace
 
-Control::Control(c10::intrusive_ptr<c10d::Backend> backend, std::function<void()> on_verdict)
+ControlChannel::ControlChannel(c10::intrusive_ptr<c10d::Backend> backend, std::function<void()> on_verdict)
     : backend_(std::move(backend)), on_verdict_(std::move(on_verdict)) {
   if (!backend_) return;
   own_message_ = at::zeros({static_cast<std::int64_t>(kMessageBytes)}, at::kByte);
@@ -70,21 +70,21 @@ Control::Control(c10::intrusive_ptr<c10d::Backend> backend, std::function<void()
   }
 }
 
-Control::~Control() {
+ControlChannel::~ControlChannel() {
   leave();
 }
 
-void Control::leave() {
+void ControlChannel::leave() {
   stop();
   // What is posted goes before its group.
   for (Peer& peer : peers_) peer.receive.reset();
   backend_.reset();
 }
 
-void Control::stop() {
+void ControlChannel::stop() {
   bool failed = false;
   {
-    const Gate::Lock lock = gate_.lock();
+    const MonitorLock lock(monitor_);
     failed = verdict_.has_value();
   }
   if (failed) {
@@ -93,7 +93,7 @@ void Control::stop() {
     const std::lock_guard lock(word_mutex_);
     say({});
   }
-  conclude(TransportError::Why::Aborted, TransportError::kNobody, "this rank has left");
+  conclude(TransportError::Why::Aborted, TransportError::kNoPeer, "this rank has left");
   for (Peer& peer : peers_) {
     if (peer.receive) peer.receive->abort();
   }
@@ -102,24 +102,24 @@ void Control::stop() {
   }
 }
 
-void Control::watch(Peer& peer) {
+void ControlChannel::watch(Peer& peer) {
   try {
     if (peer.receive->wait(kForever)) hear(peer);
   } catch (const std::exception&) {
-    conclude(TransportError::Why::Gone, peer.rank, "connection to rank " + std::to_string(peer.rank) + " lost");
+    conclude(TransportError::Why::PeerLost, peer.rank, "connection to rank " + std::to_string(peer.rank) + " lost");
     say_verdict();
   }
-  const Gate::Lock lock = gate_.lock();
+  const MonitorLock lock(monitor_);
   peer.silent = true;
-  gate_.changed();
+  monitor_.notify_all();
 }
 
-void Control::hear(Peer& peer) {
+void ControlChannel::hear(Peer& peer) {
   Word word;
   std::memcpy(&word, peer.message.const_data_ptr(), sizeof word);
   {
-    const Gate::Lock lock = gate_.lock();
-    peer.left = word.kind == Word::Kind::GoodBye;
+    const MonitorLock lock(monitor_);
+    peer.left = word.kind == Word::MessageKind::GoodBye;
     if (peer.left) return;
     peer.report = word.report.data();
   }
@@ -127,38 +127,38 @@ void Control::hear(Peer& peer) {
   say_verdict();
 }
 
-void Control::conclude(TransportError::Why why, int peer, const std::string& what) {
+void ControlChannel::conclude(TransportError::Why why, int peer, const std::string& what) {
   {
-    const Gate::Lock lock = gate_.lock();
+    const MonitorLock lock(monitor_);
     if (verdict_) return;
     verdict_.emplace(why, peer, what);
-    gate_.changed();
+    monitor_.notify_all();
   }
   alarms_.close();
   on_verdict_();
 }
 
-void Control::abort(const std::string& why) noexcept {
+void ControlChannel::abort(const std::string& why) noexcept {
   try {
-    conclude(TransportError::Why::Aborted, TransportError::kNobody, why);
+    conclude(TransportError::Why::Aborted, TransportError::kNoPeer, why);
     say_verdict();
   } catch (...) {  // NOLINT(bugprone-empty-catch): out of memory, and the others will see that this rank is gone
   }
 }
 
-void Control::on_abort(std::function<std::string()> report) {
+void ControlChannel::on_abort(std::function<std::string()> report) {
   const std::lock_guard lock(word_mutex_);
   report_ = std::move(report);
 }
 
-void Control::say_verdict() {
+void ControlChannel::say_verdict() {
   const std::lock_guard word_lock(word_mutex_);
   if (spoken_) return;
   const std::string report = report_ ? report_() : "";
-  Word word{.kind = Word::Kind::Verdict};
+  Word word{.kind = Word::MessageKind::Verdict};
   put(word.report, report);
   {
-    const Gate::Lock lock = gate_.lock();
+    const MonitorLock lock(monitor_);
     word.why = verdict_->why();
     word.peer = verdict_->peer();
     put(word.what, verdict_->what());
@@ -167,7 +167,7 @@ void Control::say_verdict() {
   say(word);
 }
 
-void Control::say(const Word& word) {
+void ControlChannel::say(const Word& word) {
   static_assert(sizeof(Word) <= kMessageBytes);
   if (std::exchange(spoken_, true) || !backend_) return;
   std::memcpy(own_message_.data_ptr(), &word, sizeof word);
@@ -186,11 +186,11 @@ void Control::say(const Word& word) {
   for (const auto& send : sends) to_each([&] { send->wait(kLastWord); });
 }
 
-std::vector<std::optional<std::string>> Control::reports(Deadline deadline) {
+std::vector<std::optional<std::string>> ControlChannel::reports(Deadline deadline) {
   // Another thread may be just about to.
   say_verdict();
-  Gate::Lock lock = gate_.lock();
-  gate_.wait(lock, deadline, [this] {
+  MonitorLock lock(monitor_);
+  monitor_.wait(deadline, [this] {
     return std::all_of(peers_.begin(), peers_.end(), [](const Peer& one) { return !one.receive || one.silent; });
   });
   std::vector<std::optional<std::string>> all;
@@ -199,38 +199,39 @@ std::vector<std::optional<std::string>> Control::reports(Deadline deadline) {
   return all;
 }
 
-void Control::require_well() {
-  const Gate::Lock lock = gate_.lock();
+void ControlChannel::throw_if_aborted() {
+  const MonitorLock lock(monitor_);
   if (verdict_) throw TransportError(*verdict_);
 }
 
-void Control::wait(c10d::Work& work, Deadline deadline, int peer, const std::string& what) {
+void ControlChannel::wait(c10d::Work& work, Deadline deadline, int peer, const std::string& what) {
   bool done = false;
   try {
-    const Alarms::Alarm alarm(alarms_, std::max(deadline, Clock::now() + kLook), [&work] { work.abort(); });
+    const DeadlineTimer::Alarm alarm(alarms_, std::max(deadline, Clock::now() + kLook), [&work] { work.abort(); });
     done = work.wait(kForever);
   } catch (const std::exception& error) {
-    connection_broke(peer, error);
+    throw_connection_lost(peer, error);
   }
   if (done) return;
-  require_well();
-  throw TransportError(TransportError::Why::Late, peer, what + " within the deadline");
+  throw_if_aborted();
+  throw TransportError(TransportError::Why::Timeout, peer, what + " within the deadline");
 }
 
-void Control::connection_broke(int peer, const std::exception& how) {
-  Gate::Lock lock = gate_.lock();
+void ControlChannel::throw_connection_lost(int peer, const std::exception& how) {
+  MonitorLock lock(monitor_);
   const auto left = [this, peer] {
     return std::find_if(peers_.begin(), peers_.end(), [peer](const Peer& one) {
-      return one.left && (peer == TransportError::kNobody || one.rank == peer);
+      return one.left && (peer == TransportError::kNoPeer || one.rank == peer);
     });
   };
-  gate_.wait(lock, Clock::now() + kGrace, [&] { return verdict_ || left() != peers_.end(); });
+  monitor_.wait(Clock::now() + kGrace, [&] { return verdict_ || left() != peers_.end(); });
   if (verdict_) throw TransportError(*verdict_);
   if (const auto found = left(); found != peers_.end()) {
-    throw TransportError(TransportError::Why::Gone, found->rank, "rank " + std::to_string(found->rank) + " has ended");
+    throw TransportError(TransportError::Why::PeerLost, found->rank,
+                         "rank " + std::to_string(found->rank) + " has ended");
   }
-  const std::string whom = peer == TransportError::kNobody ? "a rank of a group" : "rank " + std::to_string(peer);
-  throw TransportError(TransportError::Why::Gone, peer, "connection to " + whom + " lost: " + brief_reason_of(how));
+  const std::string whom = peer == TransportError::kNoPeer ? "a rank of a group" : "rank " + std::to_string(peer);
+  throw TransportError(TransportError::Why::PeerLost, peer, "connection to " + whom + " lost: " + brief_reason_of(how));
 }
 
 }  // namespace penstock::internal
