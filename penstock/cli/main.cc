@@ -11,10 +11,11 @@
 #include <string_view>
 #include <vector>
 
+#include "penstock/base/nearest.h"
 #include "penstock/cli/command.h"
 #include "penstock/cli/load.h"
+#include "penstock/cli/option_hints.h"
 #include "penstock/cli/terminal.h"
-#include "penstock/base/nearest.h"
 
 namespace penstock::cli {
 namespace {
@@ -97,7 +98,7 @@ int main(int argc, char** argv) {
   } catch (const std::filesystem::filesystem_error& error) {
     std::cerr << "penstock: " << error.path1().string() << ": " << error.code().message() << ".\n";
   } catch (const std::exception& error) {
-    std::cerr << "penstock: " << error.what() << "\n";
+    std::cerr << "penstock: " << penstock::cli::with_option_hints(error.what()) << "\n";
   }
   return penstock::cli::kBadUse;
 }

@@ -1,0 +1,44 @@
+#include "penstock/cli/option_hints.h"
+
+#include <cstddef>
+#include <string_view>
+
+#include "penstock/base/text.h"
+
+namespace penstock::cli {
+namespace {
+
+struct OptionHint {
+  // Words of a hint, exactly as the library writes them.
+  std::string_view advice;
+  // Option that does it, with an example of its value.
+  std::string_view option;
+};
+
+constexpr OptionHint kOptionHints[] = {
+    // schedule
+    {"declare the skip connection as an edge of the stage graph", "--edges FROM-TO"},
+    {"declare the stages that share parameters as a group of the stage graph", "--shared 0,3"},
+    // program
+    {"add it to ProgramOptions::allowed_operators", "--allow-operator"},
+    // train
+    {"use shorter sequences", "--length N"},
+    {"lower the learning rate", "--learning-rate"},
+    {"lower the clipping norm", "--clip"},
+    {"skip such steps", "--on-nonfinite skip"},
+    {"allow more skipped steps in a row", "--max-skipped"},
+    {"check which target is ignored", "--ignore-index"},
+};
+
+}  // namespace
+
+std::string with_option_hints(std::string message) {
+  for (const OptionHint& hint : kOptionHints) {
+    const std::size_t found = message.find(hint.advice);
+    if (found == std::string::npos) continue;
+    message.insert(found + hint.advice.size(), internal::concat(" (", hint.option, ")"));
+  }
+  return message;
+}
+
+}  // namespace penstock::cli

@@ -1,0 +1,20 @@
+#include "penstock/cli/option_hints.h"
+
+#include <gtest/gtest.h>
+
+namespace penstock::cli {
+namespace {
+
+TEST(OptionHints, NameTheOptionForEachPieceOfAdvice) {
+  EXPECT_EQ(with_option_hints("step 7: the loss is nan.\n  Hint: lower the learning rate, or skip such steps."),
+            "step 7: the loss is nan.\n  Hint: lower the learning rate (--learning-rate), or skip such steps "
+            "(--on-nonfinite skip).");
+}
+
+TEST(OptionHints, LeaveOtherMessagesAsTheyAre) {
+  EXPECT_EQ(with_option_hints("model.pt2: could not be read."), "model.pt2: could not be read.");
+  EXPECT_EQ(with_option_hints(""), "");
+}
+
+}  // namespace
+}  // namespace penstock::cli
