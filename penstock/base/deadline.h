@@ -1,4 +1,4 @@
-// Points in time that waits end at. No wait of Penstock is without one.
+// Deadlines of waits. Every wait in Penstock has one.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ constexpr std::chrono::milliseconds bounded(std::chrono::milliseconds timeout) {
   return std::clamp(timeout, std::chrono::milliseconds::zero(), kForever);
 }
 
-// Returns the point in time that lies `timeout` from now. Any timeout is valid, milliseconds::max() included.
+// Returns the time `timeout` from now. Any timeout is valid, milliseconds::max() included.
 inline Deadline deadline_after(std::chrono::milliseconds timeout) {
   return Clock::now() + bounded(timeout);
 }

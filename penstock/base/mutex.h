@@ -1,5 +1,5 @@
-// A mutex that Clang's thread-safety analysis understands. Declare what it protects where it is declared, and the order in
-// which locks are acquired; `make lint` fails on an access without the lock.
+// A mutex that Clang's thread-safety analysis understands. Declare what it protects where it is declared, and the order
+// in which locks are acquired; `make lint` fails on an access without the lock.
 //
 //   class Counter {
 //    public:
@@ -13,8 +13,8 @@
 //     int count_ PENSTOCK_GUARDED_BY(mutex_) = 0;
 //   };
 //
-// Wait on a condition with std::condition_variable_any, which takes a Mutex, in a loop that reads its predicate under the
-// lock: the analysis does not see that a predicate passed as a lambda holds it.
+// Wait on a condition with std::condition_variable_any, which takes a Mutex, in a loop that reads its predicate under
+// the lock: the analysis does not see that a predicate passed as a lambda holds it.
 #pragma once
 
 #include <mutex>

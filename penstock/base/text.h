@@ -11,8 +11,8 @@
 
 namespace penstock::internal {
 
-// A part of a text: a string, a character or an integer. Floating-point numbers are left out, as the caller has to choose
-// their precision.
+// A part of a text: a string, a character or an integer. Floating-point numbers are left out, as the caller has to
+// choose their precision.
 template <class Part>
 concept TextPart = std::convertible_to<const Part&, std::string_view> ||
                    (std::integral<Part> && !std::same_as<std::remove_cv_t<Part>, bool>);
@@ -37,8 +37,8 @@ std::string concat(const Parts&... parts) {
   return text;
 }
 
-// Returns the elements of a range with a separator between them: join({1, 2}) is "1, 2". Returns an empty text for an empty
-// range.
+// Returns the elements of a range with a separator between them: join({1, 2}) is "1, 2". Returns an empty text for an
+// empty range.
 template <class Range>
 std::string join(const Range& range, std::string_view separator = ", ") {
   std::string text;

@@ -9,34 +9,35 @@
 namespace penstock {
 namespace {
 
-struct Word {
+struct ComputationInfo {
   std::string_view name;
   std::string_view description;
   bool takes_microbatch;
 };
 
 // In the order of the enumeration.
-constexpr std::array kWords = {
-    Word{"F", "forward", true},
-    Word{"I", "input backward", true},
-    Word{"W", "weight backward", true},
-    Word{"B", "full backward", true},
-    Word{"UNSHARD", "gathering of sharded parameters", false},
-    Word{"RESHARD", "freeing of gathered parameters", false},
-    Word{"REDUCE_GRAD", "reduction of gradients over replicas", false},
-    Word{"SUM_SHARED", "sum of the gradients of shared parameters", false},
-    Word{"SEND_F", "send of an activation", true},
-    Word{"RECV_F", "receive of an activation", true},
-    Word{"SEND_B", "send of a gradient", true},
-    Word{"RECV_B", "receive of a gradient", true},
-    Word{"OVERLAP_F_B", "overlapped pair", false},
+constexpr std::array kComputations = {
+    ComputationInfo{"F", "forward", true},
+    ComputationInfo{"I", "input backward", true},
+    ComputationInfo{"W", "weight backward", true},
+    ComputationInfo{"B", "full backward", true},
+    ComputationInfo{"UNSHARD", "gathering of sharded parameters", false},
+    ComputationInfo{"RESHARD", "freeing of gathered parameters", false},
+    ComputationInfo{"REDUCE_GRAD", "reduction of gradients over replicas", false},
+    ComputationInfo{"SUM_SHARED", "sum of the gradients of shared parameters", false},
+    ComputationInfo{"SEND_F", "send of an activation", true},
+    ComputationInfo{"RECV_F", "receive of an activation", true},
+    ComputationInfo{"SEND_B", "send of a gradient", true},
+    ComputationInfo{"RECV_B", "receive of a gradient", true},
+    ComputationInfo{"OVERLAP_F_B", "overlapped pair", false},
 };
 
-const Word& word_of(Computation computation) {
-  return kWords[static_cast<std::size_t>(computation)];
+const ComputationInfo& info_of(Computation computation) {
+  return kComputations[static_cast<std::size_t>(computation)];
 }
 
-// Where the chain leads: an activation from a stage to the next, a gradient to the one before.
+// Returns the stage at the other end of a message along the chain: activations go to the next stage, gradients to the
+// previous one. The result may be out of range.
 std::int64_t chain_neighbour(std::int64_t stage, Computation computation) {
   const bool later = computation == Computation::SendForward || computation == Computation::RecvBackward;
   return later ? stage + 1 : stage - 1;
@@ -55,7 +56,7 @@ std::string_view trimmed(std::string_view text) {
   return text.substr(begin, text.find_last_not_of(kSpace) - begin + 1);
 }
 
-// What a message shows of a text that may be long or binary.
+// Quotes a text for an error message; the text may be long or binary.
 std::string quoted(std::string_view text) {
   constexpr std::size_t kMost = 60;
   std::string out = "'";
@@ -63,14 +64,14 @@ std::string quoted(std::string_view text) {
   return out + (text.size() > kMost ? "…'" : "'");
 }
 
-// Reads the text of one action from left to right; `whole` is what errors quote.
-class Reader {
+// Recursive-descent parser for the text of one action; errors quote `whole`.
+class ActionParser {
  public:
-  explicit Reader(std::string_view whole) : whole_(whole), rest_(whole) {}
+  explicit ActionParser(std::string_view whole) : whole_(whole), rest_(whole) {}
 
   Action action() {
     const Action result = rest_.starts_with('(') ? pair() : plain();
-    if (!rest_.empty()) fail("nothing may follow it, but " + quoted(rest_) + " does.");
+    if (!rest_.empty()) fail("unexpected " + quoted(rest_) + " at its end.");
     return result;
   }
 
@@ -83,29 +84,29 @@ class Reader {
     rest_.remove_prefix(1);
     const Action first = part(';');
     const Action second = part(')');
-    if (!take(word_of(Computation::Overlap).name)) {
-      fail("the parts of a pair are followed by OVERLAP_F_B.\n  Hint: (0F1;3B0)OVERLAP_F_B");
+    if (!take(info_of(Computation::Overlap).name)) {
+      fail("OVERLAP_F_B must follow the parts of a pair.\n  Hint: write (0F1;3B0)OVERLAP_F_B.");
     }
     return overlap(first, second);
   }
 
   Action part(char end) {
-    if (rest_.starts_with('(')) fail("a pair has no pair inside.");
+    if (rest_.starts_with('(')) fail("the parts of a pair cannot be pairs.");
     const Action result = plain();
-    if (!result.is_compute()) fail("the parts of a pair are F, I, W or B, not " + quoted(to_string(result)) + ".");
-    if (!take({&end, 1})) fail("a pair has two parts: (0F1;3B0)OVERLAP_F_B.");
+    if (!result.is_compute()) fail("the parts of a pair must be F, I, W or B, not " + quoted(to_string(result)) + ".");
+    if (!take({&end, 1})) fail("a pair has exactly two parts.\n  Hint: write (0F1;3B0)OVERLAP_F_B.");
     return result;
   }
 
   Action plain() {
     Action result;
-    result.stage = number("it begins with the index of a stage.\n  Hint: 0F1 is stage 0, forward, microbatch 1.");
+    result.stage = number("it must begin with the index of a stage.\n  Hint: 0F1 is stage 0, forward, microbatch 1.");
     result.computation = computation();
-    if (word_of(result.computation).takes_microbatch) {
-      result.microbatch = number(std::string(name_of(result.computation)) + " needs a microbatch behind it.");
+    if (info_of(result.computation).takes_microbatch) {
+      result.microbatch = number(std::string(name_of(result.computation)) + " must be followed by a microbatch.");
     }
     if (result.is_message()) {
-      result.other_stage = take("@") ? number("'@' names the stage at the other end.")
+      result.other_stage = take("@") ? number("'@' must be followed by the stage at the other end.")
                                      : static_cast<int>(chain_neighbour(result.stage, result.computation));
     }
     return result;
@@ -117,7 +118,7 @@ class Reader {
       ++length;
     }
     const std::string_view word = rest_.substr(0, length);
-    if (word == word_of(Computation::Overlap).name) fail("OVERLAP_F_B stands behind a pair: (0F1;3B0)OVERLAP_F_B.");
+    if (word == info_of(Computation::Overlap).name) fail("OVERLAP_F_B must follow a pair: (0F1;3B0)OVERLAP_F_B.");
     for (const Computation candidate : plain_computations()) {
       if (word == name_of(candidate)) {
         rest_.remove_prefix(length);
@@ -128,9 +129,8 @@ class Reader {
     for (const Computation candidate : plain_computations()) {
       hint += std::string(name_of(candidate)) + (candidate == plain_computations().back() ? "." : ", ");
     }
-    fail(
-        (word.empty() ? std::string("no computation behind the stage.") : "unknown computation " + quoted(word) + ".") +
-        hint);
+    fail((word.empty() ? std::string("no computation after the stage.") : "unknown computation " + quoted(word) + ".") +
+         hint);
   }
 
   int number(const std::string& if_missing) {
@@ -155,11 +155,11 @@ class Reader {
 }  // namespace
 
 std::string_view name_of(Computation computation) {
-  return word_of(computation).name;
+  return info_of(computation).name;
 }
 
 std::string_view describe(Computation computation) {
-  return word_of(computation).description;
+  return info_of(computation).description;
 }
 
 std::span<const Computation> plain_computations() {
@@ -212,7 +212,7 @@ Action parse_action(std::string_view text) {
   const std::string_view body = trimmed(text);
   if (body.empty())
     throw ScheduleError("an empty text is not an action.\n  Hint: 0F1 is stage 0, forward, microbatch 1.");
-  return Reader(body).action();
+  return ActionParser(body).action();
 }
 
 }  // namespace penstock

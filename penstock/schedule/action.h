@@ -1,13 +1,15 @@
-// An Action is one step of one rank: a computation of a stage on a microbatch, a message, or a change of a stage's
-// parameters. It is a small value with a text of its own, the one that torch.distributed.pipelining prints and reads:
+// An Action is one entry of a rank's schedule: a computation of a stage on a microbatch, a message, or an operation on
+// a stage's parameters. It is a small value type. Its text is the one that torch.distributed.pipelining prints and
+// reads:
 //
 //   0F1  2I3  2W3  2B3             forward; input, weight and full backward of a stage and a microbatch
-//   1SEND_F0  2RECV_F0             an activation leaves stage 1 for stage 2, and arrives there
-//   2SEND_B0  1RECV_B0             a gradient, the other way
-//   1SEND_F0@3  3RECV_F0@1         the same along an edge off the chain, which names its other end
+//   1SEND_F0  2RECV_F0             stage 1 sends an activation to stage 2, and stage 2 receives it
+//   2SEND_B0  1RECV_B0             stage 2 sends a gradient back, and stage 1 receives it
+//   1SEND_F0@3  3RECV_F0@1         the same along a skip connection: @ names the stage at the other end
 //   0UNSHARD  0RESHARD             gather and free a stage's sharded parameters
 //   0REDUCE_GRAD  0SUM_SHARED      reduce gradients over replicas; sum those of parameters that stages share
-//   (0F1;3B0)OVERLAP_F_B           a pair: its parts run in turn, each releasing what waits for it at its own end
+//   (0F1;3B0)OVERLAP_F_B           an overlapped pair: its parts run in turn, and each part's output can be sent when
+//                                  that part ends
 //
 //   Action action = parse_action("2B3");
 //   action.stage == 2 && action.computation == Computation::FullBackward && action.microbatch == 3;
@@ -21,6 +23,7 @@
 
 namespace penstock {
 
+// The operation of an action. "Computation" is PyTorch's name for all of them, messages included.
 enum class Computation : std::uint8_t {
   Forward,
   InputBackward,
@@ -37,40 +40,40 @@ enum class Computation : std::uint8_t {
   Overlap,
 };
 
-// How a computation stands in an action's text: "F", "SEND_B", "OVERLAP_F_B".
+// Returns the name of a computation in an action's text: "F", "SEND_B", "OVERLAP_F_B".
 std::string_view name_of(Computation computation);
-// What it is in words: "forward", "send of a gradient".
+// Returns a description for messages and legends: "forward", "send of a gradient".
 std::string_view describe(Computation computation);
-// All of them but Overlap, in the order of the enumeration.
+// Returns all computations but Overlap, in the order of the enumeration.
 std::span<const Computation> plain_computations();
 
-// No microbatch, or no other stage.
+// Value of Action::microbatch and Action::other_stage for actions that have none.
 inline constexpr std::int32_t kNone = -1;
 
 struct Action {
   std::int32_t stage = 0;
   std::int32_t microbatch = kNone;
-  // The stage at the other end of a message; of a pair, the second part's stage.
+  // Stage at the other end of a message, or stage of a pair's second part.
   std::int32_t other_stage = kNone;
-  // Of a pair, the second part's microbatch.
+  // Microbatch of a pair's second part.
   std::int32_t other_microbatch = kNone;
   Computation computation = Computation::Forward;
-  // Of a pair, what its parts compute.
+  // Computations of a pair's parts.
   Computation first_part = Computation::Forward;
   Computation second_part = Computation::Forward;
 
-  // F, I, W, B, or a pair of them.
+  // Returns true for F, I, W, B and a pair of them.
   bool is_compute() const { return computation <= Computation::FullBackward || computation == Computation::Overlap; }
   bool is_send() const { return computation == Computation::SendForward || computation == Computation::SendBackward; }
   bool is_recv() const { return computation == Computation::RecvForward || computation == Computation::RecvBackward; }
   bool is_message() const { return is_send() || is_recv(); }
-  // Of a message: whether it carries an activation along its edge, or a gradient against it.
+  // Returns true for a message that carries an activation along its edge, false for one that carries a gradient back.
   bool carries_activation() const {
     return computation == Computation::SendForward || computation == Computation::RecvForward;
   }
   bool is_overlap() const { return computation == Computation::Overlap; }
 
-  // The parts of a pair, as actions of their own.
+  // Return the parts of a pair as separate actions.
   Action first() const { return {.stage = stage, .microbatch = microbatch, .computation = first_part}; }
   Action second() const { return {.stage = other_stage, .microbatch = other_microbatch, .computation = second_part}; }
 
@@ -91,15 +94,16 @@ void for_each_part(const Action& action, Visit&& visit) {
 inline bool is_forward(const Action& part) {
   return part.computation == Computation::Forward;
 }
-// I or B: what makes the gradients of a stage's inputs.
+// Returns true for I and B, which compute the gradients of a stage's inputs.
 inline bool makes_input_gradient(const Action& part) {
   return part.computation == Computation::InputBackward || part.computation == Computation::FullBackward;
 }
-// W or B: what makes the gradients of a stage's parameters, and ends the life of its activations.
+// Returns true for W and B, which compute the gradients of a stage's parameters and free its saved activations.
 inline bool makes_weight_gradient(const Action& part) {
   return part.computation == Computation::WeightBackward || part.computation == Computation::FullBackward;
 }
 
+// Return actions of each kind.
 inline Action compute(int stage, Computation computation, int microbatch) {
   return {.stage = stage, .microbatch = microbatch, .computation = computation};
 }
@@ -115,28 +119,28 @@ inline Action weight_backward(int stage, int microbatch) {
 inline Action full_backward(int stage, int microbatch) {
   return compute(stage, Computation::FullBackward, microbatch);
 }
-// Two computations as a pair; neither may be a pair itself.
+// Returns an overlapped pair of two computations, neither of which may be a pair.
 inline Action overlap(const Action& first, const Action& second) {
   return {first.stage,          first.microbatch,  second.stage,      second.microbatch,
           Computation::Overlap, first.computation, second.computation};
 }
-// A message of a microbatch between a stage and another, seen from `stage`.
+// Returns the end of a message that belongs to `stage`; `other_stage` is at the other end.
 inline Action message(int stage, Computation computation, int microbatch, int other_stage) {
   return {.stage = stage, .microbatch = microbatch, .other_stage = other_stage, .computation = computation};
 }
-// UNSHARD, RESHARD, REDUCE_GRAD or SUM_SHARED of a stage.
+// Returns an UNSHARD, RESHARD, REDUCE_GRAD or SUM_SHARED of a stage.
 inline Action parameters(int stage, Computation computation) {
   return {.stage = stage, .computation = computation};
 }
 
-// The same message as its other end names it.
+// Returns the other end of a message: the RECV of a SEND, and the SEND of a RECV.
 Action counterpart(const Action& action);
 
 std::string to_string(const Action& action);
-// Appends the text to `out`; what CSV files and drawings of a million actions use.
+// Appends the text to `out` without allocating a string for each action.
 void append_text(std::string& out, const Action& action);
 
-// The action that `text` says, white space around it aside. Throws ScheduleError when it says none.
+// Parses an action; white space around it is ignored. Throws ScheduleError if the text is not an action.
 Action parse_action(std::string_view text);
 
 }  // namespace penstock

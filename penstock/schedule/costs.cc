@@ -6,35 +6,37 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "penstock/schedule/error.h"
-#include "penstock/schedule/json.h"
 #include "penstock/base/nearest.h"
 #include "penstock/base/text.h"
+#include "penstock/schedule/error.h"
+#include "penstock/schedule/json.h"
 
 namespace penstock {
 namespace {
 
+using internal::concat;
 using nlohmann::json;
 
 constexpr int kVersion = 1;
 
-// Reads objects of a costs file, and knows where it is for errors.
+// Reads the objects of a costs file. Its errors name the file and the path of the wrong entry.
 class CostsReader {
  public:
   explicit CostsReader(std::string source) : source_(std::move(source)) {}
 
   [[noreturn]] void fail(const std::string& path, const std::string& what) const {
-    throw ScheduleError(source_ + ": " + path + " " + what);
+    throw ScheduleError(concat(source_, ": ", path, " ", what));
   }
 
-  // Refuses a key that is not among `known`.
+  // Fails on a key that is not among `known`.
   void require_keys(const json& object, const std::string& path, const std::vector<std::string>& known) const {
     if (!object.is_object()) fail(path, "should be an object, but is " + std::string(object.type_name()) + ".");
     for (const auto& [key, value] : object.items()) {
       if (std::find(known.begin(), known.end(), key) != known.end()) continue;
-      const auto near = nearest(key, known);
-      fail(path, "has an unknown key '" + key +
-                     "'.\n  Hint: " + (near ? "did you mean " + *near + "?" : "the keys are " + join_or_none(known) + "."));
+      const auto near = internal::nearest(key, known);
+      fail(path,
+           concat("has an unknown key '", key, "'.\n  Hint: ",
+                  near ? concat("did you mean ", *near, "?") : concat("the keys are ", internal::join(known), ".")));
     }
   }
 
@@ -44,7 +46,7 @@ class CostsReader {
     if (!found->is_number()) fail(path + "." + key, "should be a number, but is " + found->dump() + ".");
     value = found->get<double>();
     if (!std::isfinite(value) || value < 0)
-      fail(path + "." + key, "should be a number that is not negative, but is " + found->dump() + ".");
+      fail(path + "." + key, "should be a non-negative number, but is " + found->dump() + ".");
   }
 
   int index(const json& object, const std::string& path, const char* key) const {
@@ -83,17 +85,17 @@ double median(std::vector<double> measured, double if_none) {
 
 void require_fit(const Costs& costs, int stages, int ranks) {
   if (costs.stages.size() > static_cast<std::size_t>(stages)) {
-    throw ScheduleError("the costs have " + std::to_string(costs.stages.size()) +
-                        " entries in \"stages\", but there are " + std::to_string(stages) + ".");
+    throw ScheduleError(
+        concat("the costs have ", costs.stages.size(), " entries in \"stages\", but there are ", stages, "."));
   }
   for (const auto& [link, times] : costs.links) {
     if (link.first < ranks && link.second < ranks) continue;
-    throw ScheduleError("the costs have a link from rank " + std::to_string(link.first) + " to rank " +
-                        std::to_string(link.second) + ", but there are " + std::to_string(ranks) + " ranks.");
+    throw ScheduleError(concat("the costs have a link from rank ", link.first, " to rank ", link.second,
+                               ", but there are ", ranks, " ranks."));
   }
 }
 
-Costs shared_out(const Costs& by_rank, const Placement& placement) {
+Costs split_rank_costs(const Costs& by_rank, const Placement& placement) {
   Costs result = by_rank;
   result.stages.clear();
   for (const int rank : placement.ranks_by_stage()) {
@@ -102,7 +104,7 @@ Costs shared_out(const Costs& by_rank, const Placement& placement) {
     stage.forward /= parts;
     stage.input /= parts;
     stage.weight /= parts;
-    stage.bytes_kept /= parts;
+    stage.activation_bytes /= parts;
     stage.unshard /= parts;
     stage.reshard /= parts;
     stage.reduce /= parts;
@@ -115,9 +117,10 @@ Costs parse_costs(std::string_view text, const std::string& source, const Costs&
   const CostsReader reader(source);
   json root;
   try {
-    root = parse_json(text);
-  } catch (const JsonError& error) {
-    throw ScheduleError(source + ": " + error.what() + "\n  Hint: {\"version\": 1, \"stages\": [{\"forward\": 1}]}");
+    root = internal::parse_json(text);
+  } catch (const internal::JsonError& error) {
+    throw ScheduleError(
+        concat(source, ": ", error.what(), "\n  Hint: write {\"version\": 1, \"stages\": [{\"forward\": 1}]}."));
   }
   reader.require_keys(root, "the file", {"version", "stages", "links"});
   const json version = root.value("version", json());
@@ -131,15 +134,16 @@ Costs parse_costs(std::string_view text, const std::string& source, const Costs&
     costs.stages.clear();
     for (std::size_t i = 0; i < stages->size(); ++i) {
       const json& object = (*stages)[i];
-      const std::string path = "stages[" + std::to_string(i) + "]";
-      reader.require_keys(object, path,
-                          {"forward", "input", "weight", "bytes_sent", "bytes_kept", "unshard", "reshard", "reduce"});
+      const std::string path = concat("stages[", i, "]");
+      reader.require_keys(
+          object, path,
+          {"forward", "input", "weight", "bytes_sent", "activation_bytes", "unshard", "reshard", "reduce"});
       StageCosts stage = defaults.stage;
       reader.number(object, path, "forward", stage.forward);
       reader.number(object, path, "input", stage.input);
       reader.number(object, path, "weight", stage.weight);
       reader.number(object, path, "bytes_sent", stage.bytes_sent);
-      reader.number(object, path, "bytes_kept", stage.bytes_kept);
+      reader.number(object, path, "activation_bytes", stage.activation_bytes);
       reader.number(object, path, "unshard", stage.unshard);
       reader.number(object, path, "reshard", stage.reshard);
       reader.number(object, path, "reduce", stage.reduce);
@@ -150,7 +154,7 @@ Costs parse_costs(std::string_view text, const std::string& source, const Costs&
     std::set<std::pair<int, int>> named;
     for (std::size_t i = 0; i < links->size(); ++i) {
       const json& object = (*links)[i];
-      const std::string path = "links[" + std::to_string(i) + "]";
+      const std::string path = concat("links[", i, "]");
       reader.require_keys(object, path, {"from", "to", "latency", "bandwidth", "send", "post", "receive"});
       LinkCosts link = defaults.link;
       reader.number(object, path, "latency", link.latency);
@@ -160,10 +164,9 @@ Costs parse_costs(std::string_view text, const std::string& source, const Costs&
       reader.number(object, path, "receive", link.receive);
       const int from = reader.index(object, path, "from");
       const int to = reader.index(object, path, "to");
-      if (from == to) reader.fail(path, "leads from rank " + std::to_string(from) + " to itself.");
+      if (from == to) reader.fail(path, concat("leads from rank ", from, " to itself."));
       if (!named.emplace(from, to).second) {
-        reader.fail(path,
-                    "names the link from rank " + std::to_string(from) + " to rank " + std::to_string(to) + " again.");
+        reader.fail(path, concat("names the link from rank ", from, " to rank ", to, " again."));
       }
       costs.links[{from, to}] = link;
     }

@@ -1,6 +1,13 @@
-// What actions and messages cost, for the simulator: by stage and by link, in any unit of time.
+// The cost model of the simulator: times of computations by stage and of messages by link. Times are in any unit, as
+// long as all of them are in the same one.
+//
+//   Costs costs;
+//   costs.stages = {{.forward = 2.0}, {.forward = 5.0}};
+//   costs.links[{0, 1}] = {.latency = 0.5};
+//   double makespan = simulate(schedule, costs).makespan;
 #pragma once
 
+#include <cstddef>
 #include <map>
 #include <string>
 #include <string_view>
@@ -11,27 +18,29 @@
 
 namespace penstock {
 
-// One stage and one microbatch.
+// Costs of one stage for one microbatch.
 struct StageCosts {
+  // Times of the forward, the input backward and the weight backward. A full backward takes the sum of the latter two.
   double forward = 1;
   double input = 1;
   double weight = 1;
-  // What it sends along each of its edges, and gets back as a gradient.
+  // Size of the activation that the stage sends along each of its edges, and of the gradient that it gets back.
   double bytes_sent = 1;
-  // What it keeps from its forward to its weight gradient; 0: not known.
-  double bytes_kept = 0;
-  // Time of its rank for UNSHARD, RESHARD and REDUCE_GRAD.
+  // Size of the activations that the stage saves from its forward to its weight gradient; 0 if unknown.
+  double activation_bytes = 0;
+  // Times that UNSHARD, RESHARD and REDUCE_GRAD keep the rank busy. They do not depend on the microbatch.
   double unshard = 0;
   double reshard = 0;
   double reduce = 0;
 };
 
+// Costs of a message from one rank to another.
 struct LinkCosts {
-  // From the beginning of a send to the end of its receive, without the time for its bytes.
+  // Time from the start of a send to the end of its receive, without the transfer time of its bytes.
   double latency = 0;
-  // Bytes in a unit of time; 0: without limit.
+  // Bytes per unit of time; 0 means unlimited.
   double bandwidth = 0;
-  // Time in which a rank does nothing else: the sender for a send, and the receiver for posting a receive and for taking a
+  // Times that a rank is busy: the sender with a send, the receiver with posting a receive, and the receiver with a
   // message that has arrived.
   double send = 0;
   double post = 0;
@@ -39,13 +48,13 @@ struct LinkCosts {
 };
 
 struct Costs {
-  // By stage; a stage beyond the list costs what `stage` says.
+  // Costs by stage. `stage` applies to stages beyond the end of the list.
   std::vector<StageCosts> stages;
   StageCosts stage;
-  // By (from rank, to rank); any other link costs what `link` says.
+  // Costs by (sending rank, receiving rank). `link` applies to all other links.
   std::map<std::pair<int, int>, LinkCosts> links;
   LinkCosts link;
-  // By rank, the time at which it begins; a rank beyond the list begins at 0.
+  // Time at which each rank starts. Ranks beyond the end of the list start at 0.
   std::vector<double> starts;
 
   const StageCosts& of_stage(int index) const {
@@ -57,25 +66,25 @@ struct Costs {
   }
 };
 
-// The middle one of some measurements.
+// Returns the median of some measurements (the upper one of two), or `if_none` if there are none.
 double median(std::vector<double> measured, double if_none = 0);
 
-// Throws ScheduleError when costs name a stage or a rank that there is not.
+// Throws ScheduleError if the costs name a stage or a rank that does not exist.
 void require_fit(const Costs& costs, int stages, int ranks);
 
-// Costs by stage out of costs by rank, `stages` of which are those of a rank's whole share of the model: each of a rank's
-// stages takes an equal part of its times and of what it keeps. So schedules with different numbers of stages a rank do
-// the same work.
-Costs shared_out(const Costs& by_rank, const Placement& placement);
+// Turns costs by rank into costs by stage. In `by_rank`, `stages[r]` are the costs of all stages of rank r together;
+// each stage of the rank gets an equal part of them. So schedules with different numbers of stages per rank do the same
+// work.
+Costs split_rank_costs(const Costs& by_rank, const Placement& placement);
 
-// Reads a costs file, on top of `defaults`:
+// Parses a costs file. Costs that it does not name are those of `defaults`.
 //
 //   {"version": 1,
-//    "stages": [{"forward": 1, "input": 1, "weight": 1, "bytes_sent": 4096, "bytes_kept": 65536,
+//    "stages": [{"forward": 1, "input": 1, "weight": 1, "bytes_sent": 4096, "activation_bytes": 65536,
 //                "unshard": 0, "reshard": 0, "reduce": 0}, …],
 //    "links": [{"from": 0, "to": 1, "latency": 0.1, "bandwidth": 1e9, "send": 0, "post": 0, "receive": 0}, …]}
 //
-// Throws ScheduleError, which names `source` and the path to what is wrong.
+// Throws ScheduleError, which names `source` and the path of the wrong entry.
 Costs parse_costs(std::string_view text, const std::string& source, const Costs& defaults = {});
 
 }  // namespace penstock

@@ -5,12 +5,16 @@
 #include <memory>
 #include <utility>
 
+#include "penstock/base/text.h"
 #include "penstock/schedule/error.h"
 #include "penstock/schedule/source.h"
 
 namespace penstock {
 namespace {
 
+using internal::concat;
+
+// An action and its location in the file.
 struct Placed {
   Action action;
   int rank;
@@ -25,10 +29,10 @@ std::string quoted(const Action& action) {
 }
 
 [[noreturn]] void fail(const std::string& source, std::size_t line, std::size_t column, const std::string& what) {
-  throw ScheduleError(source + ":" + std::to_string(line) + ":" + std::to_string(column) + ": " + what);
+  throw ScheduleError(concat(source, ":", line, ":", column, ": ", what));
 }
 
-// The next line of `text` without its end, which may be \n or \r\n.
+// Removes the next line from `text` and returns it without its end, which may be \n or \r\n.
 std::string_view take_line(std::string_view& text) {
   const std::size_t end = text.find('\n');
   std::string_view line = text.substr(0, end);
@@ -39,7 +43,7 @@ std::string_view take_line(std::string_view& text) {
 
 constexpr std::string_view kBlanks = " \t";
 
-// A cell's text without the blanks and quotation marks around it, and the index in the line where that begins.
+// Text of a cell without the blanks and quotation marks around it, and its index in the line.
 struct Text {
   std::string_view text;
   std::size_t begin;
@@ -54,7 +58,7 @@ Text unquoted(std::string_view line, std::size_t begin, std::size_t end) {
   return {.text = cell, .begin = first};
 }
 
-// What a file contains: the actions with their places, and the line of each rank's row.
+// Contents of a file: the actions with their locations, and the line of each rank's row.
 struct Cells {
   std::vector<Placed> actions;
   std::vector<std::size_t> rows;
@@ -104,11 +108,12 @@ std::string to_csv(const Schedule& schedule) {
 Schedule parse_csv(std::string_view text, const CsvOptions& options) {
   const auto [cells, rows] = read_cells(text, options.source);
   if (cells.empty()) {
-    throw ScheduleError(options.source +
-                        ": there is no action in it.\n  Hint: a row for each rank, such as 0F0,0F1,0B0,0B1");
+    throw ScheduleError(
+        concat(options.source, ": contains no action.\n  Hint: write a row for each rank, such as 0F0,0F1,0B0,0B1."));
   }
 
-  // Every stage and every microbatch has a forward, so a file names no more of them than it has actions.
+  // Every stage and every microbatch needs a forward, so a valid file has more actions than its largest index. Checking
+  // that here bounds the memory that a hostile file can demand.
   const std::size_t most = 2 * cells.size();
   int stages = 0;
   int microbatches = 0;
@@ -117,9 +122,8 @@ Schedule parse_csv(std::string_view text, const CsvOptions& options) {
       if (static_cast<std::size_t>(part.stage) >= most ||
           (part.microbatch != kNone && static_cast<std::size_t>(part.microbatch) >= most)) {
         fail(options.source, cell.line, cell.column,
-             quoted(cell.action) +
-                 " counts further than the file has actions: with all stages and microbatches from 0 on, there would "
-                 "be more.");
+             concat(quoted(cell.action), " has an index out of range: the file has only ", cells.size(),
+                    " actions, and stages and microbatches are counted from 0."));
       }
       stages = std::max(stages, part.stage + 1);
       microbatches = std::max(microbatches, part.microbatch + 1);
@@ -134,8 +138,8 @@ Schedule parse_csv(std::string_view text, const CsvOptions& options) {
       if (rank == kNone) rank = cell.rank;
       if (rank != cell.rank) {
         fail(options.source, cell.line, cell.column,
-             quoted(cell.action) + " stands in the row of rank " + std::to_string(cell.rank) + ", but stage " +
-                 std::to_string(part.stage) + " has actions on rank " + std::to_string(rank) + " already.");
+             concat(quoted(cell.action), " is in the row of rank ", cell.rank, ", but stage ", part.stage,
+                    " already has actions on rank ", rank, "."));
       }
     });
     if (!cell.action.is_message()) continue;
@@ -143,15 +147,16 @@ Schedule parse_csv(std::string_view text, const CsvOptions& options) {
     if (along.to == along.from + 1) continue;
     if (along.from < 0 || along.from >= along.to || along.to >= stages) {
       fail(options.source, cell.line, cell.column,
-           quoted(cell.action) + " goes along no edge that can be: from an earlier stage to a later one of the " +
-               std::to_string(stages) + " in the file.");
+           concat(quoted(cell.action),
+                  " is not along a possible edge: edges lead from an earlier stage to a later one, "
+                  "and the file has ",
+                  stages, " stages."));
     }
     skips.push_back(along);
   }
   for (int stage = 0; stage < stages; ++stage) {
     if (rank_of_stage[static_cast<std::size_t>(stage)] == kNone) {
-      throw ScheduleError(options.source + ": stage " + std::to_string(stage) + " has no action, but stage " +
-                          std::to_string(stages - 1) + " has.");
+      throw ScheduleError(concat(options.source, ": stage ", stage, " has no action, but stage ", stages - 1, " has."));
     }
   }
   StageGraph graph(stages);

@@ -1,9 +1,11 @@
-// Schedules as CSV, in the form of torch.distributed.pipelining: a row for each rank, a cell for each action, an empty
-// cell for an idle slot. Ours may also have comments, from a `#` to the end of its line, and blank lines; PyTorch's reader
-// takes neither, so to_csv writes none.
+// Reads and writes schedules in the CSV format of torch.distributed.pipelining: a row for each rank, a cell for each
+// action, an empty cell for an idle slot. parse_csv also accepts comments, from a `#` to the end of the line, and blank
+// lines. PyTorch's reader accepts neither, so to_csv writes none.
+//
+//   Schedule schedule = parse_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n");
+//   std::string text = to_csv(lower(schedule));
 #pragma once
 
-#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -12,21 +14,22 @@
 
 namespace penstock {
 
-// Writes a row for each rank; a rank without actions is a row of two idle slots, since a blank line is no rank.
+// Returns the schedule as CSV. A rank without actions becomes a row of two idle slots, as a blank line is not a rank.
 std::string to_csv(const Schedule& schedule);
 
 struct CsvOptions {
-  // Named in errors.
+  // Name of the file in error messages.
   std::string source = "schedule.csv";
-  // Edges besides the chain and those that messages in the file name; groups of stages that share parameters.
+  // Skip connections, besides those that messages in the file name with `@`.
   std::vector<Edge> skips = {};
+  // Groups of stages that share parameters.
   std::vector<std::vector<int>> shared = {};
 };
 
-// Reads a schedule; stages lie where their actions stand, and idle slots are left out. Lines that are blank or have a
-// comment alone are skipped; every other line is a rank, also one of commas alone. The file is not verified. Errors that
-// are found in the schedule later name their place in the file. Throws ScheduleError, with the file, and the line and
-// column where there is one.
+// Parses a schedule. A stage is placed on the rank whose row has its actions; idle slots are dropped. Blank lines and
+// lines with only a comment are skipped; every other line is a rank, even if it consists of commas only. The schedule
+// is not verified, but it remembers the file, so that errors found later name a line and a column of it. Throws
+// ScheduleError, with the file, and the line and column if there is one.
 Schedule parse_csv(std::string_view text, const CsvOptions& options = {});
 
 }  // namespace penstock

@@ -1,10 +1,12 @@
-// Schedules as pictures: rows of text, SVG, a trace for Chrome and Perfetto, one HTML page; and the table of steps and
-// ranks that errors show.
+// Draws schedules on their timelines: as text, SVG, a trace for Chrome and Perfetto, or an interactive HTML page. Also
+// formats the table of steps and ranks that errors show.
+//
+//   const Timeline timeline = simulate(schedule, costs);
+//   draw_text(std::cout, {schedule, timeline, costs, "ZBVZeroBubble"});
 #pragma once
 
 #include <iosfwd>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "penstock/schedule/schedule.h"
@@ -12,24 +14,26 @@
 
 namespace penstock {
 
-// What is drawn: a schedule, when its actions ran and what they cost. It refers to what it is made from.
+// Input of the draw_ functions. It refers to the schedule, the timelines and the costs, which must outlive it.
 struct Drawing {
   const Schedule& schedule;
+  // Start and end of each action, simulated or measured.
   const Timeline& timeline;
   const Costs& costs;
-  // Such as "ZBVZeroBubble".
+  // Heading, such as "ZBVZeroBubble".
   std::string title;
-  // Messages and changes of parameters too, not computations alone.
+  // If true, messages and operations on parameters are drawn too, not only computations.
   bool all_actions = false;
 
-  // The rest is for draw_html alone. What the timeline is, and another one of the same schedule to show beside it.
+  // The remaining fields are used by draw_html only. Name of the timeline, and a second timeline of the same schedule
+  // to draw below it; null for none.
   std::string name = "simulated";
-  const Timeline* beside = nullptr;
-  std::string beside_name = {};
-  // Of time, such as "ms".
+  const Timeline* second_timeline = nullptr;
+  std::string second_name = {};
+  // Unit of time, such as "ms".
   std::string unit = {};
-  // Values to show above as a curve over the steps of a run, such as its losses, and the number of the first step; no
-  // curve is shown for fewer than two values. Values that are not finite leave a gap.
+  // Values to plot above the timeline over the steps of a run, such as losses, and the number of the first step.
+  // Nothing is plotted for fewer than two values. A value that is not finite leaves a gap.
   std::string curve_name = {};
   std::vector<double> curve = {};
   int curve_first_step = 1;
@@ -37,28 +41,30 @@ struct Drawing {
 
 struct TextOptions {
   bool colour = false;
-  // Columns to keep to. A schedule that is wider with its labels is drawn with a letter for each computation.
+  // Maximum number of columns. If the labelled blocks need more, each block is drawn with a letter instead of a label.
   int width = 240;
 };
 
-// Rows of blocks on a scale of time, a row for each rank, and the figures below.
+// Draws a row of labelled blocks for each rank, followed by a legend and metrics.
 void draw_text(std::ostream& out, const Drawing& drawing, const TextOptions& options = {});
+// Draws the same as an SVG image.
 void draw_svg(std::ostream& out, const Drawing& drawing);
-// Trace events, a microsecond for a thousandth of the unit of time.
+// Writes trace events for Chrome's tracing and Perfetto. One unit of time becomes 1000 microseconds.
 void draw_trace(std::ostream& out, const Drawing& drawing);
-// One page that needs nothing else: zoom, pan, a card for each action, by mouse and keyboard.
+// Writes a self-contained page with an interactive timeline for mouse and keyboard.
 void draw_html(std::ostream& out, const Drawing& drawing);
 
-// The lists side by side: a line for each step, a column for each rank.
 struct TableOptions {
-  // The place to mark, or none.
+  // Cell to mark; -1 for none.
   int mark_rank = -1;
   int mark_position = -1;
   std::string mark = "<-- here";
-  // Steps before and after the mark to show, and columns of ranks; 0: all.
+  // Number of steps to show before and after the mark, and number of ranks to show; 0 for all.
   int steps_around = 0;
   int most_ranks = 0;
 };
+
+// Returns the actions of all ranks side by side: a line for each step, a column for each rank.
 std::string table_of(const Schedule& schedule, const TableOptions& options = {});
 
 }  // namespace penstock

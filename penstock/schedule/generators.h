@@ -1,9 +1,10 @@
-// The schedules that can be made: one function each, in a file of its own with its picture, and all of them by name.
-// They make computations only; `lower` adds the rest.
+// Generators of the known pipeline schedules. Each is a function in a source of its own, below a picture of its
+// schedule; all of them are also available by name. Generated schedules contain computations only; `lower` adds the
+// rest.
 //
-// Orders are those of torch.distributed.pipelining for the parameters that it accepts. Any other number of microbatches
-// gets the schedule of the next number that the rule covers, without the microbatches that are not there: taking
-// actions out of lists delays none of the others.
+// The order of actions is that of torch.distributed.pipelining for all parameters that it accepts. For any other number
+// of microbatches, the generator makes the schedule for the next number that its rule covers and leaves the surplus
+// microbatches out, which delays none of the remaining actions.
 //
 //   Schedule schedule = interleaved_1f1b(/*ranks=*/4, /*stages_per_rank=*/2, /*microbatches=*/8);
 //   Schedule same = generate("interleaved1f1b", {.ranks = 4, .stages_per_rank = 2, .microbatches = 8});
@@ -28,30 +29,32 @@ Schedule dual_pipe_v(int ranks, int microbatches);
 struct Generator {
   std::string_view name;
   std::string_view summary;
-  // How many stages a rank has; 0: any number, by default two.
+  // Number of stages per rank; 0 if the generator accepts any number.
   int stages_per_rank;
   Schedule (*make)(int ranks, int stages_per_rank, int microbatches);
 
   int default_stages_per_rank() const { return stages_per_rank == 0 ? 2 : stages_per_rank; }
 };
 
+// Returns all generators.
 std::span<const Generator> generators();
 
-// By name, without regard to case. Throws ScheduleError, with the nearest name.
+// Finds a generator by its name, ignoring case. Throws ScheduleError with the most similar name.
 const Generator& find_generator(std::string_view name);
 
 struct GenerateOptions {
   int ranks = 1;
-  // 0: the generator's own number.
+  // 0 selects the generator's default.
   int stages_per_rank = 0;
   int microbatches = 1;
 };
 
-// Throws ScheduleError when a number is below 1, or the generator has another number of stages a rank.
+// Generates a schedule by name. Throws ScheduleError if the name is unknown, a number is below 1, or the generator does
+// not accept that number of stages per rank.
 Schedule generate(std::string_view name, const GenerateOptions& options);
 
-// The same schedule for any placement, also of unequal numbers of stages a rank: made on the generator's own placement
-// and moved.
+// Generates a schedule by name for any placement, even with unequal numbers of stages per rank: the schedule is made
+// for the generator's own placement and then moved with `place`.
 Schedule generate(std::string_view name, const Placement& placement, int microbatches);
 
 }  // namespace penstock

@@ -3,12 +3,14 @@
 #include <algorithm>
 #include <iterator>
 #include <numeric>
-#include <string>
 #include <utility>
 
+#include "penstock/base/text.h"
 #include "penstock/schedule/error.h"
 
 namespace penstock {
+
+using internal::concat;
 
 Edge edge_under(const Action& message) {
   const bool begins_here =
@@ -17,7 +19,7 @@ Edge edge_under(const Action& message) {
 }
 
 StageGraph::StageGraph(int stages) : stages_(stages), group_of_(static_cast<std::size_t>(std::max(stages, 0)), -1) {
-  if (stages < 1) throw ScheduleError("a graph needs at least one stage, not " + std::to_string(stages) + ".");
+  if (stages < 1) throw ScheduleError(concat("a stage graph needs at least one stage, not ", stages, "."));
   for (int stage = 1; stage < stages; ++stage) edges_.push_back({stage - 1, stage});
   index_edges();
 }
@@ -30,9 +32,9 @@ void StageGraph::add_edge(int from, int to) {
 void StageGraph::add_edges(std::span<const Edge> edges) {
   for (const auto& [from, to] : edges) {
     if (from >= 0 && from < to && to < stages_) continue;
-    throw ScheduleError("no edge can lead from stage " + std::to_string(from) + " to stage " + std::to_string(to) +
-                        ": an edge leads from an earlier stage to a later one of the " + std::to_string(stages_) +
-                        " stages (0 to " + std::to_string(stages_ - 1) + ").");
+    throw ScheduleError(concat("there can be no edge from stage ", from, " to stage ", to,
+                               ": an edge leads from an earlier stage to a later one of the ", stages_,
+                               " stages (0 to ", stages_ - 1, ")."));
   }
   edges_.insert(edges_.end(), edges.begin(), edges.end());
   index_edges();
@@ -41,32 +43,31 @@ void StageGraph::add_edges(std::span<const Edge> edges) {
 void StageGraph::share(std::vector<int> stages) {
   std::sort(stages.begin(), stages.end());
   stages.erase(std::unique(stages.begin(), stages.end()), stages.end());
-  if (stages.size() < 2) throw ScheduleError("a group that shares parameters has at least two stages.");
+  if (stages.size() < 2) throw ScheduleError("a group of stages that share parameters has at least two stages.");
   if (stages.front() < 0 || stages.back() >= stages_) {
     const int wrong = stages.front() < 0 ? stages.front() : stages.back();
-    throw ScheduleError("stage " + std::to_string(wrong) + " cannot share parameters: the stages are 0 to " +
-                        std::to_string(stages_ - 1) + ".");
+    throw ScheduleError(concat("stage ", wrong, " cannot share parameters: the stages are 0 to ", stages_ - 1, "."));
   }
 
-  // Groups with a stage in common become one.
+  // Merge groups with a stage in common.
   const auto overlaps = [&](const std::vector<int>& group) {
     return std::any_of(group.begin(), group.end(),
                        [&](int stage) { return std::binary_search(stages.begin(), stages.end(), stage); });
   };
-  std::vector<std::vector<int>> apart;
+  std::vector<std::vector<int>> groups;
   std::vector<int> merged = stages;
   for (const std::vector<int>& group : groups_) {
     if (overlaps(group)) {
       merged.insert(merged.end(), group.begin(), group.end());
     } else {
-      apart.push_back(group);
+      groups.push_back(group);
     }
   }
   std::sort(merged.begin(), merged.end());
   merged.erase(std::unique(merged.begin(), merged.end()), merged.end());
-  apart.push_back(std::move(merged));
-  std::sort(apart.begin(), apart.end());
-  groups_ = std::move(apart);
+  groups.push_back(std::move(merged));
+  std::sort(groups.begin(), groups.end());
+  groups_ = std::move(groups);
 
   for (std::size_t index = 0; index < groups_.size(); ++index) {
     for (const int stage : groups_[index]) group_of_[static_cast<std::size_t>(stage)] = static_cast<int>(index);
@@ -75,10 +76,10 @@ void StageGraph::share(std::vector<int> stages) {
 
 int StageGraph::edge_index(int from, int to) const {
   if (from < 0 || to < 0 || from >= stages_ || to >= stages_) return -1;
-  const auto leading = in_edges(to);
+  const auto candidates = in_edges(to);
   const auto origin = [&](int index) { return edges_[static_cast<std::size_t>(index)].from; };
-  const auto found = std::ranges::lower_bound(leading, from, {}, origin);
-  return found != leading.end() && origin(*found) == from ? *found : -1;
+  const auto found = std::ranges::lower_bound(candidates, from, {}, origin);
+  return found != candidates.end() && origin(*found) == from ? *found : -1;
 }
 
 std::vector<Edge> StageGraph::skips() const {

@@ -1,6 +1,6 @@
-// The StageGraph says which stage feeds which, and which stages share parameters. Stages form a chain; a skip
-// connection is one more edge from an earlier stage to a later one. Groups of stages that share parameters sum their
-// gradients; groups with a stage in common meet as one.
+// The StageGraph describes which stages send activations to which, and which stages share parameters. Stages form a
+// chain; a skip connection is an additional edge from an earlier stage to a later one. Stages that share parameters
+// form a group, whose gradients are summed; groups with a stage in common are merged.
 //
 //   StageGraph graph(4);
 //   graph.add_edge(0, 3);     // a skip connection
@@ -21,50 +21,52 @@ struct Edge {
   friend auto operator<=>(const Edge&, const Edge&) = default;
 };
 
-// The edge that a message goes along; gradients go against it.
+// Returns the edge that a message travels along. Gradients travel it backwards.
 Edge edge_under(const Action& message);
 
 class StageGraph {
  public:
-  // A chain of stages.
+  // Makes a chain of stages. Throws ScheduleError if there is none.
   explicit StageGraph(int stages);
 
-  // Adds an edge; one that is there already, such as an edge of the chain, changes nothing. Throws ScheduleError unless
+  // Adds an edge. Adding an existing edge, such as one of the chain, has no effect. Throws ScheduleError unless
   // 0 <= from < to < stages.
   void add_edge(int from, int to);
-  // The same for many at once.
+  // Adds several edges, sorting them only once.
   void add_edges(std::span<const Edge> edges);
-  // Lets stages share parameters. Throws ScheduleError for fewer than two stages, or one that there is not.
+  // Declares that stages share parameters. Throws ScheduleError for fewer than two stages, or a stage out of range.
   void share(std::vector<int> stages);
 
   int stages() const { return stages_; }
 
-  // All edges, the chain's too, ordered by where they lead.
+  // Returns all edges, including the chain's, ordered by (to, from).
   std::span<const Edge> edges() const { return edges_; }
-  // Indices into edges() of what leads to a stage, and of what leads away from it, in ascending order of the other end.
+  // Return indices into edges() of the edges to a stage and from a stage, in ascending order of the stage at the other
+  // end.
   std::span<const int> in_edges(int stage) const { return in_.of(stage); }
   std::span<const int> out_edges(int stage) const { return out_.of(stage); }
-  // The index of an edge, or -1.
+  // Returns the index of an edge, or -1 if there is no such edge.
   int edge_index(int from, int to) const;
-  // Edges besides the chain.
+  // Returns the skip connections: all edges but the chain's.
   std::vector<Edge> skips() const;
 
-  // Stages that share parameters: disjoint, each group ascending, ordered by their first stage.
+  // Returns the groups of stages that share parameters. Groups are disjoint, ordered by their first stage, and
+  // ascending.
   std::span<const std::vector<int>> groups() const { return groups_; }
-  // The index of a stage's group, or -1.
+  // Returns the index of a stage's group, or -1 if the stage shares no parameters.
   int group_of(int stage) const { return group_of_[static_cast<std::size_t>(stage)]; }
 
   friend bool operator==(const StageGraph&, const StageGraph&) = default;
 
  private:
-  // The edges at each stage, in one row, and where each stage's begin.
+  // Compressed adjacency lists: the edges of stage s are edges[begin[s]] to edges[begin[s + 1] - 1].
   struct Incidence {
     std::vector<int> edges;
     std::vector<std::size_t> begin;
 
     std::span<const int> of(int stage) const {
-      const auto at = static_cast<std::size_t>(stage);
-      return std::span(edges).subspan(begin[at], begin[at + 1] - begin[at]);
+      const auto index = static_cast<std::size_t>(stage);
+      return std::span(edges).subspan(begin[index], begin[index + 1] - begin[index]);
     }
     friend bool operator==(const Incidence&, const Incidence&) = default;
   };

@@ -10,8 +10,8 @@ namespace {
 
 using nlohmann::json;
 
-// Builds a document. nlohmann's own builder looks at all members of an object at the end of each of them when it has a
-// callback, which takes quadratic time.
+// Builds a document. With a callback, nlohmann's own builder visits all members of an object after each of them, which
+// takes quadratic time.
 class Builder final : public nlohmann::json_sax<json> {
  public:
   explicit Builder(const JsonVisitor& visit) : visit_(visit) {}
@@ -66,8 +66,8 @@ class Builder final : public nlohmann::json_sax<json> {
 
   const JsonVisitor& visit_;
   json root_;
-  // Arrays and objects that have begun, and in the last of them, if it is an object, the member that comes next. A container
-  // does not grow while one inside of it is open, so they stay where they are.
+  // Open arrays and objects, and the next member if the innermost one is an object. A container does not grow while one
+  // inside it is open, so the pointers stay valid.
   std::vector<json*> open_;
   json* member_ = nullptr;
 };

@@ -1,39 +1,42 @@
-// Passes: pure functions from schedule to schedule. `lower` runs those that turn computations into what a rank
-// executes. Those that add actions throw ScheduleError, with the explanation, when a list is not as it should be.
+// Passes are pure functions from schedule to schedule. `lower` runs those that turn computations into what a rank
+// executes. Passes that add actions throw ScheduleError with an explanation if the schedule is not valid.
 #pragma once
 
 #include "penstock/schedule/schedule.h"
 
 namespace penstock {
 
-// Evaluation: the forwards, without all that backwards bring. A lowered schedule stays lowered.
+// Returns the schedule for evaluation: the forwards, without backwards and everything that only backwards need. A
+// lowered schedule stays lowered.
 Schedule drop_backwards(const Schedule& schedule);
 
-// An I and the W of the same stage and microbatch right behind it become one B. One pass of the kernels instead of two,
-// but the gradient of the input leaves later.
+// Merges an I and the W of the same stage and microbatch into a B where they are adjacent. That saves kernels and
+// launches, but the gradient of the input is sent later.
 Schedule merge_backwards(const Schedule& schedule);
 
-// UNSHARD before a stage's computations and RESHARD after them, with at most `max_active_stages` stages of a rank
-// gathered: those that it computes next, so that gathering runs ahead.
+// Adds UNSHARD before a stage's computations and RESHARD after them. At most `max_active_stages` stages of a rank are
+// gathered at a time: those that it computes next, so that gathering runs ahead.
 Schedule add_sharding(const Schedule& schedule, int max_active_stages = 3);
 
-// REDUCE_GRAD after each stage's last weight gradient; at the end of each list SUM_SHARED for its groups of stages that
-// share parameters, in the same order everywhere, so that nobody waits in a meeting with work to do.
+// Adds REDUCE_GRAD after each stage's last weight gradient, and at the end of each rank's actions SUM_SHARED for its
+// groups of stages that share parameters. All ranks sum in the same order, and no rank waits for a sum while it has
+// work to do.
 Schedule add_reductions(Schedule schedule);
-// A schedule without REDUCE_GRAD and SUM_SHARED, for all steps of an accumulation but the last.
+// Removes REDUCE_GRAD and SUM_SHARED, for all steps of a gradient accumulation but the last.
 Schedule drop_reductions(const Schedule& schedule);
 
-// SEND and RECV for every edge between stages on different ranks. Sends follow at once what they send. Receives are
-// posted ahead, as many an edge as are in flight and one more, so that the next message moves while this one is used; and
-// between two ranks in the order of sending.
+// Adds SEND and RECV for every edge between stages on different ranks. A send directly follows the computation of what
+// it sends. Receives are posted ahead: per edge one more than there are messages in flight, so that the next message is
+// transferred while the current one is used; and between two ranks in the order of sending.
 Schedule add_communication(const Schedule& schedule);
 
-// The first microbatches, or the first stages with the edges and groups among them, of a schedule without communication.
+// Keep only the first microbatches, or the first stages with the edges and groups among them. The schedule must not
+// contain messages.
 Schedule keep_microbatches(Schedule schedule, int microbatches);
 Schedule keep_stages(Schedule schedule, int stages);
 
-// A schedule of computations moved to another placement of as many stages: each rank runs its stages' actions in the
-// order in which they would start with all costs 1. Pairs are taken apart.
+// Moves a schedule of computations to another placement of the same number of stages. Each rank runs the actions of its
+// stages in the order in which they would start if every computation took one unit of time. Pairs are split.
 Schedule place(const Schedule& schedule, const Placement& placement);
 
 struct LowerOptions {
@@ -42,8 +45,8 @@ struct LowerOptions {
   bool reductions = true;
 };
 
-// Adds what a schedule does not have yet of sharding, reductions and communication. Throws ScheduleError when it is not
-// valid, or has messages already.
+// Adds sharding, reductions and communication, as far as the schedule does not have them yet. Throws ScheduleError if
+// the schedule is not valid or has messages already.
 Schedule lower(const Schedule& schedule, const LowerOptions& options = {});
 
 }  // namespace penstock

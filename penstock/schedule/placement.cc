@@ -1,17 +1,19 @@
 #include "penstock/schedule/placement.h"
 
 #include <algorithm>
-#include <string>
 #include <utility>
 
+#include "penstock/base/text.h"
 #include "penstock/schedule/error.h"
 
 namespace penstock {
 namespace {
 
+using internal::concat;
+
 void require_positive(int ranks, int stages) {
-  if (ranks < 1) throw ScheduleError("a placement needs at least one rank, not " + std::to_string(ranks) + ".");
-  if (stages < 1) throw ScheduleError("a placement needs at least one stage, not " + std::to_string(stages) + ".");
+  if (ranks < 1) throw ScheduleError(concat("a placement needs at least one rank, not ", ranks, "."));
+  if (stages < 1) throw ScheduleError(concat("a placement needs at least one stage, not ", stages, "."));
 }
 
 }  // namespace
@@ -20,8 +22,8 @@ Placement::Placement(std::vector<int> rank_of_stage, int ranks) : rank_of_stage_
   if (rank_of_stage_.empty()) throw ScheduleError("a placement needs at least one stage.");
   for (int stage = 0; stage < stages(); ++stage) {
     if (rank_of(stage) < 0) {
-      throw ScheduleError("stage " + std::to_string(stage) + " is placed on rank " + std::to_string(rank_of(stage)) +
-                          "; ranks are counted from 0.");
+      throw ScheduleError(
+          concat("stage ", stage, " is placed on rank ", rank_of(stage), "; ranks are counted from 0."));
     }
   }
   const int most = *std::max_element(rank_of_stage_.begin(), rank_of_stage_.end());
@@ -45,17 +47,17 @@ std::vector<int> generate_stage_to_rank_mapping(int ranks, int stages, std::stri
   require_positive(ranks, stages);
   const bool is_v = style == "v";
   if (!is_v && style != "loop") {
-    throw ScheduleError("there is no placement '" + std::string(style) + "'.\n  Hint: the styles are loop and v.");
+    throw ScheduleError(concat("there is no placement '", style, "'.\n  Hint: the styles are loop and v."));
   }
   if (is_v && stages % ranks != 0) {
-    throw ScheduleError("a V of " + std::to_string(stages) + " stages does not come out even on " +
-                        std::to_string(ranks) + " ranks.");
+    throw ScheduleError(
+        concat("a V placement needs a multiple of ", ranks, " stages on ", ranks, " ranks, not ", stages, "."));
   }
   std::vector<int> rank_of_stage;
   rank_of_stage.reserve(static_cast<std::size_t>(stages));
   for (int stage = 0; stage < stages; ++stage) {
-    const bool downwards = is_v && stage / ranks % 2 == 1;
-    rank_of_stage.push_back(downwards ? ranks - 1 - stage % ranks : stage % ranks);
+    const bool descending = is_v && stage / ranks % 2 == 1;
+    rank_of_stage.push_back(descending ? ranks - 1 - stage % ranks : stage % ranks);
   }
   return rank_of_stage;
 }

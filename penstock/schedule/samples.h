@@ -1,4 +1,4 @@
-// Measurements of the actions of one step, for a simulation in which times vary as they did in that step.
+// Measured durations of the actions of one step, for a simulation whose times vary as they did in that step.
 #pragma once
 
 #include <map>
@@ -10,17 +10,17 @@
 namespace penstock {
 
 struct CostSamples {
+  // Samples of the fields of LinkCosts.
   struct Link {
-    // As the fields of LinkCosts.
     std::vector<double> latency;
     std::vector<double> send;
     std::vector<double> post;
     std::vector<double> receive;
   };
 
-  // By stage: durations of each kind of computation and of each change of parameters.
+  // Durations by stage and kind of computation, or operation on parameters.
   std::vector<std::map<Computation, std::vector<double>>> stages;
-  // By (from rank, to rank).
+  // Samples by (sending rank, receiving rank).
   std::map<std::pair<int, int>, Link> links;
 };
 

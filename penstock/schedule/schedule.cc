@@ -3,9 +3,12 @@
 #include <string>
 #include <utility>
 
+#include "penstock/base/text.h"
 #include "penstock/schedule/error.h"
 
 namespace penstock {
+
+using internal::concat;
 
 Schedule::Schedule(const Placement& placement, int microbatches)
     : Schedule(placement, StageGraph(placement.stages()), microbatches) {}
@@ -16,11 +19,11 @@ Schedule::Schedule(Placement placement, StageGraph graph, int microbatches)
       microbatches_(microbatches),
       lists_(static_cast<std::size_t>(placement_.ranks())) {
   if (graph_.stages() != placement_.stages()) {
-    throw ScheduleError("a placement of " + std::to_string(placement_.stages()) + " stages does not fit a graph of " +
-                        std::to_string(graph_.stages()) + ".");
+    throw ScheduleError(
+        concat("a placement of ", placement_.stages(), " stages does not fit a graph of ", graph_.stages(), "."));
   }
   if (microbatches < 1) {
-    throw ScheduleError("a schedule needs at least one microbatch, not " + std::to_string(microbatches) + ".");
+    throw ScheduleError(concat("a schedule needs at least one microbatch, not ", microbatches, "."));
   }
 }
 
@@ -71,13 +74,13 @@ Features features_of(const Schedule& schedule) {
 
 std::string counted(std::size_t number, const std::string& what) {
   const char* const plural = what.ends_with("ch") ? "es" : "s";
-  return std::to_string(number) + " " + what + (number == 1 ? "" : plural);
+  return concat(number, " ", what, number == 1 ? "" : plural);
 }
 
 std::string size_text(const Schedule& schedule) {
-  return counted(static_cast<std::size_t>(schedule.ranks()), "rank") + ", " +
-         counted(static_cast<std::size_t>(schedule.stages()), "stage") + ", " +
-         counted(static_cast<std::size_t>(schedule.microbatches()), "microbatch");
+  return concat(counted(static_cast<std::size_t>(schedule.ranks()), "rank"), ", ",
+                counted(static_cast<std::size_t>(schedule.stages()), "stage"), ", ",
+                counted(static_cast<std::size_t>(schedule.microbatches()), "microbatch"));
 }
 
 }  // namespace penstock

@@ -1,17 +1,25 @@
-// A Schedule is data: for each rank a list of actions, with the placement of stages on ranks, the graph of stages and
-// the number of microbatches. Generators make one of computations only; passes turn one into another; the verifier,
-// the simulator, the drawings and the executor read it.
+// A Schedule is data: a list of actions for each rank, the placement of stages on ranks, the stage graph and the number
+// of microbatches. Generators make schedules of computations only; passes turn one schedule into another; the verifier,
+// the simulator, the drawings and the executor read them.
 //
-// How a list runs, and what all of them mean by it:
-//  - A rank takes its actions in order. The parts of a pair run in turn, each when its inputs are there; what they send
-//    stands behind the pair, so that nothing the second part waits for may depend on the first by way of another rank.
-//  - F of a stage needs the F of each stage that feeds it; I or B needs its own F and the I or B of each stage that it
-//    feeds; W needs its I. What comes from another rank needs a RECV, posted earlier in the list, and the matching SEND.
-//  - RECV posts a receive and returns. SEND follows what it sends, and may block until its receive is posted.
-//  - UNSHARD and RESHARD take turns; in between a stage may compute. At the end all is resharded.
+// Semantics of a schedule:
+//  - A rank executes its actions in order. The parts of a pair run in turn, each when its inputs have arrived. The sends
+//    of both parts follow the pair, so no input of the second part may depend on the first part through another rank.
+//  - F needs the F of each stage with an edge to its stage; I and B need the F of their own stage, and the I or B of
+//    each stage with an edge from it; W needs its I. An input from another rank needs a RECV earlier in the list, and
+//    the matching SEND.
+//  - RECV posts a receive and returns. SEND follows the computation of what it sends, and may block until its receive
+//    is posted.
+//  - UNSHARD and RESHARD of a stage alternate; the stage computes only between them. At the end every stage is
+//    resharded.
 //  - REDUCE_GRAD of a stage follows its last weight gradient.
-//  - SUM_SHARED is a meeting: each rank of a group joins it once, under the name of any of its stages in the group,
-//    after REDUCE_GRAD and the last weight gradient of all of these, and goes on when the last rank has come.
+//  - SUM_SHARED is a collective over the ranks of a group of stages that share parameters. Each rank joins it once, with
+//    any of its stages in the group, after REDUCE_GRAD and the last weight gradient of all of them, and blocks until all
+//    ranks have joined.
+//
+//   Schedule schedule(loop_placement(/*ranks=*/1, /*stages_per_rank=*/1), /*microbatches=*/1);
+//   schedule.add(/*rank=*/0, forward(/*stage=*/0, /*microbatch=*/0));
+//   schedule.add(/*rank=*/0, full_backward(/*stage=*/0, /*microbatch=*/0));
 #pragma once
 
 #include <cstddef>
@@ -31,8 +39,8 @@ class ScheduleSource;
 
 class Schedule {
  public:
-  // An empty schedule on a chain of stages, or on `graph`. Throws ScheduleError when the graph has another number of
-  // stages than the placement, or there is no microbatch.
+  // Makes an empty schedule for a chain of stages, or for `graph`. Throws ScheduleError if the numbers of stages of
+  // graph and placement differ, or if there is no microbatch.
   Schedule(const Placement& placement, int microbatches);
   Schedule(Placement placement, StageGraph graph, int microbatches);
 
@@ -42,39 +50,41 @@ class Schedule {
   const Placement& placement() const { return placement_; }
   const StageGraph& graph() const { return graph_; }
 
+  // Returns the actions of a rank, valid until they are changed.
   std::span<const Action> actions(int rank) const& { return lists_[static_cast<std::size_t>(rank)]; }
-  // The list of a schedule that is about to go away.
+  // Deleted for temporaries, whose actions would be destroyed.
   std::span<const Action> actions(int rank) && = delete;
-  // Of all ranks together.
+  // Returns the number of actions of all ranks together.
   std::size_t size() const;
 
   void add(int rank, const Action& action) { lists_[static_cast<std::size_t>(rank)].push_back(action); }
-  // Moves a rank's list out, and leaves an empty one.
+  // Moves a rank's actions out and leaves none.
   std::vector<Action> take(int rank) { return std::exchange(lists_[static_cast<std::size_t>(rank)], {}); }
-  // Room for so many actions, for who knows how many there will be.
+  // Reserves memory for a number of actions.
   void reserve(int rank, std::size_t actions) { lists_[static_cast<std::size_t>(rank)].reserve(actions); }
   void assign(int rank, std::vector<Action> actions) { lists_[static_cast<std::size_t>(rank)] = std::move(actions); }
 
-  // Returns the same placement, graph, number of microbatches and source, with empty lists.
+  // Returns a schedule with the same placement, graph, number of microbatches and source, but without actions.
   Schedule without_actions() const;
-  // The same lists on another graph of as many stages.
+  // Returns the same actions for another graph of the same number of stages.
   Schedule with_graph(StageGraph graph) const;
 
-  // The index of a stage and a microbatch in a table of all of them.
+  // Returns the index of a stage and a microbatch in a table of stages() × microbatches() entries.
   std::size_t cell(int stage, int microbatch) const {
     return static_cast<std::size_t>(stage) * static_cast<std::size_t>(microbatches_) +
            static_cast<std::size_t>(microbatch);
   }
   std::size_t cells() const { return cell(stages(), 0); }
 
-  // The file that the schedule was read from, for error messages (source.h); null if it was not read from one.
+  // Returns the file that the schedule was read from, for error messages (source.h); null if it was not read from a
+  // file.
   const std::shared_ptr<const ScheduleSource>& source() const { return source_; }
   void set_source(std::shared_ptr<const ScheduleSource> source) { source_ = std::move(source); }
 
   // Compares everything but the source.
-  friend bool operator==(const Schedule& one, const Schedule& other) {
-    return one.placement_ == other.placement_ && one.graph_ == other.graph_ &&
-           one.microbatches_ == other.microbatches_ && one.lists_ == other.lists_;
+  friend bool operator==(const Schedule& left, const Schedule& right) {
+    return left.placement_ == right.placement_ && left.graph_ == right.graph_ &&
+           left.microbatches_ == right.microbatches_ && left.lists_ == right.lists_;
   }
 
  private:
@@ -85,8 +95,8 @@ class Schedule {
   std::shared_ptr<const ScheduleSource> source_;
 };
 
-// What a schedule contains besides forwards. A schedule is checked for the whole of each: one REDUCE_GRAD means one for
-// every stage.
+// Kinds of actions that a schedule contains besides forwards. The verifier requires each kind completely or not at all:
+// if there is one REDUCE_GRAD, every stage needs one.
 struct Features {
   bool backward = false;
   bool communication = false;
@@ -98,11 +108,12 @@ struct Features {
   friend bool operator==(const Features&, const Features&) = default;
 };
 
+// Returns the kinds of actions that occur in a schedule.
 Features features_of(const Schedule& schedule);
 
-// "4 ranks, 8 stages, 8 microbatches"
+// Returns the size of a schedule: "4 ranks, 8 stages, 8 microbatches".
 std::string size_text(const Schedule& schedule);
-// "1 rank", "2 ranks", "3 microbatches"
+// Returns a number with its noun: "1 rank", "2 ranks", "3 microbatches".
 std::string counted(std::size_t number, const std::string& what);
 
 }  // namespace penstock

@@ -1,13 +1,18 @@
-// Runs a schedule on paper: when each action starts and ends, how long the whole takes, who waits for whom, and how much
-// each rank keeps.
+// Simulates a schedule under a cost model: start and end of each action, makespan, bubble, stall attribution (the idle
+// time of each rank by the rank that it waited for), and peak memory of saved activations.
 //
-// Computations take the time that costs say: a full backward an input and a weight backward, a pair the times of its
-// parts in turn, each part's result leaving at the part's own end. Sends, receives and changes of parameters take the rank
-// the time that costs say, by default none; collectives are not waited for. A link
-// takes messages one at a time in the order of sending, each for bytes ÷ bandwidth, and delivers it a latency later. A
-// message whose receive is posted after its turn does not hold up the others: it arrives bytes ÷ bandwidth and a latency
-// after the posting, whatever else is under way then. In a schedule of computations only, sends follow at once and
-// receives are always posted.
+// Computations take the times of the cost model; a full backward takes an input and a weight backward. The parts of a
+// pair run in turn, and the output of each part can be sent when that part ends. Sends, receives and operations on
+// parameters keep the rank busy for the times of the cost model, by default none. UNSHARD and REDUCE_GRAD do not wait
+// for other replicas; SUM_SHARED blocks until all ranks of its group have joined.
+//
+// A link transfers one message at a time, in the order of sending: each takes bytes ÷ bandwidth and arrives a latency
+// later. A message whose receive is posted after its turn does not delay later ones: it arrives bytes ÷ bandwidth and a
+// latency after the receive was posted, whatever else is in flight then. In a schedule of computations only, results
+// are sent at once and receives are always posted.
+//
+//   const Timeline timeline = simulate(lower(gpipe(/*ranks=*/4, /*microbatches=*/8)));
+//   timeline.bubble;  // fraction of the ranks' time that is idle
 #pragma once
 
 #include <cstdint>
@@ -20,48 +25,53 @@
 
 namespace penstock {
 
+// Start and end of an action.
 struct Span {
   double start = 0;
   double end = 0;
 };
 
 struct RankTimes {
-  // One for each action of the rank.
+  // Span of each action of the rank.
   std::vector<Span> spans;
   // Time spent computing.
   double work = 0;
-  // Idle time: before the first computation, after the last, and in between by the rank that was waited for.
+  // Idle time before the first computation, after the last one, and in between by the rank that it waited for.
   double fill = 0;
   double drain = 0;
   std::map<int, double> waiting;
-  // At most at one time, from a forward's start to the end of its W or B; of its own in a schedule of forwards alone.
+  // Largest number, and size, of saved activations at a time. They are saved from the start of a forward to the end of
+  // its W or B, or to the end of the forward itself in a schedule without backwards.
   int peak_activations = 0;
   double peak_bytes = 0;
 };
 
 struct Timeline {
   double makespan = 0;
-  // 1 − work ÷ (ranks × makespan).
+  // Idle fraction of the ranks' time: 1 − work ÷ (ranks × makespan).
   double bubble = 0;
   std::vector<RankTimes> ranks;
 };
 
-// When the parts of the pair that took `span` ran: the first at once, the second until the end.
+// Spans of the parts of a pair.
 struct PairSpans {
   Span first;
   Span second;
 };
+// Returns the spans of the parts of a pair that ran in `span`: the first part runs from its start, the second to its
+// end.
 PairSpans split_pair(const Action& pair, const Span& span, const Costs& costs);
 
-// Returns what one computation, or one change of parameters, takes on its stage.
+// Returns the time of a computation, or of an operation on parameters, of a stage.
 double duration(Computation computation, const StageCosts& stage);
 
-// Throws ScheduleError when a list is not as it should be, or the lists do not run to their end; `verify` says why.
+// Simulates a schedule. Throws ScheduleError if `verify_each_list` refuses it, if it deadlocks (`verify` explains
+// where), or if the makespan is not a finite number.
 Timeline simulate(const Schedule& schedule, const Costs& costs = {});
 
-// Simulates a step in which times vary. Each action takes one of the samples of its kind, chosen at random, and no sample is
-// chosen again before all others of its kind; where there are none, the action takes what costs say. The same seed gives
-// the same timeline.
+// Simulates a step in which times vary. Each action takes the time of a random sample of its kind; no sample is drawn
+// again before all others of its kind have been drawn. Without samples of a kind, the action takes the time of the cost
+// model. The same seed gives the same timeline.
 Timeline simulate(const Schedule& schedule, const Costs& costs, const CostSamples& samples, std::uint64_t seed);
 
 }  // namespace penstock

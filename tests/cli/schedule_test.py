@@ -72,13 +72,13 @@ class Usage(Case):
         self.refuses("schedule", "show", "gpipe", "--ranks", 0, message="--ranks: '0' should be a whole number from 1 on")
         self.refuses("schedule", "show", "gpipe", "--ranks", "four", message="'four' should be a whole number")
         self.refuses("schedule", "simulate", "gpipe", "--latency=-1", message="'-1' should be a number that is not negative")
-        self.refuses("schedule", "show", "gpipe", "--ranks", 4, "--microbatches", 4, "--stages-per-rank", 2, message="GPipe has one stage a rank, not 2")
+        self.refuses("schedule", "show", "gpipe", "--ranks", 4, "--microbatches", 4, "--stages-per-rank", 2, message="GPipe has one stage per rank, not 2")
         self.refuses("schedule", "show", "gpipe", "--csv", "x.csv", message="--csv")
         self.refuses("schedule", "compare", message="--ranks is missing")
 
     def test_names_what_is_wrong_with_edges_and_groups(self):
         size = ("--ranks", 4, "--microbatches", 2)
-        self.refuses("schedule", "verify", "gpipe", *size, "--edges", "0-9", message="no edge can lead from stage 0 to stage 9")
+        self.refuses("schedule", "verify", "gpipe", *size, "--edges", "0-9", message="there can be no edge from stage 0 to stage 9")
         self.refuses("schedule", "verify", "gpipe", *size, "--edges", "0:3", message="--edges '0:3' is no list of stages.\n  Hint: --edges 0-3,1-2")
         self.refuses("schedule", "verify", "gpipe", *size, "--edges", "0-1-2", message="is no list of edges")
         self.refuses("schedule", "verify", "gpipe", *size, "--edges", "", message="is no list of stages")
@@ -154,7 +154,7 @@ class Simulate(Case):
         size = ("gpipe", "--ranks", 2, "--microbatches", 1)
         self.assertEqual(self.simulate(*size, "--latency", 0.5)["makespan"], 7)
         self.assertEqual(self.simulate(*size, "--bandwidth", 2)["makespan"], 7)
-        costs = self.write("costs.json", '{"version": 1, "stages": [{"forward": 10, "bytes_kept": 5}], "links": [{"from": 0, "to": 1, "latency": 3}]}')
+        costs = self.write("costs.json", '{"version": 1, "stages": [{"forward": 10, "activation_bytes": 5}], "links": [{"from": 0, "to": 1, "latency": 3}]}')
         result = self.simulate(*size, "--costs", costs)
         self.assertEqual(result["makespan"], 10 + 3 + 3 + 2)
         self.assertEqual(result["peak_bytes"], [5, 0])
@@ -185,7 +185,7 @@ class Verify(Case):
         file = self.write("stuck.csv", "# Rank 0.\n0F0,,0B0,0F1,0B1\n\n1F1,1F0,1B0,1B1  # rank 1\n")
         result = schedule("verify", "--csv", file)
         self.assertEqual(result.returncode, 1)
-        cycle = (f"{file}:2:6: rank 0, 0B0: the ranks wait for each other in a circle:\n"
+        cycle = (f"{file}:2:6: rank 0, 0B0: deadlock, the ranks wait for each other in a cycle:\n"
                  f"  rank 0, {file}:2:6: 0B0 waits for 1B0 on rank 1\n"
                  f"  rank 1, {file}:4:1: 1F1 waits for 0F1 on rank 0\n")
         self.assertIn(cycle, result.stdout)
@@ -193,6 +193,16 @@ class Verify(Case):
         table = result.stdout[result.stdout.index("step"):]
         for words in (["show"], ["show", "--lowered"], ["simulate"], ["export"], ["export", "--lowered"], ["compare"]):
             self.assertIn(cycle + "\n" + table, self.refuses("schedule", *words, "--csv", file, message=cycle), words)
+
+    def test_a_sum_without_shared_parameters_names_the_option(self):
+        file = self.write("sum.csv", "0F0,0B0,0SUM_SHARED\n1F0,1B0,1SUM_SHARED\n")
+        result = schedule("verify", "--csv", file)
+        self.assertEqual(result.returncode, 1)
+        hint = ("stage 0 shares no parameters.\n"
+                "  Hint: declare the stages that share parameters as a group of the stage graph (--shared 0,3).")
+        self.assertIn(f"{file}:1:9: rank 0, 0SUM_SHARED: {hint}", result.stdout)
+        self.refuses("schedule", "simulate", "--csv", file, message=hint)
+        self.answers("verify", "--csv", file, "--shared", "0,1")
 
     def test_a_file_with_reductions_alone_gets_its_messages(self):
         text = self.answers("verify", "--csv", self.write("half.csv", "0F0,0B0,0REDUCE_GRAD\n1F0,1B0,1REDUCE_GRAD\n"))
@@ -289,9 +299,9 @@ class Compare(Case):
         self.assertEqual((rows["ZBVZeroBubble"]["stages"], rows["ZBVZeroBubble"]["stages_per_rank"]), (16, 2))
         self.assertEqual((rows["GPipe"]["peak_microbatches"], rows["1F1B"]["peak_microbatches"]), (16, 8))
         for line in self.answers("compare", "--ranks", 8, "--microbatches", 16).splitlines()[1:]:
-            name, stages, makespan, bubble, _, kept, messages = line.split()
+            name, stages, makespan, bubble, _, peak, messages = line.split()
             row = rows[name]
-            self.assertEqual((int(stages), float(makespan), float(kept), int(messages)),
+            self.assertEqual((int(stages), float(makespan), float(peak), int(messages)),
                              (row["stages_per_rank"], row["makespan"], round(row["peak_microbatches"], 1), row["messages"]))
             self.assertAlmostEqual(float(bubble), 100 * row["bubble"], delta=0.05)
 
@@ -323,22 +333,22 @@ class Compare(Case):
         self.assertEqual(rows[0][-1], "fits")
         fits = {row[0]: row[-1] for row in rows[1:]}
         self.assertEqual((fits["1F1B"], fits["ZBVZeroBubble"], fits["GPipe"], fits["DualPipeV"]), ("yes", "yes", "no", "no"))
-        # 1000 bytes a microbatch: GPipe keeps 8 of them on each rank, 1F1B 4 on the first.
-        costs = self.write("costs.json", json.dumps({"version": 1, "stages": [{"bytes_kept": 1000}] * 4}))
+        # 1000 bytes per microbatch: GPipe saves activations of 8 microbatches on each rank, 1F1B of 4 on the first.
+        costs = self.write("costs.json", json.dumps({"version": 1, "stages": [{"activation_bytes": 1000}] * 4}))
         for limit, of_gpipe, of_1f1b in (("8kB", True, True), ("7.9kB", False, True), ("4000B", False, True), ("3.9KiB", False, False)):
             result, rows = self.compared(*size, "--costs", costs, "--memory", limit)
             self.assertEqual((rows["GPipe"]["fits"], rows["1F1B"]["fits"]), (of_gpipe, of_1f1b), limit)
             self.assertEqual(rows["GPipe"]["peak_bytes"], 8000)
         self.assertEqual(result["memory"], {"bytes": 3.9 * 1024})
-        self.assertIn("bytes kept", self.answers("compare", *size, "--costs", costs))
+        self.assertIn("peak bytes", self.answers("compare", *size, "--costs", costs))
 
     def test_memory_that_cannot_be_compared(self):
         size = ("schedule", "compare", "--ranks", 4, "--microbatches", 8)
         for wrong in ("much", "4 apples", "-1", "0", "nan", "4mb"):
             self.refuses(*size, f"--memory={wrong}", message=f"--memory '{wrong}' is neither a number of microbatches nor of bytes.\n  Hint: --memory 4")
-        self.refuses(*size, "--memory", "1GB", message="--memory 1GB is in bytes, but the costs do not say what rank 0 keeps of a microbatch.\n  Hint: give bytes_kept")
-        costs = self.write("costs.json", '{"version": 1, "stages": [{"bytes_kept": 1}, {}]}')
-        self.refuses(*size, "--costs", costs, "--memory", "1GB", message="what rank 1 keeps")
+        self.refuses(*size, "--memory", "1GB", message="--memory 1GB is in bytes, but the costs do not give the size of the activations of rank 0.\n  Hint: give activation_bytes")
+        costs = self.write("costs.json", '{"version": 1, "stages": [{"activation_bytes": 1}, {}]}')
+        self.refuses(*size, "--costs", costs, "--memory", "1GB", message="the size of the activations of rank 1")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ void try_text(std::string_view text) {
   if (parse_csv(to_csv(schedule)) != schedule) std::abort();
   const auto violation = verify(schedule);
   if (violation && explain(schedule, *violation).empty()) std::abort();
-  // What is not valid is refused by an error, never worse.
+  // An invalid schedule must be refused with an error.
   for (const auto act : {+[](const Schedule& s) { simulate(s); }, +[](const Schedule& s) { add_sharding(s); },
                          +[](const Schedule& s) { add_reductions(s); }, +[](const Schedule& s) { drop_backwards(s); },
                          +[](const Schedule& s) { add_communication(s); }}) {

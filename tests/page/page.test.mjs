@@ -16,7 +16,7 @@ import { chromium } from 'playwright-core';
 const TEMPLATE = fileURLToPath(new URL('../../penstock/schedule/draw/page.html', import.meta.url));
 const SCHEDULES = {
   zbv: ['ZBVZeroBubble', '--ranks', '4', '--microbatches', '8'],
-  // What the costs say of memory is shown, here 64 KiB for each of eight stages.
+  // The costs give sizes of activations, which the page shows: 64 KiB for each of eight stages.
   dual: ['DualPipeV', '--ranks', '4', '--microbatches', '10', '--costs', 'COSTS'],
   lowered: ['ZBVZeroBubble', '--ranks', '4', '--microbatches', '8', '--lowered', '--latency', '0.1'],
   large: ['1F1B', '--ranks', '256', '--microbatches', '512'],
@@ -31,7 +31,7 @@ let browser;
 before(async () => {
   assert.ok(process.env.PENSTOCK, 'PENSTOCK is not set. Hint: PENSTOCK=build/penstock node --test');
   const costs = join(folder, 'costs.json');
-  writeFileSync(costs, JSON.stringify({ version: 1, stages: Array(8).fill({ bytes_kept: 65536 }) }));
+  writeFileSync(costs, JSON.stringify({ version: 1, stages: Array(8).fill({ activation_bytes: 65536 }) }));
   for (const [name, schedule] of Object.entries(SCHEDULES)) {
     const file = join(folder, `${name}.html`), words = schedule.map((word) => (word === 'COSTS' ? costs : word));
     execFileSync(process.env.PENSTOCK, ['schedule', 'show', ...words, '--format', 'html', '-o', file]);
@@ -131,7 +131,7 @@ function contrast(a, b) {
   }).sort((x, y) => x - y);
   return (high + 0.05) / (low + 0.05);
 }
-// What a canvas (0: the timeline, 1: what lies over it) holds at a point of the window: red, green, blue, alpha.
+// Returns the colour (red, green, blue, alpha) of a canvas (0: the timeline, 1: the overlay) at a point of the window.
 const pixel = (page, layer, x, y) => page.evaluate(([at, px, py]) => {
   const canvas = document.querySelectorAll('#chart canvas')[at], area = canvas.getBoundingClientRect();
   return [...canvas.getContext('2d').getImageData(px - area.left, py - area.top, 1, 1).data];
@@ -159,12 +159,12 @@ describe('Every page', () => {
     }
   }
 
-  test('shows the figures of its data', async (t) => {
+  test('shows the metrics of its data', async (t) => {
     for (const name of Object.keys(SCHEDULES)) {
       const page = await open(t, name);
       const { makespan, bubble, ranks } = await page.evaluate(() => penstock.data.timelines[0]);
-      const pairs = await page.locator('#figures dl').evaluateAll((figures) => figures.map((figure) =>
-        [figure.querySelector('dt').textContent, figure.querySelector('b').textContent]));
+      const pairs = await page.locator('#metrics dl').evaluateAll((metrics) => metrics.map((metric) =>
+        [metric.querySelector('dt').textContent, metric.querySelector('b').textContent]));
       const shown = Object.fromEntries(pairs);
       const rounded = (value, digits) => value.toLocaleString('en', { maximumFractionDigits: digits });
       assert.equal(shown.Makespan.replaceAll(',', ''), String(Number(makespan.toPrecision(4))));
@@ -174,7 +174,7 @@ describe('Every page', () => {
     }
   });
 
-  test('tells its figures to a screen reader, and each rank’s in a table', async (t) => {
+  test('tells its metrics to a screen reader, and each rank’s in a table', async (t) => {
     const page = await open(t, 'zbv');
     const summary = await page.textContent('#summary');
     assert.match(summary, /ZBVZeroBubble.*Makespan.*Bubble.*Peak activations/);
@@ -197,8 +197,8 @@ describe('The curve', () => {
     for (const name of ['zbv', 'hand']) {
       const page = await open(t, name);
       assert.equal(await page.locator('#curve').isVisible(), false);
-      const [figures] = await boxes(page, '#figures'), [legend] = await boxes(page, '#legend');
-      assert.ok(legend.top - figures.bottom <= 24, `${legend.top - figures.bottom} pixels between figures and legend`);
+      const [metrics] = await boxes(page, '#metrics'), [legend] = await boxes(page, '#legend');
+      assert.ok(legend.top - metrics.bottom <= 24, `${legend.top - metrics.bottom} pixels between metrics and legend`);
     }
   });
 
@@ -209,7 +209,7 @@ describe('The curve', () => {
       assert.deepEqual((await boxes(page, '#curve text.name')).map(({ text }) => text), ['Loss', 'step']);
       const name = 'Loss: from 4.2 to 0.568 in steps 11 to 60, 1 of them not finite';
       assert.equal(await page.textContent('#curve-name'), name);
-      // Marks stand where their values are: those of the largest and the smallest lie between the outermost two.
+      // Marks are at their values: the largest and the smallest value lie between the outermost marks.
       const values = await boxes(page, '#curve text.value'), steps = await boxes(page, '#curve text.step');
       const middle = (box, one, other) => (box[one] + box[other]) / 2, [line] = await boxes(page, '#curve path');
       const along = (marks, one, other, value) => {
@@ -222,7 +222,7 @@ describe('The curve', () => {
         [line.bottom, along(values, 'top', 'bottom', 4.2 * 0.96 ** 49)], [line.left, along(steps, 'left', 'right', 11)],
         [line.right, along(steps, 'left', 'right', 60)]]) assert.ok(Math.abs(found - expected) < 2, `${found}, not ${expected}`);
       assert.equal((await page.getAttribute('#curve path', 'd')).split('M').length, 3, 'a gap at the step without a value');
-      // No label is cut off by the window or lies over another.
+      // No label is cut off by the window or overlaps another.
       const all = await boxes(page, '#curve text');
       assert.ok(all.every(({ left, right }) => left >= 0 && right <= viewport.width), JSON.stringify(all));
       for (const [at, one] of all.entries()) {
@@ -316,7 +316,7 @@ describe('The pointer', () => {
       const lit = await pixel(page, 1, same.x + same.width / 2, same.y + 4);
       assert.equal(lit[3], 255, `rank ${rank}: ${lit}`);
       assert.deepEqual(lit, await pixel(page, 0, same.x + same.width / 2, same.y + 4));
-      // The line that shows the way may cross a block, but not all of it.
+      // A link may cross a block, but not cover it.
       const points = [0.25, 0.5, 0.75].map((part) => pixel(page, 1, other.x + part * other.width, other.y + 4));
       const dimmed = Math.min(...(await Promise.all(points)).map(([, , , alpha]) => alpha));
       assert.ok(dimmed > 100 && dimmed < 220, `rank ${rank}: ${dimmed}`);
@@ -489,7 +489,7 @@ describe('The colours', () => {
       const pairs = await page.evaluate(() => {
         const paper = getComputedStyle(document.body).backgroundColor;
         const on = { '#card p': '#card', '#card dd': '#card', '#card dt': '#card' };
-        const texts = ['h1', '#subtitle', '#figures dt', '#figures dd', '#figures b', '#legend button', '#legend small',
+        const texts = ['h1', '#subtitle', '#metrics dt', '#metrics dd', '#metrics b', '#legend button', '#legend small',
           '#legend > span', '#hint', 'thead th', 'td', '#tools button', ...Object.keys(on)];
         return texts.map((selector) => [selector, getComputedStyle(document.querySelector(selector)).color,
           on[selector] ? getComputedStyle(document.querySelector(on[selector])).backgroundColor : paper]);
@@ -622,16 +622,16 @@ describe('A lowered schedule in two timelines', () => {
     for (let turn = 0; turn < 20 && !(await page.evaluate(() => penstock.marks)); ++turn) await press(page, '+');
   };
 
-  test('shows both timelines under their names, with figures for each', async (t) => {
+  test('shows both timelines under their names, with metrics for each', async (t) => {
     const page = await open(t, 'hand');
     assert.equal(await page.textContent('h1'), '</script><b>by hand</b>');
-    assert.deepEqual(await page.locator('#figures h2').allTextContents(), ['simulated', 'measured']);
+    assert.deepEqual(await page.locator('#metrics h2').allTextContents(), ['simulated', 'measured']);
     const [above, below] = [await boxOf(page, 1, 1, 0), await boxOf(page, 0, 1, 1)];
     assert.ok(below.y > above.y + above.height, `${below.y} under ${above.y}`);
     assert.equal((await boxOf(page, 0, 1, 0)).x, below.x);
     assert.match(await page.textContent('#notes'), /Skip connections: 0 → 2\. Stages 0, 2 share parameters\./);
-    assert.ok((await page.textContent('#figures')).includes('3.5\u00a0GiB'));
-    assert.ok((await page.textContent('#figures')).includes('40\u00a0ms'));
+    assert.ok((await page.textContent('#metrics')).includes('3.5\u00a0GiB'));
+    assert.ok((await page.textContent('#metrics')).includes('40\u00a0ms'));
   });
 
   test('keeps transfers out of sight until there is room, then tells what they are', async (t) => {

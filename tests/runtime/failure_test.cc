@@ -210,7 +210,7 @@ TEST(Pipelines, RefuseAScheduleThatDeadlocksWithItsPlacesInTheFile) {
   const std::string error =
       error_of<ScheduleError>([&] { Pipeline(model.pipeline_stages(), stuck, {.loss = squared_error}); });
   expect_begins(error,
-                "own.csv:2:5: rank 0, 0B0: the ranks wait for each other in a circle:\n"
+                "own.csv:2:5: rank 0, 0B0: deadlock, the ranks wait for each other in a cycle:\n"
                 "  rank 0, own.csv:2:5: 0B0 waits for 1B0 on rank 1\n"
                 "  rank 1, own.csv:3:1: 1F1 waits for 0F1 on rank 0\n\n"
                 "step  rank 0  rank 1\n0     0F0     1F1\n");

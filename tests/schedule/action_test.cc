@@ -4,7 +4,7 @@
 
 #include "tests/schedule/expect.h"
 
-namespace penstock {
+namespace penstock::testing {
 namespace {
 
 TEST(Action, IsSmall) {
@@ -61,28 +61,28 @@ TEST(Action, RefusesWhatIsNoActionAndSaysWhy) {
   const std::vector<std::pair<std::string, std::string>> cases = {
       {"", "an empty text is not an action"},
       {"2X4", "'2X4' is not an action: unknown computation 'X'.\n  Hint: the computations are F, I, W, B, UNSHARD"},
-      {"1F0junk", "nothing may follow it, but 'junk' does"},
-      {"2F", "F needs a microbatch behind it"},
-      {"F0", "it begins with the index of a stage"},
-      {"-1F0", "it begins with the index of a stage"},
-      {"1F-2", "F needs a microbatch behind it"},
+      {"1F0junk", "unexpected 'junk' at its end"},
+      {"2F", "F must be followed by a microbatch"},
+      {"F0", "it must begin with the index of a stage"},
+      {"-1F0", "it must begin with the index of a stage"},
+      {"1F-2", "F must be followed by a microbatch"},
       {"99999999999F0", "a number in it is too large"},
-      {"3", "no computation behind the stage"},
+      {"3", "no computation after the stage"},
       {"0f1", "unknown computation 'f'"},
-      {"0UNSHARD3", "nothing may follow it, but '3' does"},
-      {"0SEND_F1@", "'@' names the stage at the other end"},
-      {"0F1@2", "nothing may follow it, but '@2' does"},
-      {"0OVERLAP_F_B", "OVERLAP_F_B stands behind a pair"},
-      {"(0F1;3B0)", "followed by OVERLAP_F_B"},
-      {"(0F1)OVERLAP_F_B", "a pair has two parts"},
-      {"(0F1;3B0;1W0)OVERLAP_F_B", "a pair has two parts"},
-      {"(0F1;3SEND_B0)OVERLAP_F_B", "the parts of a pair are F, I, W or B, not '3SEND_B0'"},
-      {"((0F1;1F0)OVERLAP_F_B;3B0)OVERLAP_F_B", "a pair has no pair inside"},
-      {"(0F1;3B0)OVERLAP_F_Bx", "nothing may follow it, but 'x' does"},
-      {std::string("0F1\0", 4), "nothing may follow it, but '?' does"},
+      {"0UNSHARD3", "unexpected '3' at its end"},
+      {"0SEND_F1@", "'@' must be followed by the stage at the other end"},
+      {"0F1@2", "unexpected '@2' at its end"},
+      {"0OVERLAP_F_B", "OVERLAP_F_B must follow a pair"},
+      {"(0F1;3B0)", "OVERLAP_F_B must follow the parts of a pair"},
+      {"(0F1)OVERLAP_F_B", "a pair has exactly two parts"},
+      {"(0F1;3B0;1W0)OVERLAP_F_B", "a pair has exactly two parts"},
+      {"(0F1;3SEND_B0)OVERLAP_F_B", "the parts of a pair must be F, I, W or B, not '3SEND_B0'"},
+      {"((0F1;1F0)OVERLAP_F_B;3B0)OVERLAP_F_B", "the parts of a pair cannot be pairs"},
+      {"(0F1;3B0)OVERLAP_F_Bx", "unexpected 'x' at its end"},
+      {std::string("0F1\0", 4), "unexpected '?' at its end"},
   };
   for (const auto& entry : cases) expect_error([&] { parse_action(entry.first); }, entry.second);
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::testing

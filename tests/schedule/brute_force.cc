@@ -10,19 +10,19 @@
 namespace penstock::testing {
 namespace {
 
-// Computation, stage, microbatch, other stage; kNone for what an action has not.
-using Deed = std::tuple<Computation, int, int, int>;
+// Computation, stage, microbatch and other stage, or kNone.
+using Event = std::tuple<Computation, int, int, int>;
 
-// All that happened so far. A stage's entries are written only by the rank that the stage lies on.
+// Everything that has happened so far. Entries of a stage are written only by the rank of the stage.
 struct History {
-  std::set<Deed> deeds;
+  std::set<Event> events;
   std::set<int> unsharded;
   std::set<int> reduced;
-  // Group and rank.
+  // Pairs of group and rank.
   std::set<std::pair<int, int>> joined;
 
   bool did(Computation computation, int stage, int microbatch, int other_stage = kNone) const {
-    return deeds.contains({computation, stage, microbatch, other_stage});
+    return events.contains({computation, stage, microbatch, other_stage});
   }
   bool made_input_gradient(int stage, int microbatch) const {
     return did(Computation::InputBackward, stage, microbatch) || did(Computation::FullBackward, stage, microbatch);
@@ -36,16 +36,16 @@ class Machine {
  public:
   Machine(const Schedule& schedule, const Features& expected) : schedule_(schedule), expected_(expected) {}
 
-  // A rank that fails stops, and the others go on as far as they can: so the answer does not hang on the order.
+  // A rank that fails stops, and the others continue as far as they can, so the result does not depend on the order.
   std::string run(std::uint64_t seed) {
     std::mt19937_64 random(seed);
     std::vector<int> order;
     for (int rank = 0; rank < schedule_.ranks(); ++rank) order.push_back(rank);
 
-    for (bool moved = true; moved;) {
-      moved = false;
+    for (bool progress = true; progress;) {
+      progress = false;
       for (std::size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random() % i]);
-      for (int rank : order) moved = step(rank) || moved;
+      for (int rank : order) progress = step(rank) || progress;
     }
 
     if (!errors_.empty()) return errors_.begin()->second;
@@ -63,27 +63,27 @@ class Machine {
   const Action& current(int rank) const { return schedule_.actions(rank)[position_.at(rank)]; }
   std::string place(int rank) const { return "rank " + std::to_string(rank) + " at " + to_string(current(rank)); }
 
-  // Takes one action of a rank, or a part of the way to it. False when nothing changed.
+  // Executes the next action of a rank, or joins its collective. Returns false if nothing changed.
   bool step(int rank) {
     position_.try_emplace(rank, 0);
     if (errors_.contains(rank) || at_end(rank)) return false;
     const Action& action = current(rank);
 
-    if (in_meeting_.contains(rank)) {
+    if (in_collective_.contains(rank)) {
       if (!waits_for(action).empty()) return false;
-      in_meeting_.erase(rank);
+      in_collective_.erase(rank);
       ++position_[rank];
       return true;
     }
 
-    if (std::string error = own_error(rank, action); !error.empty()) {
+    if (std::string error = local_error(rank, action); !error.empty()) {
       errors_[rank] = place(rank) + ": " + error;
       return true;
     }
     if (action.computation == Computation::SumShared) {
-      // Joining comes before waiting, or nobody would ever be there.
+      // A rank joins before it waits for the others.
       history_.joined.insert({group_of(action.stage), rank});
-      in_meeting_.insert(rank);
+      in_collective_.insert(rank);
       return true;
     }
     if (!waits_for(action).empty()) return false;
@@ -92,25 +92,25 @@ class Machine {
     return true;
   }
 
-  // What is wrong with an action, from what its own rank did before: waiting cannot mend it.
-  // One rule after the other, as they are written down; cut up, they would be harder to check.
+  // Returns an error of an action that follows from earlier actions of its own rank, which waiting cannot resolve. The
+  // rules are in the order of schedule.h; split up, they would be harder to compare.
   // NOLINTNEXTLINE(readability-function-cognitive-complexity)
-  std::string own_error(int rank, const Action& action) const {
-    if (!action.is_overlap()) return own_error(rank, action, history_);
+  std::string local_error(int rank, const Action& action) const {
+    if (!action.is_overlap()) return local_error(rank, action, history_);
     for (const Action& part : {action.first(), action.second()}) {
       if (!is_plain_compute(part.computation)) return "a part is no computation";
     }
-    if (std::string error = own_error(rank, action.first(), history_); !error.empty()) return error;
+    if (std::string error = local_error(rank, action.first(), history_); !error.empty()) return error;
     History after_first = history_;
     record(action.first(), after_first);
-    return own_error(rank, action.second(), after_first);
+    return local_error(rank, action.second(), after_first);
   }
 
-  std::string own_error(int rank, const Action& action, const History& history) const {
+  std::string local_error(int rank, const Action& action, const History& history) const {
     const int stage = action.stage;
     const int microbatch = action.microbatch;
     if (stage < 0 || stage >= schedule_.stages()) return "no such stage";
-    if (rank_of(stage) != rank) return "the stage lies on another rank";
+    if (rank_of(stage) != rank) return "the stage is on another rank";
     if (is_plain_compute(action.computation) || action.is_message()) {
       if (microbatch < 0 || microbatch >= schedule_.microbatches()) return "no such microbatch";
     }
@@ -198,7 +198,7 @@ class Machine {
     return {};
   }
 
-  // What an action, right as far as its own rank goes, still needs of other ranks; empty when it may run.
+  // Returns what an action without a local error still needs from other ranks; empty if it can run.
   std::string waits_for(const Action& action) const {
     const int stage = action.stage;
     const int microbatch = action.microbatch;
@@ -254,7 +254,7 @@ class Machine {
       case Computation::Unshard: history.unsharded.insert(action.stage); break;
       case Computation::Reshard: history.unsharded.erase(action.stage); break;
       case Computation::ReduceGrad: history.reduced.insert(action.stage); break;
-      default: history.deeds.insert(deed(action));
+      default: history.events.insert(event_of(action));
     }
   }
 
@@ -294,10 +294,10 @@ class Machine {
     return {};
   }
 
-  static Deed deed(const Action& action) {
+  static Event event_of(const Action& action) {
     return {action.computation, action.stage, action.microbatch, action.is_message() ? action.other_stage : kNone};
   }
-  bool did(const Action& action) const { return history_.deeds.contains(deed(action)); }
+  bool did(const Action& action) const { return history_.events.contains(event_of(action)); }
 
   static bool is_plain_compute(Computation computation) {
     return computation == Computation::Forward || computation == Computation::InputBackward ||
@@ -345,10 +345,10 @@ class Machine {
   const Schedule& schedule_;
   const Features& expected_;
   History history_;
-  // By rank: the next action, what stopped it, and whether it stands in a SUM_SHARED.
+  // Next action by rank, errors by rank, and the ranks in a SUM_SHARED.
   std::map<int, std::size_t> position_;
   std::map<int, std::string> errors_;
-  std::set<int> in_meeting_;
+  std::set<int> in_collective_;
 };
 
 }  // namespace

@@ -1,6 +1,6 @@
-// A second opinion on schedules, to hold the verifier against: it follows the sentences at the top of schedule.h one by
-// one, remembers all that was done as sets, and asks them about every action. It is slow and plain, and on purpose
-// shares no code with verify.cc.
+// An independent verifier to test the real one against. It follows the semantics at the top of schedule.h sentence by
+// sentence and records everything that happened in sets. It is slow and simple, and deliberately shares no code with
+// the verifier.
 #pragma once
 
 #include <cstdint>
@@ -10,9 +10,9 @@
 
 namespace penstock::testing {
 
-// Runs the lists action by action with blocking sends, and tells whether they finish having computed the right thing.
-// Empty when so; else what went wrong, in a few words. `seed` sets the order in which ranks take their turns; the
-// answer is the same for every seed.
+// Runs all ranks action by action with blocking sends. Returns an empty text if they complete and have computed the
+// right thing, else a short description of the failure. `seed` determines the order in which ranks run; the result is
+// the same for every seed.
 std::string brute_force(const Schedule& schedule, const Features& expected, std::uint64_t seed = 0);
 
 }  // namespace penstock::testing

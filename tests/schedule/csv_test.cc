@@ -10,7 +10,7 @@
 #include "penstock/schedule/verify.h"
 #include "tests/schedule/expect.h"
 
-namespace penstock {
+namespace penstock::testing {
 namespace {
 
 TEST(ScheduleCsv, ComesBackAsItWas) {
@@ -32,7 +32,7 @@ TEST(ScheduleCsv, TakesGraphFromOptions) {
   const Schedule schedule = parse_csv("0F0,0B0\n1F0,1B0\n2F0,2B0\n", {.skips = {{0, 2}}, .shared = {{0, 2}}});
   EXPECT_EQ(schedule.graph().skips(), (std::vector<Edge>{{0, 2}}));
   EXPECT_EQ(schedule.graph().groups().size(), 1U);
-  expect_error([] { parse_csv("0F0\n", {.skips = {{0, 2}}}); }, "no edge can lead from stage 0 to stage 2");
+  expect_error([] { parse_csv("0F0\n", {.skips = {{0, 2}}}); }, "there can be no edge from stage 0 to stage 2");
 }
 
 TEST(ScheduleCsv, LeavesOutIdleSlotsAndTakesEveryKindOfLine) {
@@ -84,22 +84,23 @@ TEST(ScheduleCsv, KnowsTheLineAndColumnOfEachActionThroughEveryPass) {
       }
     }
   }
-  // Where an action stands twice, each has its own place; a part of a pair has that of the pair.
+  // Duplicates have different locations; a part of a pair has the location of the pair.
   EXPECT_EQ(place_text(parse_csv("0F0,0F0\n"), 0, 1), "schedule.csv:1:5");
   EXPECT_EQ(place_text(drop_backwards(parse_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")), 0, 1), "schedule.csv:1:5");
 }
 
 TEST(ScheduleCsv, RefusesWhatIsNoSchedule) {
-  expect_error([] { parse_csv(""); }, "schedule.csv: there is no action in it");
-  expect_error([] { parse_csv("\n,,\n# 0F0\n"); }, "there is no action in it");
+  expect_error([] { parse_csv(""); }, "schedule.csv: contains no action");
+  expect_error([] { parse_csv("\n,,\n# 0F0\n"); }, "contains no action");
   expect_error([] { parse_csv("0F0\n0B0\n"); },
-               "schedule.csv:2:1: '0B0' stands in the row of rank 1, but stage 0 has actions on rank 0 already");
+               "schedule.csv:2:1: '0B0' is in the row of rank 1, but stage 0 already has actions on rank 0");
   expect_error([] { parse_csv("0F0,2F0,0F1\n"); }, "stage 1 has no action, but stage 2 has");
   expect_error([] { parse_csv("0F0\n2147483647F2147483646\n"); },
-               "schedule.csv:2:1: '2147483647F2147483646' counts further than the file has actions");
-  expect_error([] { parse_csv("0F0,0SEND_F0@9\n"); },
-               "schedule.csv:1:5: '0SEND_F0@9' goes along no edge that can be: from an earlier stage to a later one of "
-               "the 1 in the file");
+               "schedule.csv:2:1: '2147483647F2147483646' has an index out of range: the file has only 2 actions");
+  expect_error(
+      [] { parse_csv("0F0,0SEND_F0@9\n"); },
+      "schedule.csv:1:5: '0SEND_F0@9' is not along a possible edge: edges lead from an earlier stage to a later "
+      "one, and the file has 1 stages");
   expect_error([] { parse_csv("PK\x03\x04\n"); }, "schedule.csv:1:1: 'PK");
 }
 
@@ -124,4 +125,4 @@ TEST(ScheduleCsv, LoadsMoreThanAMillionActions) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::testing

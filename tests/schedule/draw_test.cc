@@ -10,7 +10,7 @@
 #include "penstock/schedule/generators.h"
 #include "penstock/schedule/passes.h"
 
-namespace penstock {
+namespace penstock::testing {
 namespace {
 
 using Draw = std::function<void(std::ostream&, const Drawing&)>;
@@ -43,8 +43,8 @@ TEST(TextDrawing, HasBlocksOnAScaleOfTime) {
             "\n"
             "F forward   I input backward   W weight backward   B full backward\n"
             "makespan 9   bubble 33.3 %   peak activations 2\n"
-            "  rank 0: work 6, idle 0 at the start, 0 at the end, 3 waiting for rank 1; keeps 2\n"
-            "  rank 1: work 6, idle 1 at the start, 2 at the end; keeps 2\n");
+            "  rank 0: work 6, idle 0 at the start, 0 at the end, 3 waiting for rank 1; peak activations 2\n"
+            "  rank 1: work 6, idle 1 at the start, 2 at the end; peak activations 2\n");
 }
 
 TEST(TextDrawing, KeepsToTheWidthWithALetterForEachComputation) {
@@ -94,7 +94,7 @@ TEST(TraceDrawing, PairsTheFlowOfEachMessage) {
     if (event["ph"] == "f") --flows[event["id"]];
   }
   EXPECT_EQ(flows.size(), 8U);
-  // An arrow leads forwards in time.
+  // A flow leads forward in time.
   std::map<std::string, double> sent;
   for (const auto& event : trace["traceEvents"]) {
     if (event["ph"] == "s") sent[event["id"]] = event["ts"];
@@ -156,4 +156,4 @@ TEST(Table, ShowsTheSurroundingsOfAMark) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::testing

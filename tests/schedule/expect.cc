@@ -5,11 +5,11 @@
 #include <iostream>
 #include <vector>
 
-namespace penstock {
+namespace penstock::testing {
 
-Random seeded(unsigned usual) {
+Random seeded(unsigned default_seed) {
   const char* const wanted = std::getenv("PENSTOCK_SEED");
-  const unsigned seed = wanted == nullptr ? usual : static_cast<unsigned>(std::stoul(wanted));
+  const unsigned seed = wanted == nullptr ? default_seed : static_cast<unsigned>(std::stoul(wanted));
   std::cout << "PENSTOCK_SEED=" << seed << "\n";
   return Random(seed);
 }
@@ -22,8 +22,8 @@ StageGraph random_graph(Random& random, int stages) {
     graph.add_edge(from, between(random, from + 1, stages - 1));
   }
   for (int i = between(random, 0, 2); i > 0; --i) {
-    const int one = between(random, 0, stages - 2);
-    graph.share({one, between(random, one + 1, stages - 1)});
+    const int stage = between(random, 0, stages - 2);
+    graph.share({stage, between(random, stage + 1, stages - 1)});
   }
   return graph;
 }
@@ -37,4 +37,4 @@ Placement random_placement(Random& random, int ranks, int stages) {
   return Placement(std::move(rank_of_stage), ranks);
 }
 
-}  // namespace penstock
+}  // namespace penstock::testing

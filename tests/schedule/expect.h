@@ -1,4 +1,4 @@
-// What the tests of this room share: checks of error messages, and schedules drawn at random.
+// Shared by the tests of the schedule layer: checks of error messages, and random graphs and placements.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -9,9 +9,9 @@
 #include "penstock/schedule/error.h"
 #include "penstock/schedule/schedule.h"
 
-namespace penstock {
+namespace penstock::testing {
 
-// `act` throws a ScheduleError whose message contains `words`.
+// Expects that `act` throws a ScheduleError whose message contains `words`.
 template <class Act>
 void expect_error(const Act& act, const std::string& words) {
   try {
@@ -25,16 +25,16 @@ void expect_error(const Act& act, const std::string& words) {
 
 using Random = std::mt19937;
 
-// From PENSTOCK_SEED if it is set, else from `usual`; a failure in the test shows which.
-Random seeded(unsigned usual);
+// Returns a generator with the seed PENSTOCK_SEED if it is set, else `default_seed`, and prints the seed.
+Random seeded(unsigned default_seed);
 
 inline int between(Random& random, int low, int high) {
   return std::uniform_int_distribution<int>(low, high)(random);
 }
 
-// A chain of stages with skips and groups at random.
+// Returns a chain of stages with random skip connections and groups.
 StageGraph random_graph(Random& random, int stages);
-// Stages on ranks at random, each rank with one at least if there are enough.
+// Returns a random placement in which each rank has a stage if there are enough.
 Placement random_placement(Random& random, int ranks, int stages);
 
-}  // namespace penstock
+}  // namespace penstock::testing

@@ -7,7 +7,7 @@
 #include "penstock/schedule/verify.h"
 #include "tests/schedule/expect.h"
 
-namespace penstock {
+namespace penstock::testing {
 namespace {
 
 TEST(Generators, AreFoundByNameWithoutRegardToCase) {
@@ -23,16 +23,16 @@ TEST(Generators, NameTheNearestWhenThereIsNone) {
 
 TEST(Generators, RefuseNumbersThatTheyCannotHave) {
   expect_error([] { generate("GPipe", {.ranks = 4, .stages_per_rank = 2, .microbatches = 4}); },
-               "GPipe has one stage a rank, not 2");
+               "GPipe has one stage per rank, not 2");
   expect_error([] { generate("ZBVZeroBubble", {.ranks = 4, .stages_per_rank = 3, .microbatches = 4}); },
-               "ZBVZeroBubble has two stages a rank, not 3");
+               "ZBVZeroBubble has two stages per rank, not 3");
   expect_error([] { generate("GPipe", {.ranks = 0, .microbatches = 4}); }, "at least one rank, not 0");
   expect_error([] { generate("GPipe", {.ranks = 1, .microbatches = 0}); }, "at least one microbatch, not 0");
   expect_error([] { generate("LoopedBFS", {.ranks = 1 << 20, .stages_per_rank = 1 << 20, .microbatches = 1 << 20}); },
                "is too large");
 }
 
-// The picture above each generator is what it makes.
+// The pictures above the generators are correct.
 TEST(Generators, MakeTheirPictures) {
   EXPECT_EQ(to_csv(gpipe(3, 3)), "0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2\n2F0,2F1,2F2,2B0,2B1,2B2\n");
   EXPECT_EQ(to_csv(one_f_one_b(3, 4)),
@@ -75,4 +75,4 @@ TEST(Generators, GiveTheirOwnScheduleOnTheirOwnPlacement) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::testing

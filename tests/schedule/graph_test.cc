@@ -5,7 +5,7 @@
 #include "penstock/schedule/placement.h"
 #include "tests/schedule/expect.h"
 
-namespace penstock {
+namespace penstock::testing {
 namespace {
 
 std::vector<int> ranks_of(const Placement& placement) {
@@ -34,7 +34,8 @@ TEST(Placement, MapsStagesAndRanksUnderPyTorchsNames) {
   EXPECT_EQ(generate_stage_to_rank_mapping(2, 4, "v"), (std::vector<int>{0, 1, 1, 0}));
   EXPECT_EQ(generate_rank_to_stage_mapping(2, 4, "v"), (std::vector<std::vector<int>>{{0, 3}, {1, 2}}));
   EXPECT_EQ(generate_rank_to_stage_mapping(2, 3), (std::vector<std::vector<int>>{{0, 2}, {1}}));
-  expect_error([] { generate_stage_to_rank_mapping(2, 5, "v"); }, "a V of 5 stages does not come out even on 2 ranks");
+  expect_error([] { generate_stage_to_rank_mapping(2, 5, "v"); },
+               "a V placement needs a multiple of 2 stages on 2 ranks, not 5");
   expect_error([] { generate_stage_to_rank_mapping(2, 4, "ring"); }, "there is no placement 'ring'");
 }
 
@@ -86,4 +87,4 @@ TEST(StageGraph, RefusesEdgesAndGroupsThatCannotBe) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::testing

@@ -1,5 +1,5 @@
-// Every schedule × ranks 1–8 × stages a rank 1–4 × microbatches 1–16, as it is and with skips, shared parameters and
-// unequal placements at random: generated, lowered, verified and simulated.
+// Generates, lowers, verifies and simulates every schedule × 1–8 ranks × 1–4 stages per rank × 1–16 microbatches: as it
+// is, and with random skip connections, shared parameters and unequal placements.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 #include "penstock/schedule/verify.h"
 #include "tests/schedule/expect.h"
 
-namespace penstock {
+namespace penstock::testing {
 namespace {
 
 std::vector<int> stages_per_rank_of(const Generator& generator) {
@@ -18,7 +18,7 @@ std::vector<int> stages_per_rank_of(const Generator& generator) {
   return {1, 2, 3, 4};
 }
 
-// Receives of a rank that are posted and whose message has not been used yet, at most.
+// Returns the largest number of receives of a rank that are posted and whose message has not been used yet.
 int most_outstanding_receives(const Schedule& lowered) {
   int most = 0;
   for (int rank = 0; rank < lowered.ranks(); ++rank) {
@@ -51,7 +51,7 @@ class EverySchedule : public ::testing::TestWithParam<std::string> {
     for (int ranks = 1; ranks <= 8; ++ranks) {
       for (const int stages_per_rank : stages_per_rank_of(generator())) {
         for (int microbatches = 1; microbatches <= 16; ++microbatches) {
-          SCOPED_TRACE(std::to_string(ranks) + " ranks, " + std::to_string(stages_per_rank) + " stages a rank, " +
+          SCOPED_TRACE(std::to_string(ranks) + " ranks, " + std::to_string(stages_per_rank) + " stages per rank, " +
                        std::to_string(microbatches) + " microbatches");
           visit(ranks, stages_per_rank, microbatches);
           if (HasFailure()) return;
@@ -70,7 +70,7 @@ void expect_sound(const Schedule& schedule) {
   const Schedule lowered = lower(schedule);
   ASSERT_NO_THROW(require_valid(lowered));
   const Timeline timeline = simulate(lowered);
-  // Messages that take no time delay nothing.
+  // Messages that take no time cause no delay.
   ASSERT_EQ(timeline.makespan, without_messages.makespan);
   for (std::size_t rank = 0; rank < timeline.ranks.size(); ++rank) {
     const RankTimes& times = timeline.ranks[rank];
@@ -124,7 +124,8 @@ TEST_P(EverySchedule, MergesIntoASoundSchedule) {
   });
 }
 
-// What grows with the number of microbatches is what is under way, as in LoopedBFS; not what is posted ahead of it.
+// Only messages in flight may grow with the number of microbatches, as in LoopedBFS; not the receives posted ahead of
+// them.
 TEST_P(EverySchedule, PostsReceivesForWhatIsInFlight) {
   for (const int stages_per_rank : stages_per_rank_of(generator())) {
     const int few = most_outstanding_receives(lower(make(4, stages_per_rank, 16)));
@@ -133,7 +134,7 @@ TEST_P(EverySchedule, PostsReceivesForWhatIsInFlight) {
     if (whole_batch_in_flight) {
       EXPECT_LE(many, 64 * 2);
     } else {
-      EXPECT_EQ(few, many) << stages_per_rank << " stages a rank";
+      EXPECT_EQ(few, many) << stages_per_rank << " stages per rank";
     }
   }
 }
@@ -152,14 +153,14 @@ TEST(PeakActivations, AreAsThePapersSay) {
       const Timeline alternating = simulate(lower(one_f_one_b(ranks, microbatches)));
       const Timeline v = simulate(lower(zbv_zero_bubble(ranks, microbatches)));
       for (int rank = 0; rank < ranks; ++rank) {
-        const auto at = static_cast<std::size_t>(rank);
-        EXPECT_EQ(pipe.ranks[at].peak_activations, microbatches);
-        EXPECT_EQ(alternating.ranks[at].peak_activations, std::min(microbatches, ranks - rank));
-        EXPECT_LE(v.ranks[at].peak_activations, 2 * ranks);
+        const auto index = static_cast<std::size_t>(rank);
+        EXPECT_EQ(pipe.ranks[index].peak_activations, microbatches);
+        EXPECT_EQ(alternating.ranks[index].peak_activations, std::min(microbatches, ranks - rank));
+        EXPECT_LE(v.ranks[index].peak_activations, 2 * ranks);
       }
     }
   }
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::testing

@@ -1,5 +1,5 @@
-// Holds the verifier against the brute force: valid schedules of all kinds, damaged at random, must be judged alike by
-// both. Environment: PENSTOCK_SEED, PENSTOCK_CASES.
+// Compares the verifier with the brute-force one on randomly mutated schedules: both must accept or both must reject
+// each. Environment: PENSTOCK_SEED, PENSTOCK_CASES.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -32,13 +32,13 @@ std::uint64_t from_environment(const char* name, std::uint64_t otherwise) {
   return text == nullptr ? otherwise : std::strtoull(text, nullptr, 10);
 }
 
-// The same numbers with every standard library, which its distributions would not give.
+// Gives the same numbers with every standard library, which std::uniform_int_distribution does not.
 class Random {
  public:
-  // A case has numbers of its own, so that it is the same in a run of more cases.
+  // Each case has its own seed, so that it does not depend on the number of cases.
   Random(std::uint64_t seed, std::uint64_t number) : engine_(seed * 1'000'003 + number) {}
 
-  // From `low` to `high`, both included.
+  // Returns a number from `low` to `high`, inclusive.
   int between(int low, int high) {
     return low + static_cast<int>(engine_() % static_cast<std::uint64_t>(high - low + 1));
   }
@@ -87,7 +87,7 @@ Schedule random_computations(Random& random) {
   return generate(generator.name, Placement(rank_of_stage, ranks), microbatches);
 }
 
-// Without any action of one kind. Of reductions and shared sums a schedule may have either alone.
+// Removes all actions of one kind. A schedule may have reductions without shared sums, and the reverse.
 Schedule without(const Schedule& schedule, Computation computation) {
   Schedule rest = schedule.without_actions();
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
@@ -115,14 +115,14 @@ Schedule random_schedule(Random& random) {
   return schedule;
 }
 
-// One to three changes to the lists of a schedule, with a note of each.
+// Applies one to three random changes to the actions of a schedule, and records a note of each.
 class Mutation {
  public:
   Mutation(const Schedule& original, Random& random) : original_(original), random_(random) {
     for (int rank = 0; rank < original.ranks(); ++rank) {
       lists_.emplace_back(original.actions(rank).begin(), original.actions(rank).end());
     }
-    // Mostly small steps, and mostly one: so that enough of the schedules stay valid.
+    // Mostly one small change, so that enough of the schedules stay valid.
     int changes = random.percent(60) ? 1 : random.between(2, 3);
     while (changes > 0 && has_actions()) {
       if (change_once()) --changes;
@@ -152,7 +152,7 @@ class Mutation {
 
   std::ostream& note() { return notes_ << "  "; }
 
-  // False when the change was not possible, or changed nothing.
+  // Returns false if the change was not possible or had no effect.
   bool change_once() {
     const std::size_t rank = any_rank_with_actions();
     const std::size_t at = any_position(rank);
@@ -171,7 +171,7 @@ class Mutation {
     return change_field(rank, at);
   }
 
-  // Half of the time all kinds of actions that the list has are as likely, so that the rare ones get their share.
+  // Half of the time all kinds of actions in the list are equally likely, so that rare ones are chosen often enough.
   std::size_t any_position(std::size_t rank) {
     const List& list = lists_[rank];
     const std::size_t any = random_.index(list.size());
@@ -218,12 +218,12 @@ class Mutation {
     return true;
   }
 
-  // Moves receives, on all ranks, to right before what uses them: where sends that block lead to deadlocks.
+  // Moves receives on all ranks directly before their uses, where blocking sends lead to deadlocks.
   bool post_late() {
     const int chance = random_.percent(50) ? 100 : random_.between(10, 90);
     bool moved = false;
     for (std::size_t rank = 0; rank < lists_.size(); ++rank) {
-      // From the back, so that what was moved is not met again.
+      // From the back, so that a receive is not moved twice.
       for (std::size_t at = lists_[rank].size(); at-- > 0;) {
         const Action recv = lists_[rank][at];
         if (!recv.is_recv() || !random_.percent(chance)) continue;
@@ -263,7 +263,7 @@ class Mutation {
     return true;
   }
 
-  // An action of any kind, mostly one that its stage could have.
+  // Inserts an action of any kind, mostly one that its stage could have.
   bool insert(std::size_t rank) {
     const auto own = original_.placement().stages_of(static_cast<int>(rank));
     Action action;
@@ -279,8 +279,8 @@ class Mutation {
     return true;
   }
 
-  // This computation and the next one of the rank, past whatever lies between, in the place of either; sometimes just
-  // two neighbours, which a pair may not have as parts.
+  // Joins a computation and the next one of the rank, which may not be adjacent, to a pair in the position of either;
+  // sometimes two adjacent actions of any kind, which may not be parts of a pair.
   bool join_into_pair(std::size_t rank, std::size_t at) {
     List& list = lists_[rank];
     const bool any_two = random_.percent(10);
@@ -301,7 +301,7 @@ class Mutation {
   bool take_pair_apart(std::size_t rank, std::size_t at) {
     const Action pair = lists_[rank][at];
     if (!pair.is_overlap()) return false;
-    note() << "rank " << rank << ": take apart " << to_string(pair) << " at " << at << '\n';
+    note() << "rank " << rank << ": split " << to_string(pair) << " at " << at << '\n';
     lists_[rank][at] = pair.first();
     put(rank, at + 1, pair.second());
     return true;
@@ -337,20 +337,20 @@ class Mutation {
     return true;
   }
 
-  // Mostly one of the numbers that there are, sometimes one past an end, seldom one far off.
+  // Mostly a valid index, sometimes one past the end, rarely one far out of range.
   int random_number(int count) {
     if (random_.percent(80)) return random_.between(0, count - 1);
     if (random_.percent(80)) return random_.percent(50) ? -1 : count;
     return random_.percent(50) ? std::numeric_limits<int>::min() : std::numeric_limits<int>::max();
   }
   Computation random_plain() { return random_.element_of(plain_computations()); }
-  // Mostly what a part may be.
+  // Mostly a computation that is valid as a part.
   Computation random_part() {
     if (random_.percent(5)) return Computation::Overlap;
     return random_.percent(20) ? random_plain() : static_cast<Computation>(random_.between(0, 3));
   }
 
-  // The same stage doing something else, with the fields that it then has.
+  // Returns another action of the same stage, with the fields that it needs.
   Action with_computation(const Action& action, Computation computation) {
     Action changed{.stage = action.stage, .computation = computation};
     const int microbatch =
@@ -391,12 +391,12 @@ std::string to_text(const Schedule& schedule, const Features& expected) {
   return out.str();
 }
 
-std::string opinion(const std::optional<Violation>& violation) {
+std::string result_text(const std::optional<Violation>& violation) {
   if (!violation) return "valid";
   return "rank " + std::to_string(violation->rank) + ", position " + std::to_string(violation->position) + ": " +
          violation->what;
 }
-std::string opinion(const std::string& brute) {
+std::string result_text(const std::string& brute) {
   return brute.empty() ? "valid" : brute;
 }
 
@@ -410,20 +410,20 @@ class Mutations : public ::testing::Test {
   }
 };
 
-TEST_F(Mutations, OfNoneAtAllLeaveEveryScheduleValid) {
+TEST_F(Mutations, AcceptsUnmutatedSchedules) {
   for (std::uint64_t number = 0; number < cases_; ++number) {
     Random random(seed_, number);
     const Schedule schedule = random_schedule(random);
     const Features expected = features_of(schedule);
     const auto verified = verify(schedule, expected);
     const std::string brute = brute_force(schedule, expected);
-    ASSERT_TRUE(!verified && brute.empty())
-        << name_of_case(number) << "\nverify: " << opinion(verified) << "\nbrute force: " << opinion(brute) << "\n"
-        << to_text(schedule, expected);
+    ASSERT_TRUE(!verified && brute.empty()) << name_of_case(number) << "\nverify: " << result_text(verified)
+                                            << "\nbrute force: " << result_text(brute) << "\n"
+                                            << to_text(schedule, expected);
   }
 }
 
-TEST_F(Mutations, AreJudgedAlikeByVerifierAndBruteForce) {
+TEST_F(Mutations, VerifierAndBruteForceAgree) {
   std::uint64_t accepted = 0;
   std::uint64_t rejected = 0;
   for (std::uint64_t number = 0; number < cases_; ++number) {
@@ -441,22 +441,23 @@ TEST_F(Mutations, AreJudgedAlikeByVerifierAndBruteForce) {
         << mutation.notes() << to_text(mutated, expected);
 
     const auto verified = verify(mutated, expected);
-    ASSERT_EQ(verified.has_value(), !brute.empty())
-        << name_of_case(number) << "\nverify: " << opinion(verified) << "\nbrute force: " << opinion(brute) << "\n"
-        << mutation.notes() << to_text(mutated, expected);
+    ASSERT_EQ(verified.has_value(), !brute.empty()) << name_of_case(number) << "\nverify: " << result_text(verified)
+                                                    << "\nbrute force: " << result_text(brute) << "\n"
+                                                    << mutation.notes() << to_text(mutated, expected);
     ++(brute.empty() ? accepted : rejected);
   }
   std::cout << "PENSTOCK_SEED=" << seed_ << ": of " << cases_ << " mutated schedules " << accepted << " accepted, "
             << rejected << " rejected by both\n";
-  EXPECT_GE(accepted * 20, cases_) << "Too few mutated schedules stay valid to tell anything of them.";
-  EXPECT_GE(rejected * 20, cases_) << "Too few mutated schedules become invalid to tell anything of them.";
+  EXPECT_GE(accepted * 20, cases_) << "Too few mutated schedules stay valid to test anything.";
+  EXPECT_GE(rejected * 20, cases_) << "Too few mutated schedules become invalid to test anything.";
 }
 
-// The brute force by itself, on lists short enough to judge by eye. Stages 0 and 1 lie on ranks 0 and 1.
-struct ByEye {
+// Tests the brute force itself on schedules that are short enough to check by hand. Stages 0 and 1 are on ranks 0 and
+// 1.
+struct Example {
   const char* csv;
   Features expected;
-  // Part of the answer; empty: valid.
+  // Part of the result; empty if the schedule is valid.
   const char* answer;
 };
 
@@ -468,8 +469,8 @@ constexpr Features kSharding{.sharding = true};
 constexpr Features kReduction{.backward = true, .reduction = true};
 constexpr Features kSums{.backward = true, .shared_sums = true};
 
-TEST(BruteForce, JudgesShortListsAsTheEyeDoes) {
-  const std::vector<ByEye> all = {
+TEST(BruteForce, IsRightOnShortSchedules) {
+  const std::vector<Example> all = {
       {"0F0,0F1\n1F0,1F1\n", kForward, ""},
       {"0F0,0F1\n1F1,1F0\n", kForward, ""},
       {"0F0,0F1\n1F0,1F1,1F1\n", kForward, "a second forward"},
@@ -502,19 +503,19 @@ TEST(BruteForce, JudgesShortListsAsTheEyeDoes) {
       {"0F0,0B0,0SUM_SHARED\n1F0,1B0\n", kSums, "stuck: rank 0 at 0SUM_SHARED waits for rank 1 to join"},
       {"0F0,0B0\n1F0,1B0\n", kSums, "stage 0 is not summed"},
   };
-  for (const ByEye& by_eye : all) {
-    const Schedule schedule = parse_csv(by_eye.csv, {.source = "by eye", .skips = {}, .shared = {{0, 1}}});
-    const std::string answer = brute_force(schedule, by_eye.expected);
-    if (by_eye.answer[0] == '\0') {
-      EXPECT_EQ(answer, "") << by_eye.csv;
+  for (const Example& example : all) {
+    const Schedule schedule = parse_csv(example.csv, {.source = "example", .skips = {}, .shared = {{0, 1}}});
+    const std::string answer = brute_force(schedule, example.expected);
+    if (example.answer[0] == '\0') {
+      EXPECT_EQ(answer, "") << example.csv;
     } else {
-      EXPECT_NE(answer.find(by_eye.answer), std::string::npos)
-          << by_eye.csv << "found: " << answer << "\nshould say: " << by_eye.answer;
+      EXPECT_NE(answer.find(example.answer), std::string::npos)
+          << example.csv << "found: " << answer << "\nshould say: " << example.answer;
     }
   }
 }
 
-TEST(BruteForce, SeesThatRanksMeetInDifferentOrders) {
+TEST(BruteForce, FindsCollectivesInDifferentOrders) {
   StageGraph graph(4);
   graph.share({0, 1});
   graph.share({2, 3});

@@ -10,7 +10,7 @@
 #include "penstock/schedule/verify.h"
 #include "tests/schedule/expect.h"
 
-namespace penstock {
+namespace penstock::testing {
 namespace {
 
 TEST(Evaluation, KeepsForwardsAndTheirMessages) {
@@ -19,12 +19,12 @@ TEST(Evaluation, KeepsForwardsAndTheirMessages) {
   EXPECT_EQ(drop_backwards(one_f_one_b(3, 4)), forward_only(3, 1, 4));
 }
 
-TEST(Evaluation, TakesPairsApartAndLeavesOutShardsThatNobodyUses) {
+TEST(Evaluation, SplitsPairsAndRemovesUnusedSharding) {
   const Schedule schedule = parse_csv("0UNSHARD,0F0,(0F1;0B0)OVERLAP_F_B,0RESHARD,0UNSHARD,0B1,0RESHARD\n");
   EXPECT_EQ(to_csv(drop_backwards(schedule)), "0UNSHARD,0F0,0F1,0RESHARD\n");
 }
 
-TEST(Merging, JoinsAnInputBackwardWithItsWeightBackwardBehindIt) {
+TEST(Merging, JoinsAdjacentInputAndWeightBackwards) {
   const Schedule schedule = parse_csv("0F0,0F1,0I0,0W0,0I1\n1F0,1F1,1I0,1I1,1W0,1W1\n");
   EXPECT_EQ(to_csv(merge_backwards(schedule)), "0F0,0F1,0B0,0I1\n1F0,1F1,1I0,1I1,1W0,1W1\n");
 }
@@ -38,7 +38,7 @@ TEST(Sharding, GathersWhatIsComputedNextAndFreesTheRest) {
             "0UNSHARD,1UNSHARD,0F0,0RESHARD,2UNSHARD,1F0,2F0,2B0,2RESHARD,0UNSHARD,1B0,1RESHARD,0B0,0RESHARD\n");
   EXPECT_EQ(to_csv(add_sharding(schedule, 3)),
             "0UNSHARD,1UNSHARD,2UNSHARD,0F0,1F0,2F0,2B0,2RESHARD,1B0,1RESHARD,0B0,0RESHARD\n");
-  expect_error([&] { add_sharding(schedule, 0); }, "at least one gathered stage to compute, not 0");
+  expect_error([&] { add_sharding(schedule, 0); }, "max_active_stages must be at least 1, not 0");
 }
 
 TEST(Reductions, FollowTheLastWeightGradientAndSumsFollowAll) {
@@ -47,7 +47,7 @@ TEST(Reductions, FollowTheLastWeightGradientAndSumsFollowAll) {
   EXPECT_EQ(drop_reductions(add_reductions(chain)), chain);
 }
 
-TEST(Reductions, StandBehindAPair) {
+TEST(Reductions, FollowAPair) {
   const Schedule schedule = parse_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n");
   EXPECT_EQ(to_csv(add_reductions(schedule)), "0F0,(0F1;0B0)OVERLAP_F_B,0B1,0REDUCE_GRAD\n");
   const Schedule last = parse_csv("0F0,0F1,0B0,(0B1;1F0)OVERLAP_F_B\n");
@@ -57,17 +57,17 @@ TEST(Reductions, StandBehindAPair) {
             "0F0,1F0,(0F1;1B0)OVERLAP_F_B,(1F1;0B0)OVERLAP_F_B,(1B1;0B1)OVERLAP_F_B,1REDUCE_GRAD,0REDUCE_GRAD\n");
 }
 
-TEST(Reductions, AreNotThereWithoutBackwards) {
+TEST(Reductions, AreNotAddedWithoutBackwards) {
   const Schedule schedule = parse_csv("0F0,1F0\n", {.shared = {{0, 1}}});
   EXPECT_EQ(add_reductions(schedule), schedule);
 }
 
-TEST(Communication, IsNotThereOnOneRank) {
+TEST(Communication, IsNotAddedOnOneRank) {
   const Schedule schedule = looped_bfs(1, 3, 4);
   EXPECT_EQ(add_communication(schedule), schedule);
 }
 
-TEST(Communication, HandsOverLocallyAtTheTurnOfAV) {
+TEST(Communication, IsLocalWhereAVChangesDirection) {
   const Schedule lowered = lower(zbv_zero_bubble(2, 4));
   for (const Action& action : lowered.actions(1)) {
     if (!action.is_message()) continue;
@@ -82,7 +82,7 @@ TEST(Communication, PostsTheNextReceiveBeforeThisOneIsUsed) {
       "1RECV_F0,1RECV_F1,1F0,1RECV_F2,1F1,1RECV_F3,1F2,1F3,1B0,1SEND_B0,1B1,1SEND_B1,1B2,1SEND_B2,1B3,1SEND_B3\n");
 }
 
-// Messages of PyTorch's have no tags, nor have NCCL's.
+// Messages of PyTorch's pipelines and of NCCL have no tags.
 TEST(Communication, ReceivesInTheOrderOfSendingBetweenTwoRanks) {
   Random random = seeded(5);
   for (const Generator& generator : generators()) {
@@ -106,7 +106,7 @@ TEST(Communication, ReceivesInTheOrderOfSendingBetweenTwoRanks) {
   }
 }
 
-TEST(Communication, ServesEdgesOffTheChain) {
+TEST(Communication, IsAddedForSkipConnections) {
   StageGraph graph(3);
   graph.add_edge(0, 2);
   EXPECT_EQ(to_csv(add_communication(gpipe(3, 1).with_graph(graph))),
@@ -131,25 +131,26 @@ TEST(Placing, KeepsTheOrderOfEachStageAndIsValid) {
   const Schedule moved = place(schedule, Placement({0, 0, 0, 1, 1, 1}));
   require_valid(moved);
   EXPECT_EQ(moved.ranks(), 2);
-  expect_error([&] { place(schedule, Placement({0, 1})); }, "a schedule of 6 stages cannot move to a placement of 2");
+  expect_error([&] { place(schedule, Placement({0, 1})); },
+               "a schedule of 6 stages cannot be moved to a placement of 2");
   expect_error([&] { place(lower(schedule), Placement({0, 0, 0, 1, 1, 1})); }, "only a schedule of computations");
 }
 
-TEST(Lowering, RefusesWhatIsNotValidOrLoweredAlready) {
+TEST(Lowering, RefusesInvalidAndLoweredSchedules) {
   expect_error([] { lower(parse_csv("0F0,0B0\n1B0,1F0\n")); },
                "schedule.csv:2:1: rank 1, 1B0: 1B0 comes before its forward 1F0");
-  expect_error([] { lower(lower(gpipe(2, 2))); }, "lowered already");
-  expect_error([] { add_communication(lower(gpipe(2, 2))); }, "the schedule has messages already");
+  expect_error([] { lower(lower(gpipe(2, 2))); }, "already been lowered");
+  expect_error([] { add_communication(lower(gpipe(2, 2))); }, "the schedule already has messages");
 }
 
-// Lists that come with reductions, as PyTorch's GPipe and 1F1B do, get the messages that they lack.
+// Schedules that have reductions already, such as PyTorch's GPipe and 1F1B, get only messages.
 TEST(Lowering, AddsWhatIsMissing) {
   const Schedule reduced = add_reductions(gpipe(2, 2));
   EXPECT_EQ(lower(reduced), lower(gpipe(2, 2)));
   EXPECT_EQ(lower(add_sharding(reduced)), lower(gpipe(2, 2)));
 }
 
-TEST(Passes, RefuseListsThatAreNotAsTheyShouldBe) {
+TEST(Passes, RefuseInvalidSchedules) {
   for (const char* text : {"0F0,0F0", "1F0,0F0", "0F0,0F2", "0F0,0B0,0SUM_SHARED"}) {
     const Schedule schedule = parse_csv(text);
     EXPECT_THROW(add_sharding(schedule), ScheduleError) << text;
@@ -159,8 +160,8 @@ TEST(Passes, RefuseListsThatAreNotAsTheyShouldBe) {
   }
 }
 
-// Receives are placed by an order in which ranks meet as well.
-TEST(Communication, StaysFreeOfDeadlockAroundMeetings) {
+// The walk that places receives also executes collectives.
+TEST(Communication, DoesNotDeadlockAroundCollectives) {
   const Schedule schedule = parse_csv(
       "3F3,3F2,3F1,3F0,5F3,5F2,5F1,5F0,5I0,5W0,5I2,5W2,3B2,5I1,3B0,5I3,5W3,5W1,3I3,3W3,3I1,3W1\n"
       "\n"
@@ -172,10 +173,10 @@ TEST(Communication, StaysFreeOfDeadlockAroundMeetings) {
   require_valid(add_communication(schedule));
 }
 
-TEST(Lowering, LeavesOutWhatIsNotWanted) {
+TEST(Lowering, AddsOnlyWhatTheOptionsSelect) {
   const Features plain = features_of(lower(gpipe(2, 2), {.sharding = false, .reductions = false}));
   EXPECT_EQ(plain, (Features{.backward = true, .communication = true}));
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::testing

@@ -1,5 +1,5 @@
-// Against torch.distributed.pipelining itself: tests/reference/schedules.py has run it and written what it does into the
-// folder that PENSTOCK_REFERENCE names.
+// Compares schedules with torch.distributed.pipelining. tests/reference/schedules.py has run it and written its schedules
+// into the folder that PENSTOCK_REFERENCE names.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -16,7 +16,7 @@
 #include "penstock/schedule/verify.h"
 #include "tests/schedule/expect.h"
 
-namespace penstock {
+namespace penstock::testing {
 namespace {
 
 // A line "case NAME RANKS STAGES_PER_RANK MICROBATCHES WORD", and rows of CSV below it.
@@ -28,7 +28,7 @@ struct Case {
 
   std::string text() const {
     return name + ", " + std::to_string(options.ranks) + " ranks, " + std::to_string(options.stages_per_rank) +
-           " stages a rank, " + std::to_string(options.microbatches) + " microbatches " + word;
+           " stages per rank, " + std::to_string(options.microbatches) + " microbatches " + word;
   }
   Schedule ours() const { return generate(name, options); }
 };
@@ -65,7 +65,7 @@ TEST(Reference, RunsTheSameComputationsInTheSameOrder) {
   for (const Generator& generator : generators()) EXPECT_GE(agreed[std::string(generator.name)], 20) << generator.name;
 }
 
-TEST(Reference, RefusesMicrobatchesThatWeServeInNoMoreTimeThanItsNextLargerNumber) {
+TEST(Reference, IsNoFasterWithTheNextNumberOfMicrobatchesThatItAccepts) {
   std::map<std::tuple<std::string, int, int>, std::map<int, bool>> accepted;
   const std::vector<Case> cases = read_cases("orders.txt");
   for (const Case& reference : cases) {
@@ -109,7 +109,7 @@ TEST(Reference, MergesTheSameBackwards) {
   }
 }
 
-// Apart from where messages stand, lowering is PyTorch's.
+// Lowering equals PyTorch's, except for the positions of messages.
 TEST(Reference, LowersToTheSameWithoutMessages) {
   for (const Case& reference : read_cases("lowered.txt")) {
     SCOPED_TRACE(reference.text());
@@ -126,7 +126,7 @@ TEST(Reference, LowersToTheSameWithoutMessages) {
   }
 }
 
-TEST(Reference, IsNeverFasterWithItsPlacesOfMessages) {
+TEST(Reference, IsNeverFasterWithItsPositionsOfMessages) {
   Random random = seeded(3);
   std::map<std::string, int> faster;
   std::map<std::string, int> deadlocks;
@@ -163,8 +163,8 @@ TEST(Reference, IsNeverFasterWithItsPlacesOfMessages) {
   EXPECT_GT(faster["deferred"], 0);
 }
 
-// Files for tests/reference/load_csv.py, which loads them in PyTorch and writes each again.
-TEST(Reference, GetsFilesToLoad) {
+// Writes files for tests/reference/load_csv.py, which loads them in PyTorch and writes them again.
+TEST(Reference, IsGivenFilesToLoad) {
   const char* const folder = std::getenv("PENSTOCK_CSV");
   ASSERT_NE(folder, nullptr);
   std::filesystem::remove_all(folder);
@@ -187,7 +187,7 @@ TEST(Reference, GetsFilesToLoad) {
   }
 }
 
-TEST(ReferenceFiles, LoadHereAsTheyWere) {
+TEST(ReferenceFiles, LoadAsTheSameSchedules) {
   const char* const folder = std::getenv("PENSTOCK_CSV");
   ASSERT_NE(folder, nullptr);
   int files = 0;
@@ -209,4 +209,4 @@ TEST(ReferenceFiles, LoadHereAsTheyWere) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::testing

@@ -12,7 +12,7 @@
 #include "penstock/schedule/passes.h"
 #include "tests/schedule/expect.h"
 
-namespace penstock {
+namespace penstock::testing {
 namespace {
 
 Costs with_link(double latency, double bandwidth = 0) {
@@ -41,7 +41,7 @@ TEST(Simulator, CountsLatencyOnEveryHop) {
 }
 
 TEST(Simulator, LetsALinkCarryOneMessageAtATime) {
-  // Two activations of three units each, sent at 1 and 2: the second leaves at 4 and is there at 7.
+  // Two activations take three units each and are sent at 1 and 2: the second leaves at 4 and arrives at 7.
   Costs costs = with_link(0, 2);
   costs.stage.bytes_sent = 6;
   const Timeline timeline = simulate(parse_csv("0F0,0F1\n1F0,1F1\n"), costs);
@@ -72,8 +72,8 @@ TEST(Simulator, TakesCostsByStageAndByLink) {
   EXPECT_EQ(timeline.makespan, 2 + 0.5 + 5 + 1);
 }
 
-// Each action takes a sample of its kind, and no sample serves twice while another one has not served.
-TEST(Simulator, DrawsEverySampleBeforeAnyOneAgain) {
+// Each action takes a sample of its kind, and no sample is drawn twice before all others have been drawn.
+TEST(Simulator, DrawsEverySampleBeforeDrawingOneAgain) {
   const Schedule schedule = parse_csv("0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n");
   Costs costs;
   costs.stage.input = costs.stage.weight = 10;
@@ -109,14 +109,14 @@ TEST(Simulator, RunsThePartsOfAPairInTurnEachReleasingAtItsOwnEnd) {
   const PairSpans parts = split_pair(schedule.actions(0)[3], pair, {});
   EXPECT_EQ(parts.first.end - parts.first.start, 1);
   EXPECT_EQ(parts.second.end - parts.second.start, 2);
-  // Stage 1 goes on at the end of the first part, not of the pair, also when messages are written out.
+  // Stage 1 continues at the end of the first part, not of the pair, with and without explicit messages.
   EXPECT_EQ(timeline.ranks[1].spans[4].start, std::max(timeline.ranks[1].spans[3].end, parts.first.end));
   EXPECT_EQ(simulate(lower(schedule)).makespan, timeline.makespan);
 }
 
-TEST(Simulator, KeepsActivationsFromForwardToWeightGradient) {
+TEST(Simulator, SavesActivationsFromForwardToWeightGradient) {
   Costs costs;
-  costs.stage.bytes_kept = 10;
+  costs.stage.activation_bytes = 10;
   const Timeline split = simulate(parse_csv("0F0,0I0,0F1,0I1,0W0,0W1\n"), costs);
   EXPECT_EQ(split.ranks[0].peak_activations, 2);
   EXPECT_EQ(split.ranks[0].peak_bytes, 20);
@@ -124,7 +124,7 @@ TEST(Simulator, KeepsActivationsFromForwardToWeightGradient) {
   EXPECT_EQ(whole.ranks[0].peak_activations, 1);
 }
 
-TEST(Simulator, LetsRanksMeetForSharedParameters) {
+TEST(Simulator, BlocksInSumSharedUntilAllRanksHaveJoined) {
   const Timeline timeline = simulate(lower(gpipe(2, 1).with_graph([] {
     StageGraph graph(2);
     graph.share({0, 1});
@@ -134,17 +134,17 @@ TEST(Simulator, LetsRanksMeetForSharedParameters) {
   EXPECT_EQ(timeline.ranks[1].drain, 2);
 }
 
-// One microbatch there and back: forwards of 1, backwards of 2; the message takes 3 from the beginning of its send.
+// One microbatch, forward and backward: a forward takes 1, a backward 2, and a message 3 from the start of its send.
 TEST(Simulator, CountsTheTimeOfRanksForMessagesAndParameters) {
   const Schedule schedule = lower(gpipe(2, 1));
   Costs costs = with_link(3, 0);
   EXPECT_EQ(simulate(schedule, costs).makespan, 1 + 3 + 3 + 3 + 2);
-  // A message moves when its receive is posted, so a rank that begins late has it late.
+  // A message is transferred when its receive is posted, so a rank that starts late receives it late.
   costs.starts = {0, 8};
   EXPECT_EQ(simulate(schedule, costs).ranks[1].fill, 8 + 3);
   EXPECT_EQ(simulate(schedule, costs).makespan, 8 + 3 + 3 + 3 + 2);
   costs.starts = {};
-  // The first rank gathers its parameters before its forward; the other one does while it waits.
+  // The first rank gathers its parameters before its forward; the other one while it waits.
   costs.stage.unshard = 0.5;
   EXPECT_EQ(simulate(schedule, costs).makespan, 0.5 + 1 + 3 + 3 + 3 + 2);
   costs.stage.unshard = 0;
@@ -159,13 +159,13 @@ TEST(Simulator, CountsTheTimeOfRanksForMessagesAndParameters) {
   EXPECT_EQ(span_of(1, message(1, Computation::RecvForward, 0, 0)).end, 0.25);
   EXPECT_EQ(span_of(0, message(0, Computation::SendForward, 0, 1)).start, 1 + 0.25);
   EXPECT_EQ(span_of(1, forward(1, 0)).start, 1 + 0.25 + 3);
-  // The second forward's input is there when the first one ends; taking it still takes time.
+  // The second forward's input has arrived when the first one ends; receiving it still takes time.
   costs.link.post = 0;
   costs.link.receive = 0.125;
   EXPECT_EQ(span_of(1, forward(1, 0)).start, 1 + 3);
   EXPECT_EQ(span_of(1, forward(1, 1)).start, 1 + 3 + 1 + 0.125);
-  // While a rank sends it does nothing else; what it sends is under way from the beginning. The last rank's forwards begin
-  // at 4 and 7 then, its backwards at 8 and 12; the first rank has sent at 6.
+  // A rank is busy while it sends, but the message is in flight from the start of the send. The last rank's forwards
+  // start at 4 and 7, its backwards at 8 and 12; the first rank has finished sending at 6.
   Costs sending = with_link(3, 0);
   sending.link.send = 2;
   EXPECT_EQ(simulate(schedule, sending).makespan, 1 + 3 + 3 + 3 + 2);
@@ -173,12 +173,13 @@ TEST(Simulator, CountsTheTimeOfRanksForMessagesAndParameters) {
   EXPECT_EQ(simulate(gpipe(2, 2), sending).makespan, simulate(two, sending).makespan);
 }
 
-TEST(Simulator, SaysWhereAScheduleSticks) {
-  expect_error([] { simulate(parse_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n")); },
-               "does not run to its end: rank 0 is stuck at schedule.csv:1:5, 0B0.\n  Hint: verify says why.");
+TEST(Simulator, ReportsWhereAScheduleDeadlocks) {
+  expect_error(
+      [] { simulate(parse_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n")); },
+      "the schedule deadlocks: rank 0 is blocked at schedule.csv:1:5, 0B0.\n  Hint: verify the schedule for the cycle");
 }
 
-TEST(Simulator, AddsUpWhereRanksMeetInTheMiddle) {
+TEST(Simulator, AccountsForCollectivesBetweenComputations) {
   const Schedule schedule =
       parse_csv("0F0,3F0,3B0,3SUM_SHARED,0B0\n1F0,2F0,2B0,2SUM_SHARED,1B0\n", {.shared = {{2, 3}}});
   const Timeline timeline = simulate(schedule);
@@ -190,11 +191,11 @@ TEST(Simulator, AddsUpWhereRanksMeetInTheMiddle) {
   }
 }
 
-TEST(Simulator, KeepsNothingWithoutBackwards) {
+TEST(Simulator, SavesNothingWithoutBackwards) {
   EXPECT_EQ(simulate(forward_only(2, 2, 8)).ranks[0].peak_activations, 1);
 }
 
-TEST(Simulator, RefusesCostsBeyondNumbers) {
+TEST(Simulator, RefusesCostsThatOverflow) {
   Costs costs;
   costs.stage.forward = 1e308;
   expect_error([&] { simulate(gpipe(2, 2), costs); }, "the costs are too large");
@@ -202,12 +203,12 @@ TEST(Simulator, RefusesCostsBeyondNumbers) {
 
 TEST(Costs, AreReadFromAFile) {
   const Costs costs = parse_costs(
-      R"({"version": 1, "stages": [{"forward": 2, "bytes_kept": 7, "unshard": 5, "reshard": 6, "reduce": 8}, {}],
+      R"({"version": 1, "stages": [{"forward": 2, "activation_bytes": 7, "unshard": 5, "reshard": 6, "reduce": 8}, {}],
                                       "links": [{"from": 0, "to": 1, "latency": 0.5, "send": 2, "post": 3,
                                                  "receive": 4}]})",
       "costs.json", with_link(3, 4));
   EXPECT_EQ(costs.of_stage(0).forward, 2);
-  EXPECT_EQ(costs.of_stage(0).bytes_kept, 7);
+  EXPECT_EQ(costs.of_stage(0).activation_bytes, 7);
   EXPECT_EQ(costs.of_stage(0).input, 1);
   EXPECT_EQ(costs.of_stage(0).unshard, 5);
   EXPECT_EQ(costs.of_stage(0).reshard, 6);
@@ -235,7 +236,7 @@ TEST(Costs, NameWhatIsWrongInAFile) {
        "stages[1] has an unknown key 'foward'.\n  Hint: did you mean forward?"},
       {R"({"version": 1, "stages": [{"forward": "x"}]})", "stages[0].forward should be a number, but is \"x\""},
       {R"({"version": 1, "stages": [{"forward": -1}]})",
-       "stages[0].forward should be a number that is not negative, but is -1"},
+       "stages[0].forward should be a non-negative number, but is -1"},
       {R"({"version": 1, "links": [{"to": 1}]})", "links[0] has no 'from', the index of a rank"},
       {R"({"version": 1, "links": [{"from": 1, "to": 1}]})", "links[0] leads from rank 1 to itself"},
       {R"({"version": 1, "links": [{"from": 1, "to": 0}, {"from": 1, "to": 0}]})",
@@ -246,7 +247,7 @@ TEST(Costs, NameWhatIsWrongInAFile) {
   for (const auto& entry : cases) expect_error([&] { parse_costs(entry.first, "costs.json"); }, entry.second);
 }
 
-TEST(Costs, AreTheMiddleOfWhatWasMeasured) {
+TEST(Costs, AreTheMedianOfMeasurements) {
   EXPECT_EQ(median({3, 100, 1}), 3);
   EXPECT_EQ(median({}), 0);
   EXPECT_EQ(median({}, 7), 7);
@@ -260,14 +261,14 @@ TEST(Costs, MustFit) {
   expect_error([&] { require_fit(costs, 3, 2); }, "a link from rank 0 to rank 5, but there are 2 ranks");
 }
 
-TEST(Costs, OfARanksShareAreDividedByItsStages) {
+TEST(Costs, OfARankAreSplitOverItsStages) {
   Costs by_rank;
-  by_rank.stages = {{.forward = 4, .bytes_kept = 8}, {.forward = 6}};
-  const Costs costs = shared_out(by_rank, Placement({0, 1, 1, 0}));
+  by_rank.stages = {{.forward = 4, .activation_bytes = 8}, {.forward = 6}};
+  const Costs costs = split_rank_costs(by_rank, Placement({0, 1, 1, 0}));
   EXPECT_EQ(costs.of_stage(3).forward, 2);
-  EXPECT_EQ(costs.of_stage(3).bytes_kept, 4);
+  EXPECT_EQ(costs.of_stage(3).activation_bytes, 4);
   EXPECT_EQ(costs.of_stage(1).forward, 3);
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::testing

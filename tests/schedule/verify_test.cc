@@ -10,7 +10,7 @@
 #include "penstock/schedule/simulate.h"
 #include "tests/schedule/expect.h"
 
-namespace penstock {
+namespace penstock::testing {
 namespace {
 
 void expect_violation(const std::string& csv, int rank, int position, const std::string& words,
@@ -26,27 +26,27 @@ TEST(Verifier, AcceptsForwardsAlone) {
   EXPECT_FALSE(verify(parse_csv("0F0,0F1\n1F0,1F1\n")));
 }
 
-TEST(Verifier, FindsWhatIsThereTwice) {
-  expect_violation("0F0,0F0,0B0\n", 0, 1, "0F0 is here a second time, first at schedule.csv:1:1");
-  expect_violation("0F0,0B0,0B0\n", 0, 2, "0B0 is here a second time");
+TEST(Verifier, FindsDuplicates) {
+  expect_violation("0F0,0F0,0B0\n", 0, 1, "0F0 is a duplicate, first at schedule.csv:1:1");
+  expect_violation("0F0,0B0,0B0\n", 0, 2, "0B0 is a duplicate");
   expect_violation("0F0,0I0,0W0,0B0\n", 0, 3,
-                   "0B0 is a second backward: a microbatch has B, or I and W, first at schedule.csv:1:5");
-  expect_violation("0F0,0B0,0W0\n", 0, 2, "the full backward made that gradient already");
+                   "0B0 is a second backward: a microbatch has either B, or I and W, first at schedule.csv:1:5");
+  expect_violation("0F0,0B0,0W0\n", 0, 2, "the full backward has already computed the weight gradient");
 }
 
-TEST(Verifier, FindsWhatIsMissing) {
+TEST(Verifier, FindsMissingActions) {
   expect_violation("0F0,0F1,0B0\n", 0, 3, "0B1 is missing: stage 0, microbatch 1 has no full backward");
   expect_violation("0F0,0I0\n", 0, 2, "0W0 is missing");
   expect_violation("0F0,0F2,0F3\n", 0, 3, "0F1 is missing: stage 0, microbatch 1 has no forward");
-  expect_violation("0F0,0F0,0F2\n", 0, 1, "0F0 is here a second time");
+  expect_violation("0F0,0F0,0F2\n", 0, 1, "0F0 is a duplicate");
   expect_violation("0F1\n1F0,1F1\n", 0, 1, "0F0 is missing");
 }
 
-TEST(Verifier, FindsWhatComesTooEarly) {
+TEST(Verifier, FindsActionsBeforeTheirInputs) {
   expect_violation("0B0,0F0\n", 0, 0, "0B0 comes before its forward 0F0");
   expect_violation("0F0,0W0,0I0\n", 0, 1, "0W0 comes before its input backward 0I0");
-  expect_violation("1F0,0F0\n", 0, 0, "1F0 comes before stage 0 of this rank has made its input");
-  expect_violation("0F0,1F0,0B0,1B0\n", 0, 2, "0B0 comes before stage 1 of this rank has made its input");
+  expect_violation("1F0,0F0\n", 0, 0, "1F0 comes before stage 0 of this rank has computed its input");
+  expect_violation("0F0,1F0,0B0,1B0\n", 0, 2, "0B0 comes before stage 1 of this rank has computed its input");
 }
 
 TEST(Verifier, FindsAnOrderOfStagesThatDeadlocks) {
@@ -54,13 +54,13 @@ TEST(Verifier, FindsAnOrderOfStagesThatDeadlocks) {
   const auto violation = verify(schedule);
   ASSERT_TRUE(violation);
   EXPECT_EQ(violation->what,
-            "the ranks wait for each other in a circle:\n"
+            "deadlock, the ranks wait for each other in a cycle:\n"
             "  rank 0, schedule.csv:1:5: 0B0 waits for 1B0 on rank 1\n"
             "  rank 1, schedule.csv:2:1: 1F1 waits for 0F1 on rank 0");
 }
 
 TEST(Verifier, FindsADeadlockOfBlockingSends) {
-  // Each sends first, and receives then.
+  // In the second schedule, each rank sends before it posts its receives.
   const auto violation =
       verify(parse_csv("0F0,2RECV_F0,0F1,0SEND_F0,0SEND_F1,2RECV_F1,2F0,2F1\n"
                        "1RECV_F0,1F0,1SEND_F0,1RECV_F1,1F1,1SEND_F1\n"));
@@ -70,19 +70,18 @@ TEST(Verifier, FindsADeadlockOfBlockingSends) {
                        "1RECV_F0,1F0,1SEND_F0,1RECV_F1,1F1,1SEND_F1\n"));
   ASSERT_TRUE(stuck);
   EXPECT_EQ(stuck->what,
-            "the ranks wait for each other in a circle (a send waits until its receive is posted):\n"
+            "deadlock, the ranks wait for each other in a cycle (a send waits until its receive is posted):\n"
             "  rank 0, schedule.csv:1:18: 0SEND_F1 waits for 1RECV_F1 on rank 1\n"
             "  rank 1, schedule.csv:2:14: 1SEND_F0 waits for 2RECV_F0 on rank 0");
 }
 
-TEST(Verifier, PairsSendsAndReceives) {
+TEST(Verifier, MatchesSendsAndReceives) {
   expect_violation("0F0\n1RECV_F0,1F0\n", 0, 1, "0SEND_F0 is missing: its other end is 1RECV_F0 on rank 1");
   expect_violation("0F0,0SEND_F0\n1F0\n", 1, 0, "1F0 has no 1RECV_F0 before it");
-  expect_violation("0SEND_F0,0F0\n1RECV_F0,1F0\n", 0, 0, "it sends what has not been computed yet");
-  expect_violation("0F0,0SEND_F0,0SEND_F0\n1RECV_F0,1F0\n", 0, 2,
-                   "0SEND_F0 is here a second time, first at schedule.csv:1:5");
-  expect_violation("0F0,0SEND_F0\n1RECV_F0,1RECV_F0,1F0\n", 1, 1, "1RECV_F0 is here a second time");
-  expect_violation("0F0,0SEND_F0,1RECV_F0,1F0\n2F0\n", 0, 1, "stages 0 and 1 lie on one rank and need no message");
+  expect_violation("0SEND_F0,0F0\n1RECV_F0,1F0\n", 0, 0, "it sends a value that has not been computed yet");
+  expect_violation("0F0,0SEND_F0,0SEND_F0\n1RECV_F0,1F0\n", 0, 2, "0SEND_F0 is a duplicate, first at schedule.csv:1:5");
+  expect_violation("0F0,0SEND_F0\n1RECV_F0,1RECV_F0,1F0\n", 1, 1, "1RECV_F0 is a duplicate");
+  expect_violation("0F0,0SEND_F0,1RECV_F0,1F0\n2F0\n", 0, 1, "stages 0 and 1 are on the same rank and need no message");
 }
 
 TEST(Verifier, KnowsEdgesOffTheChain) {
@@ -98,60 +97,61 @@ TEST(Verifier, KnowsEdgesOffTheChain) {
   EXPECT_NE(violation->what.find("is missing"), std::string::npos) << violation->what;
 }
 
-TEST(Verifier, WatchesShards) {
+TEST(Verifier, ChecksSharding) {
   expect_violation("0F0,0UNSHARD,0RESHARD\n", 0, 0, "0F0 needs its stage's parameters, but stage 0 is sharded here");
-  expect_violation("0UNSHARD,0UNSHARD,0F0,0RESHARD\n", 0, 1, "stage 0 is gathered already");
-  expect_violation("0UNSHARD,0F0,0RESHARD,0RESHARD\n", 0, 3, "stage 0 is not gathered here");
-  expect_violation("0UNSHARD,0F0\n", 0, 2, "stage 0 is gathered and never resharded");
+  expect_violation("0UNSHARD,0UNSHARD,0F0,0RESHARD\n", 0, 1, "stage 0 is already unsharded");
+  expect_violation("0UNSHARD,0F0,0RESHARD,0RESHARD\n", 0, 3, "stage 0 is already sharded");
+  expect_violation("0UNSHARD,0F0\n", 0, 2, "stage 0 is unsharded and never resharded");
 }
 
-TEST(Verifier, WatchesReductions) {
+TEST(Verifier, ChecksReductions) {
   expect_violation("0F0,0F1,0B0,0REDUCE_GRAD,0B1\n", 0, 3,
-                   "only 1 of stage 0's 2 weight gradients have been made here");
+                   "only 1 of stage 0's 2 weight gradients have been computed here");
   expect_violation("0F0,0B0,0REDUCE_GRAD,0REDUCE_GRAD\n", 0, 3,
-                   "stage 0's gradients are reduced already, first at schedule.csv:1:9");
+                   "stage 0's gradients have already been reduced, first at schedule.csv:1:9");
   expect_violation("0F0,1F0,1B0,1REDUCE_GRAD,0B0\n", 0, 5,
                    "0REDUCE_GRAD is missing: the stage's gradients are never reduced");
 }
 
-TEST(Verifier, WatchesSumsOfSharedParameters) {
+TEST(Verifier, ChecksSumsOfSharedParameters) {
   const CsvOptions shared{.shared = {{0, 1}}};
   EXPECT_FALSE(verify(parse_csv("0F0,1F0,1B0,0B0,0SUM_SHARED\n", shared)));
   EXPECT_FALSE(verify(parse_csv("0F0,1F0,1B0,0B0,1SUM_SHARED\n", shared)));
-  expect_violation("0F0,1F0,1B0,0B0,0SUM_SHARED,1SUM_SHARED\n", 0, 5, "has joined that group's sum already", shared);
+  expect_violation("0F0,1F0,1B0,0B0,0SUM_SHARED,1SUM_SHARED\n", 0, 5, "has already joined the sum of that group",
+                   shared);
   expect_violation("0F0,1F0,1B0,0SUM_SHARED,0B0\n", 0, 3, "only 0 of stage 0's 1 weight gradients", shared);
   expect_violation("0F0,1F0,1B0,0B0,1REDUCE_GRAD,0SUM_SHARED,0REDUCE_GRAD\n", 0, 5,
-                   "stage 0's gradients are not reduced yet", shared);
+                   "stage 0's gradients have not been reduced yet", shared);
   expect_violation("0F0,1F0,1B0,0B0,0SUM_SHARED\n", 0, 4, "stage 0 shares no parameters");
   expect_violation("0F0,0B0,0SUM_SHARED\n1F0,1B0\n", 1, 2, "1SUM_SHARED is missing", shared);
 }
 
-TEST(Verifier, WantsSumsWhereGradientsAreReducedAndParametersShared) {
+TEST(Verifier, RequiresSumsWhereGradientsAreReducedAndParametersShared) {
   const std::string csv = to_csv(lower(gpipe(2, 1)));
   EXPECT_FALSE(verify(parse_csv(csv)));
   expect_violation(csv, 0, 7, "0SUM_SHARED is missing", {.shared = {{0, 1}}});
 }
 
-TEST(Verifier, FindsRanksThatMeetInDifferentOrders) {
+TEST(Verifier, FindsCollectivesInDifferentOrders) {
   const CsvOptions shared{.shared = {{0, 1}, {2, 3}}};
-  const std::string one = "0F0,2F0,2B0,0B0,";
-  const std::string other = "1F0,3F0,3B0,1B0,";
-  EXPECT_FALSE(verify(parse_csv(one + "0SUM_SHARED,2SUM_SHARED\n" + other + "1SUM_SHARED,3SUM_SHARED\n", shared)));
+  const std::string first = "0F0,2F0,2B0,0B0,";
+  const std::string second = "1F0,3F0,3B0,1B0,";
+  EXPECT_FALSE(verify(parse_csv(first + "0SUM_SHARED,2SUM_SHARED\n" + second + "1SUM_SHARED,3SUM_SHARED\n", shared)));
   const auto violation =
-      verify(parse_csv(one + "0SUM_SHARED,2SUM_SHARED\n" + other + "3SUM_SHARED,1SUM_SHARED\n", shared));
+      verify(parse_csv(first + "0SUM_SHARED,2SUM_SHARED\n" + second + "3SUM_SHARED,1SUM_SHARED\n", shared));
   ASSERT_TRUE(violation);
   EXPECT_NE(violation->what.find("rank 0, schedule.csv:1:17: 0SUM_SHARED waits for 1SUM_SHARED on rank 1"),
             std::string::npos)
       << violation->what;
 }
 
-TEST(Verifier, WaitsForBothPartsOfAPairBeforeIt) {
-  // The second part would need what another rank makes of the first.
-  expect_violation("(0F0;0B0)OVERLAP_F_B\n1F0,1B0\n", 0, 0, "wait for each other in a circle");
+TEST(Verifier, NeedsTheInputsOfBothPartsBeforeAPair) {
+  // The second part depends on the first through another rank.
+  expect_violation("(0F0;0B0)OVERLAP_F_B\n1F0,1B0\n", 0, 0, "wait for each other in a cycle");
   EXPECT_FALSE(verify(parse_csv("(0F0;0B0)OVERLAP_F_B\n")));
 }
 
-TEST(Verifier, SurvivesIndicesThatThereAreNot) {
+TEST(Verifier, SurvivesIndicesOutOfRange) {
   for (const Action& nonsense : {forward(7, 0), forward(-3, 0), forward(0, 9), forward(0, -1), forward(1, 0),
                                  parameters(99, Computation::Unshard), message(0, Computation::SendForward, 0, 77),
                                  message(0, Computation::SendForward, -5, 1), overlap(forward(0, 0), forward(5, 5))}) {
@@ -173,7 +173,7 @@ TEST(Verifier, ExplainsWithPlaceRankActionAndTheMarkedTable) {
   Schedule schedule = parse_csv("0F0,0F1,0B0,0B1\n\n1F0, 1B1,1F1,1B0\n");
   expect_error([&] { require_valid(schedule); },
                "schedule.csv:3:6: rank 1, 1B1: 1B1 comes before its forward 1F1.\n\n" + table);
-  // A schedule that was not read from a file has positions only.
+  // A schedule that was not read from a file has positions instead of lines and columns.
   schedule.set_source(nullptr);
   expect_error([&] { require_valid(schedule); },
                "rank 1, position 1, 1B1: 1B1 comes before its forward 1F1.\n\n" + table);
@@ -195,7 +195,7 @@ TEST(Verifier, GivesTheSamePlacesBeforeAndAfterLowering) {
     }
   };
   const std::string expected = explain(stuck, *verify(stuck));
-  EXPECT_NE(expected.find("own.csv:2:6: rank 0, 0B0: the ranks wait for each other in a circle:\n"
+  EXPECT_NE(expected.find("own.csv:2:6: rank 0, 0B0: deadlock, the ranks wait for each other in a cycle:\n"
                           "  rank 0, own.csv:2:6: 0B0 waits for 1B0 on rank 1\n"
                           "  rank 1, own.csv:3:1: 1F1 waits for 0F1 on rank 0\n"),
             std::string::npos)
@@ -203,7 +203,7 @@ TEST(Verifier, GivesTheSamePlacesBeforeAndAfterLowering) {
   EXPECT_EQ(message_of([&] { lower(stuck); }), expected);
   EXPECT_EQ(message_of([&] { lower(stuck, {.sharding = false}); }), expected);
   EXPECT_EQ(message_of([&] { add_communication(stuck); }), expected);
-  EXPECT_NE(message_of([&] { simulate(stuck); }).find("rank 0 is stuck at own.csv:2:6, 0B0"), std::string::npos);
+  EXPECT_NE(message_of([&] { simulate(stuck); }).find("rank 0 is blocked at own.csv:2:6, 0B0"), std::string::npos);
 }
 
 TEST(Verifier, AcceptsMoreThanAMillionActions) {
@@ -213,4 +213,4 @@ TEST(Verifier, AcceptsMoreThanAMillionActions) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::testing

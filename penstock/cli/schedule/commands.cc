@@ -13,6 +13,7 @@
 
 #include "penstock/cli/checks.h"
 #include "penstock/cli/command.h"
+#include "penstock/cli/option_hints.h"
 #include "penstock/cli/output.h"
 #include "penstock/cli/schedule/compare.h"
 #include "penstock/cli/schedule/contents.h"
@@ -38,7 +39,7 @@ void add_list(CLI::App& parent) {
   command->callback([] {
     for (const Generator& generator : generators()) {
       const std::string stages = generator.stages_per_rank == 0 ? "any" : std::to_string(generator.stages_per_rank);
-      std::cout << std::left << std::setw(23) << generator.name << "stages a rank: " << std::setw(5) << stages
+      std::cout << std::left << std::setw(23) << generator.name << "stages per rank: " << std::setw(5) << stages
                 << generator.summary << "\n";
     }
   });
@@ -118,7 +119,7 @@ void add_verify(CLI::App& parent, int& exit) {
   command->callback([spec, &exit] {
     const Schedule given = spec->schedule();
     if (const auto violation = verify(given)) {
-      std::cout << spec->title() << ": not valid\n" << explain(given, *violation);
+      std::cout << spec->title() << ": not valid\n" << with_option_hints(explain(given, *violation));
       exit = kNo;
       return;
     }

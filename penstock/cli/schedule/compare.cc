@@ -69,7 +69,7 @@ Row simulated(std::string name, const Schedule& schedule, const Costs& by_rank) 
   Row row{.name = std::move(name),
           .stages = executed.stages(),
           .fewest_stages_per_rank = executed.stages(),
-          .timeline = simulate(executed, shared_out(by_rank, placement)),
+          .timeline = simulate(executed, split_rank_costs(by_rank, placement)),
           .messages = count_messages(executed)};
   for (int rank = 0; rank < executed.ranks(); ++rank) {
     const RankTimes& times = row.timeline.ranks[static_cast<std::size_t>(rank)];
@@ -107,9 +107,10 @@ std::vector<Schedule> read_files(const std::vector<std::string>& files, Schedule
 
 void require_bytes(const Costs& by_rank, int ranks, const std::string& memory) {
   for (int rank = 0; rank < ranks; ++rank) {
-    if (by_rank.of_stage(rank).bytes_kept > 0) continue;
-    throw ScheduleError("--memory " + memory + " is in bytes, but the costs do not say what rank " +
-                        std::to_string(rank) + " keeps of a microbatch.\n  Hint: give bytes_kept for each rank in " +
+    if (by_rank.of_stage(rank).activation_bytes > 0) continue;
+    throw ScheduleError("--memory " + memory +
+                        " is in bytes, but the costs do not give the size of the activations of rank " +
+                        std::to_string(rank) + ".\n  Hint: give activation_bytes for each rank in " +
                         "--costs FILE.json, or a number of microbatches.");
   }
 }
@@ -123,8 +124,8 @@ std::string stages_text(const Row& row) {
 void write_table(const std::vector<Row>& rows, const std::optional<MemoryLimit>& limit) {
   const bool has_bytes = std::ranges::any_of(rows, [](const Row& row) { return row.bytes > 0; });
   std::vector<std::vector<std::string>> table = {
-      {"schedule", "stages a rank", "makespan", "bubble", "microbatches kept"}};
-  if (has_bytes) table.front().emplace_back("bytes kept");
+      {"schedule", "stages per rank", "makespan", "bubble", "peak microbatches"}};
+  if (has_bytes) table.front().emplace_back("peak bytes");
   table.front().emplace_back("messages");
   if (limit) table.front().emplace_back("fits");
   for (const Row& row : rows) {
@@ -205,7 +206,7 @@ void add_compare(CLI::App& parent) {
   command
       ->add_option("--memory", options->memory,
                    "Mark what fits into a rank's memory for activations: microbatches such as 4, or bytes such as "
-                   "512MiB, which need bytes_kept in --costs")
+                   "512MiB, which need activation_bytes in --costs")
       ->option_text("N");
   command->add_flag("--json", options->json, "As JSON");
   command->callback([options] { compare(*options); });

@@ -1,15 +1,16 @@
 #include "penstock/schedule/draw/blocks.h"
-#include "penstock/schedule/draw/xml.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <vector>
 
+#include "penstock/base/text.h"
+
 namespace penstock::internal {
 namespace {
 
-// The page's hues, lighter where its labels are dark on all of them; beside each a terminal's nearest.
+// The hues of page.html, but light enough for dark labels, each with the nearest colour of a terminal.
 constexpr std::array<std::array<Colour, 2>, 4> kPalette = {{
     {{{"#5b8ede", 68}, {"#9fbdf0", 111}}},   // F
     {{{"#e0a92c", 178}, {"#fbe4ab", 223}}},  // I
@@ -31,44 +32,23 @@ std::string number_text(double value) {
   return {text.data(), static_cast<std::size_t>(length)};
 }
 
-std::string xml_text(std::string_view text) {
-  std::string out;
-  for (const char c : text) {
-    switch (c) {
-      case '&': out += "&amp;"; break;
-      case '<': out += "&lt;"; break;
-      case '>': out += "&gt;"; break;
-      case '"': out += "&quot;"; break;
-      default: out += static_cast<unsigned char>(c) < ' ' ? '?' : c; break;
-    }
-  }
-  return out;
-}
-
-std::string figures_of(const Drawing& drawing, std::string_view between) {
+std::string metrics_text(const Drawing& drawing, std::string_view separator) {
   const Timeline& timeline = drawing.timeline;
-  const auto& ranks = timeline.ranks;
-  const double bytes = std::ranges::max(ranks, {}, &RankTimes::peak_bytes).peak_bytes;
-  std::string text = "makespan " + number_text(timeline.makespan);
-  text.append(between).append("bubble ").append(number_text(std::round(timeline.bubble * 1000) / 10)).append(" %");
-  text.append(between).append("peak activations ");
-  text.append(std::to_string(std::ranges::max(ranks, {}, &RankTimes::peak_activations).peak_activations));
-  if (bytes > 0) text.append(between).append("peak bytes ").append(number_text(bytes));
-  return text;
+  const double bubble = std::round(timeline.bubble * 1000) / 10;
+  const int activations = std::ranges::max(timeline.ranks, {}, &RankTimes::peak_activations).peak_activations;
+  const double bytes = std::ranges::max(timeline.ranks, {}, &RankTimes::peak_bytes).peak_bytes;
+  std::vector<std::string> metrics = {concat("makespan ", number_text(timeline.makespan)),
+                                      concat("bubble ", number_text(bubble), " %"),
+                                      concat("peak activations ", activations)};
+  if (bytes > 0) metrics.push_back(concat("peak bytes ", number_text(bytes)));
+  return join(metrics, separator);
 }
 
-std::string extras_of(const Schedule& schedule) {
-  std::vector<std::string> extras;
-  for (const Edge& edge : schedule.graph().skips()) {
-    extras.push_back("skip " + std::to_string(edge.from) + " -> " + std::to_string(edge.to));
-  }
-  for (const auto& group : schedule.graph().groups()) {
-    extras.emplace_back("shared by stages");
-    for (const int stage : group) extras.back().append(" ").append(std::to_string(stage));
-  }
-  std::string text;
-  for (const std::string& extra : extras) text.append(text.empty() ? "" : "   ").append(extra);
-  return text;
+std::string graph_text(const Schedule& schedule) {
+  std::vector<std::string> parts;
+  for (const Edge& edge : schedule.graph().skips()) parts.push_back(concat("skip ", edge.from, " -> ", edge.to));
+  for (const auto& group : schedule.graph().groups()) parts.push_back(concat("shared by stages ", join(group, " ")));
+  return join(parts, "   ");
 }
 
 }  // namespace penstock::internal

@@ -1,10 +1,8 @@
-// What all drawings have in common: a rank's actions as blocks of time, the colours of computations, and text that is
-// safe inside XML and JSON.
+// Parts that all drawings share: a rank's actions as blocks of time, the colours of computations, and texts.
 #pragma once
 
 #include <array>
 #include <cstddef>
-#include <ostream>
 #include <string>
 #include <string_view>
 
@@ -12,15 +10,15 @@
 
 namespace penstock::internal {
 
-// One action, or one part of a pair, in its time.
+// An action, or a part of a pair, with its span.
 struct Block {
   Action action;
   Span span;
-  // Of a pair's parts the same number, from 1 on; 0 outside of pairs.
+  // Number of the pair that the block is a part of, from 1; 0 if it is not a part of a pair.
   int pair = 0;
 };
 
-// Calls visit(block) for each action of a rank that is to be drawn, with pairs taken apart.
+// Calls visit(block) for each action of a rank that is to be drawn, and for each part of a pair.
 template <class Visit>
 void for_each_block(const Drawing& drawing, int rank, Visit&& visit) {
   const auto actions = drawing.schedule.actions(rank);
@@ -39,21 +37,24 @@ void for_each_block(const Drawing& drawing, int rank, Visit&& visit) {
   }
 }
 
-// F, I, W, B: a palette that the colour-blind can tell apart, in two shades, by whether the stage is an even or an odd
-// one of its rank's.
+// Colour of a computation, for SVG and for a terminal (an index of the 256-colour palette).
 struct Colour {
   std::string_view hex;
   int terminal;
 };
+// Returns the colour of F, I, W or B. The palette is safe for the colour-blind. Each has two shades, which alternate
+// over the stages of a rank.
 Colour colour_of(const Drawing& drawing, const Action& part);
 
-// "51.5", "0.0667": up to six digits, none of them in vain.
+// Returns a number with up to six significant digits and without trailing zeros: "51.5", "0.0667".
 std::string number_text(double value);
-// "makespan 51.5   bubble 6.8 %   peak activations 16", with `between` in between.
-std::string figures_of(const Drawing& drawing, std::string_view between);
-// "skip 0 -> 3   shared by stages 0 7", or nothing.
-std::string extras_of(const Schedule& schedule);
-// F, I, W and B, for legends.
+// Returns the metrics of the timeline: "makespan 51.5   bubble 6.8 %   peak activations 16", with `separator` between
+// them.
+std::string metrics_text(const Drawing& drawing, std::string_view separator);
+// Returns the skip connections and shared parameters of a schedule, "skip 0 -> 3   shared by stages 0 7", or an empty
+// text.
+std::string graph_text(const Schedule& schedule);
+// Computations of the legend.
 inline constexpr std::array kDrawnComputations = {Computation::Forward, Computation::InputBackward,
                                                   Computation::WeightBackward, Computation::FullBackward};
 

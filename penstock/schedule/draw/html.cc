@@ -5,12 +5,14 @@
 #include <string_view>
 
 #include "penstock/schedule/draw/blocks.h"
-#include "penstock/schedule/draw/xml.h"
 #include "penstock/schedule/draw/page.h"
+#include "penstock/schedule/draw/xml.h"
 
 namespace penstock {
 namespace {
 
+using internal::Block;
+using internal::for_each_block;
 using nlohmann::json;
 
 json rank_data(const Drawing& drawing, int rank) {
@@ -34,7 +36,7 @@ json rank_data(const Drawing& drawing, int rank) {
     has_pairs |= block.pair != 0;
   });
   json waiting = json::object();
-  for (const auto& [on, time] : times.waiting) waiting[std::to_string(on)] = time;
+  for (const auto& [other_rank, time] : times.waiting) waiting[std::to_string(other_rank)] = time;
   json data = {{"peak_activations", times.peak_activations},
                {"work", times.work},
                {"idle", {{"fill", times.fill}, {"drain", times.drain}, {"waiting", waiting}}},
@@ -44,7 +46,7 @@ json rank_data(const Drawing& drawing, int rank) {
                {"start", std::move(start)},
                {"end", std::move(end)},
                {"other", std::move(other)}};
-  // Where no costs say what stages keep, there is nothing to show.
+  // Without sizes of activations in the costs, there is no peak memory to show.
   const auto& ranks = drawing.timeline.ranks;
   const bool bytes_known = std::ranges::any_of(ranks, [](const RankTimes& each) { return each.peak_bytes > 0; });
   if (bytes_known) data["peak_bytes"] = times.peak_bytes;
@@ -70,14 +72,14 @@ json page_data(const Drawing& drawing) {
   json shared = json::array();
   for (const auto& group : schedule.graph().groups()) shared.push_back(group);
   json timelines = json::array({timeline_data(drawing)});
-  if (drawing.beside != nullptr) {
-    const Drawing other{.schedule = schedule,
-                        .timeline = *drawing.beside,
-                        .costs = drawing.costs,
-                        .title = drawing.title,
-                        .all_actions = drawing.all_actions,
-                        .name = drawing.beside_name};
-    timelines.push_back(timeline_data(other));
+  if (drawing.second_timeline != nullptr) {
+    const Drawing second{.schedule = schedule,
+                         .timeline = *drawing.second_timeline,
+                         .costs = drawing.costs,
+                         .title = drawing.title,
+                         .all_actions = drawing.all_actions,
+                         .name = drawing.second_name};
+    timelines.push_back(timeline_data(second));
   }
   const auto placement = schedule.placement().ranks_by_stage();
   return {{"version", 1},
@@ -94,11 +96,11 @@ json page_data(const Drawing& drawing) {
           {"curve", {{"name", drawing.curve_name}, {"first", drawing.curve_first_step}, {"values", drawing.curve}}}};
 }
 
-// JSON inside a script element: a '<' could end the element.
+// Writes JSON inside a script element, where a '<' could end the element.
 void write_escaped(std::ostream& out, std::string_view text) {
-  for (std::size_t at = text.find('<'); at != std::string_view::npos; at = text.find('<')) {
-    out << text.substr(0, at) << "\\u003c";
-    text.remove_prefix(at + 1);
+  for (std::size_t next = text.find('<'); next != std::string_view::npos; next = text.find('<')) {
+    out << text.substr(0, next) << "\\u003c";
+    text.remove_prefix(next + 1);
   }
   out << text;
 }
@@ -108,12 +110,12 @@ void write_escaped(std::ostream& out, std::string_view text) {
 void draw_html(std::ostream& out, const Drawing& drawing) {
   constexpr std::string_view kTitle = "@PENSTOCK_TITLE@";
   constexpr std::string_view kData = "@PENSTOCK_DATA@";
-  const std::string_view page = page_template();
+  const std::string_view page = internal::page_template();
   const std::size_t title = page.find(kTitle);
   const std::size_t data = page.find(kData, title + kTitle.size());
   if (title == std::string_view::npos || data == std::string_view::npos)
-    throw std::logic_error("page.html has lost its place for title or data");
-  out << page.substr(0, title) << xml_text(drawing.title)
+    throw std::logic_error("page.html has no placeholder for the title or the data");
+  out << page.substr(0, title) << internal::xml_text(drawing.title)
       << page.substr(title + kTitle.size(), data - title - kTitle.size());
   write_escaped(out, page_data(drawing).dump(-1, ' ', false, json::error_handler_t::replace));
   out << page.substr(data + kData.size());

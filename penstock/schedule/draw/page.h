@@ -1,10 +1,11 @@
-// The page that draw_html fills, from page.html beside this file; the build turns that into a source.
+// The template that draw_html fills in. The build generates its source from page.html in this folder.
 #pragma once
 
 #include <string_view>
 
 namespace penstock::internal {
 
+// Returns the template, with @PENSTOCK_TITLE@ and @PENSTOCK_DATA@ as placeholders.
 std::string_view page_template();
 
 }  // namespace penstock::internal

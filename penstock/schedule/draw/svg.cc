@@ -8,6 +8,14 @@
 namespace penstock {
 namespace {
 
+using internal::Block;
+using internal::colour_of;
+using internal::for_each_block;
+using internal::kDrawnComputations;
+using internal::number_text;
+using internal::xml_text;
+
+// Lengths in pixels.
 constexpr double kMargin = 24;
 constexpr double kHead = 56;
 constexpr double kRow = 26;
@@ -15,7 +23,7 @@ constexpr double kBlock = 20;
 constexpr double kLetter = 6.2;
 constexpr double kWidest = 16000;
 
-// Pixels for the whole, so that the shortest computation has room for its text, within reason.
+// Returns the width of the timeline in pixels: enough for a label on the shortest computation, but at most kWidest.
 double pixels_of(const Drawing& drawing) {
   double pixels = 0;
   for (int rank = 0; rank < drawing.schedule.ranks(); ++rank) {
@@ -28,7 +36,7 @@ double pixels_of(const Drawing& drawing) {
   return std::min(pixels, kWidest);
 }
 
-// A round step of the axis, for about a tick every 80 pixels.
+// Returns the distance of the ticks on the time axis: a round number, at least 80 pixels.
 double tick_step(double makespan, double pixels) {
   const double rough = makespan * 80 / std::max(pixels, 80.0);
   const double power = std::pow(10, std::floor(std::log10(rough)));
@@ -44,7 +52,7 @@ void draw_svg(std::ostream& out, const Drawing& drawing) {
   const Schedule& schedule = drawing.schedule;
   const double makespan = drawing.timeline.makespan;
   const double pixels = pixels_of(drawing);
-  const auto at = [&](double time) { return makespan > 0 ? time / makespan * pixels : 0; };
+  const auto x_of = [&](double time) { return makespan > 0 ? time / makespan * pixels : 0; };
   const double left =
       kMargin + kLetter * static_cast<double>(("rank " + std::to_string(schedule.ranks() - 1)).size()) + 16;
   const double axis = kHead + kRow * schedule.ranks();
@@ -63,12 +71,12 @@ void draw_svg(std::ostream& out, const Drawing& drawing) {
       << R"(<rect class="bg" width="100%" height="100%"/>)" << "\n"
       << R"(<text class="h" x=")" << kMargin << R"(" y="26">)" << xml_text(drawing.title) << "</text>\n"
       << R"(<text class="q" x=")" << kMargin << R"(" y="43">)" << size_text(drawing.schedule) << " · "
-      << figures_of(drawing, " · ") << "</text>\n";
+      << internal::metrics_text(drawing, " · ") << "</text>\n";
 
   const double step = tick_step(makespan, pixels);
   const int ticks = step > 0 ? static_cast<int>(std::min(makespan / step * (1 + 1e-9), kWidest)) : 0;
   for (int tick = 0; tick <= ticks; ++tick) {
-    const double x = left + at(tick * step);
+    const double x = left + x_of(tick * step);
     out << R"(<line class="l" x1=")" << number_text(x) << R"(" x2=")" << number_text(x) << R"(" y1=")" << kHead
         << R"(" y2=")" << axis + 4 << R"("/><text class="q" x=")" << number_text(x) << R"(" y=")" << axis + 17
         << R"(" text-anchor="middle">)" << number_text(tick * step) << "</text>\n";
@@ -82,8 +90,8 @@ void draw_svg(std::ostream& out, const Drawing& drawing) {
     int open_pair = 0;
     double pair_left = 0;
     for_each_block(drawing, rank, [&](const Block& block) {
-      const double x = left + at(block.span.start);
-      const double w = at(block.span.end) - at(block.span.start);
+      const double x = left + x_of(block.span.start);
+      const double w = x_of(block.span.end) - x_of(block.span.start);
       const std::string text = to_string(block.action);
       const std::string title = "<title>" + text + " " + std::string(describe(block.action.computation)) + ", rank " +
                                 std::to_string(rank) + ", " + number_text(block.span.start) + " to " +
@@ -119,7 +127,7 @@ void draw_svg(std::ostream& out, const Drawing& drawing) {
         << axis + 49 << R"(">)" << label << "</text>\n";
     x += 44 + 7 * static_cast<double>(label.size());
   }
-  const std::string extras = xml_text(extras_of(schedule));
+  const std::string extras = xml_text(internal::graph_text(schedule));
   if (!extras.empty())
     out << R"(<text class="q" x=")" << kMargin << R"(" y=")" << axis + 68 << R"(">)" << extras << "</text>\n";
   out << "</svg>\n";

@@ -2,17 +2,20 @@
 #include <string>
 #include <vector>
 
+#include "penstock/base/text.h"
 #include "penstock/schedule/draw.h"
 
 namespace penstock {
 namespace {
+
+using internal::concat;
 
 std::string padded(std::string text, std::size_t width) {
   if (text.size() < width) text.append(width - text.size(), ' ');
   return text;
 }
 
-// From `first` on, `count` things in a row of `total` that have `middle` among them; all of them when count is 0.
+// A range of `count` indices out of `total` around `middle`; all of them if count is 0.
 struct Window {
   int first;
   int end;
@@ -30,7 +33,7 @@ std::string table_of(const Schedule& schedule, const TableOptions& options) {
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     steps = std::max(steps, static_cast<int>(schedule.actions(rank).size()));
   }
-  // The place behind a list's end can be marked too.
+  // The position after the last action can be marked too.
   steps = std::max(steps, options.mark_position + 1);
   const int most_steps = options.steps_around == 0 ? 0 : 2 * options.steps_around + 1;
   const Window rows = window_around(std::max(options.mark_position, 0), most_steps, steps);
@@ -45,7 +48,7 @@ std::string table_of(const Schedule& schedule, const TableOptions& options) {
   };
   std::vector<std::size_t> widths;
   for (int rank = columns.first; rank < columns.end; ++rank) {
-    std::size_t width = ("rank " + std::to_string(rank)).size();
+    std::size_t width = concat("rank ", rank).size();
     for (int step = rows.first; step < rows.end; ++step) width = std::max(width, cell(rank, step).size());
     widths.push_back(width);
   }
@@ -59,7 +62,7 @@ std::string table_of(const Schedule& schedule, const TableOptions& options) {
     if (!tail.empty()) text += "  " + tail;
     return text.substr(0, text.find_last_not_of(' ') + 1) + "\n";
   };
-  std::string out = line("step", [](int rank) { return "rank " + std::to_string(rank); }, "");
+  std::string out = line("step", [](int rank) { return concat("rank ", rank); }, "");
   if (rows.first > 0) out += "…\n";
   for (int step = rows.first; step < rows.end; ++step) {
     const bool marked = options.mark_rank >= 0 && step == options.mark_position;
@@ -67,8 +70,7 @@ std::string table_of(const Schedule& schedule, const TableOptions& options) {
   }
   if (rows.end < steps) out += "…\n";
   if (columns.end - columns.first < schedule.ranks()) {
-    out += "(ranks " + std::to_string(columns.first) + " to " + std::to_string(columns.end - 1) + " of " +
-           std::to_string(schedule.ranks()) + ")\n";
+    out += concat("(ranks ", columns.first, " to ", columns.end - 1, " of ", schedule.ranks(), ")\n");
   }
   return out;
 }

@@ -1,3 +1,5 @@
+#include "penstock/base/text.h"
+
 #include <algorithm>
 #include <cmath>
 #include <ostream>
@@ -8,11 +10,19 @@
 namespace penstock {
 namespace {
 
-constexpr int kMostRankFigures = 32;
+using internal::Block;
+using internal::colour_of;
+using internal::concat;
+using internal::for_each_block;
+using internal::kDrawnComputations;
+using internal::number_text;
+
+// Metrics of each rank are printed for at most this many ranks.
+constexpr int kMostRankMetrics = 32;
 
 struct Column {
   char letter = ' ';
-  // A terminal's colour, or 0.
+  // Index of the terminal's 256-colour palette; 0 for none.
   int colour = 0;
 };
 using Row = std::vector<Column>;
@@ -20,14 +30,12 @@ using Row = std::vector<Column>;
 class TextPicture {
  public:
   TextPicture(const Drawing& drawing, const TextOptions& options)
-      : drawing_(drawing),
-        options_(options),
-        margin_(("rank " + std::to_string(drawing.schedule.ranks() - 1)).size() + 3) {
-    const auto room =
+      : drawing_(drawing), options_(options), margin_(concat("rank ", drawing.schedule.ranks() - 1).size() + 3) {
+    const auto available =
         static_cast<double>(std::max<std::ptrdiff_t>(20, options.width - static_cast<std::ptrdiff_t>(margin_)));
     const double wanted = columns_for_labels();
-    labelled_ = wanted <= room;
-    columns_ = labelled_ ? wanted : room;
+    labelled_ = wanted <= available;
+    columns_ = labelled_ ? wanted : available;
   }
 
   void draw(std::ostream& out) const {
@@ -35,11 +43,11 @@ class TextPicture {
     for (int rank = 0; rank < drawing_.schedule.ranks(); ++rank) draw_row(out, rank);
     out << "\n";
     draw_legend(out);
-    draw_figures(out);
+    draw_metrics(out);
   }
 
  private:
-  // Columns for the whole, so that every computation has room for its text and a gap.
+  // Returns the number of columns of a timeline in which every computation fits its label and a gap.
   double columns_for_labels() const {
     double columns = 0;
     for (int rank = 0; rank < drawing_.schedule.ranks(); ++rank) {
@@ -63,7 +71,7 @@ class TextPicture {
     for_each_block(drawing_, rank, [&](const Block& block) {
       if (block.action.is_compute()) fill(row, block);
     });
-    const std::string name = "rank " + std::to_string(rank);
+    const std::string name = concat("rank ", rank);
     out << name << std::string(margin_ - 2 - name.size(), ' ') << "| ";
     write(out, row);
     out << "\n";
@@ -76,7 +84,7 @@ class TextPicture {
     const std::string text = labelled_ ? to_string(block.action) : std::string(name_of(block.action.computation));
     for (std::size_t i = begin; i < end; ++i) {
       const std::size_t offset = i - begin;
-      // The last column of a labelled block is its gap.
+      // The last column of a labelled block is a gap.
       const bool gap = labelled_ && i + 1 == end;
       row[i] = gap ? Column{} : Column{offset < text.size() ? text[offset] : '-', colour};
     }
@@ -87,19 +95,17 @@ class TextPicture {
     while (length > 0 && row[length - 1].letter == ' ') --length;
     int colour = 0;
     for (std::size_t i = 0; i < length; ++i) {
-      const Column& at = row[i];
-      if (options_.colour && at.colour != colour) {
-        out << paint(at.colour);
-        colour = at.colour;
+      const Column& column = row[i];
+      if (options_.colour && column.colour != colour) {
+        out << paint(column.colour);
+        colour = column.colour;
       }
-      out << (options_.colour && at.letter == '-' ? ' ' : at.letter);
+      out << (options_.colour && column.letter == '-' ? ' ' : column.letter);
     }
     if (colour != 0) out << paint(0);
   }
 
-  static std::string paint(int colour) {
-    return colour == 0 ? "\033[0m" : "\033[30;48;5;" + std::to_string(colour) + "m";
-  }
+  static std::string paint(int colour) { return colour == 0 ? "\033[0m" : concat("\033[30;48;5;", colour, "m"); }
 
   void draw_legend(std::ostream& out) const {
     for (const Computation computation : kDrawnComputations) {
@@ -108,19 +114,19 @@ class TextPicture {
       out << (options_.colour ? paint(colour) + " " + name + " " + paint(0) : name) << " " << describe(computation)
           << (computation == kDrawnComputations.back() ? "\n" : "   ");
     }
-    const std::string extras = extras_of(drawing_.schedule);
+    const std::string extras = internal::graph_text(drawing_.schedule);
     if (!extras.empty()) out << extras << "\n";
   }
 
-  void draw_figures(std::ostream& out) const {
-    out << figures_of(drawing_, "   ") << "\n";
-    if (drawing_.schedule.ranks() > kMostRankFigures) return;
+  void draw_metrics(std::ostream& out) const {
+    out << internal::metrics_text(drawing_, "   ") << "\n";
+    if (drawing_.schedule.ranks() > kMostRankMetrics) return;
     for (int rank = 0; rank < drawing_.schedule.ranks(); ++rank) {
       const RankTimes& times = drawing_.timeline.ranks[static_cast<std::size_t>(rank)];
       out << "  rank " << rank << ": work " << number_text(times.work) << ", idle " << number_text(times.fill)
           << " at the start, " << number_text(times.drain) << " at the end";
       for (const auto& [other, time] : times.waiting) out << ", " << number_text(time) << " waiting for rank " << other;
-      out << "; keeps " << times.peak_activations << "\n";
+      out << "; peak activations " << times.peak_activations << "\n";
     }
   }
 

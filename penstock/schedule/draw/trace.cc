@@ -1,5 +1,5 @@
-// The trace event format of Chrome's tracing and of Perfetto: a process for each rank, a complete event for each
-// action, and a flow from each send to what receives it.
+// Writes the trace event format of Chrome's tracing and Perfetto: a process for each rank, a complete event for each
+// action, and a flow from each send to the computation that uses the message.
 #include <nlohmann/json.hpp>
 #include <ostream>
 #include <vector>
@@ -9,13 +9,16 @@
 namespace penstock {
 namespace {
 
+using internal::Block;
+using internal::for_each_block;
+
 constexpr double kMicrosecondsPerUnit = 1000;
 
 std::string json_text(const std::string& text) {
   return nlohmann::json(text).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
-// When each stage began to use what it received for a microbatch: an activation in its forward, a gradient in I or B.
+// Times, by stage and microbatch, at which a received activation (in F) or gradient (in I or B) is first used.
 struct UseTimes {
   std::vector<double> forward;
   std::vector<double> backward;
@@ -62,7 +65,7 @@ void draw_trace(std::ostream& out, const Drawing& drawing) {
       if (block.pair != 0) out << R"(,"pair":)" << block.pair;
       out << "}},\n";
       if (!action.is_message()) return;
-      // An arrow leads from the send to the computation that uses what was sent.
+      // The flow leads from the send to the computation that uses the message.
       const Action send = action.is_send() ? action : counterpart(action);
       const std::size_t cell = schedule.cell(action.stage, action.microbatch);
       const double used = (action.carries_activation() ? uses.forward : uses.backward)[cell] * kMicrosecondsPerUnit;
@@ -72,7 +75,7 @@ void draw_trace(std::ostream& out, const Drawing& drawing) {
           << "},\n";
     });
   }
-  // A last event, so that every one before it can end in a comma.
+  // A final event, so that every event before it can end in a comma.
   out << R"({"name":"end","ph":"i","s":"g","ts":)"
       << nlohmann::json(drawing.timeline.makespan * kMicrosecondsPerUnit).dump() << R"(,"pid":0,"tid":0})"
       << "\n]}\n";

@@ -6,7 +6,7 @@
 
 namespace penstock::internal {
 
-// Returns the text with & < > " escaped, and control characters replaced.
+// Returns the text with & < > " escaped and control characters replaced by a question mark.
 std::string xml_text(std::string_view text);
 
 }  // namespace penstock::internal

@@ -1,10 +1,11 @@
-// DualPipeV: two stages a rank in a V, forwards and backwards in overlapped pairs, so that the communication of one
-// hides behind the computation of the other.
+// DualPipeV: two stages per rank in a V placement, with forwards and backwards of different microbatches in overlapped
+// pairs.
 //
 //   rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1---- 3F2 0B0---- 0F4 3B2---- 3F3 0B1---- 3B3---- 3F4     0B2---- 3B4---- 0I3 0W3 0I4 0W4
 //   rank 1 |     1F0 2F0 1F1 2F1 1F2 2B0---- 2F2 1B0---- 1F3 2B1---- 2F3 1B1---- 1F4 2B2---- 2F4 1B2---- 2B3---- 1B3---- 2I4 1I4 2W4 1W4
 //
-// From DeepSeek's DualPipe, cut in half; its eight phases are those below.
+// On a device that computes and communicates at the same time, the communication of one part of a pair overlaps with
+// the computation of the other. From DeepSeek's DualPipeV, whose eight phases are those below.
 #include <algorithm>
 #include <deque>
 
@@ -13,7 +14,7 @@
 namespace penstock {
 namespace {
 
-// One of a rank's two stages, and the microbatches that it has had.
+// One of a rank's two stages, with the number of microbatches that have run so far.
 struct Chunk {
   int stage;
   int forwards = 0;
@@ -34,9 +35,9 @@ Schedule dual_pipe_v(int ranks, int microbatches) {
     Chunk up{.stage = 2 * ranks - 1 - rank};
     const int after = ranks - 1 - rank;
     std::deque<Action> weights;
-    const auto is_there = [&](const Action& action) { return action.microbatch < microbatches; };
+    const auto exists = [&](const Action& action) { return action.microbatch < microbatches; };
     const auto add = [&](const Action& action) {
-      if (is_there(action)) schedule.add(rank, action);
+      if (exists(action)) schedule.add(rank, action);
     };
     const auto add_input = [&](Chunk& chunk) {
       const Action input = chunk.next_input();
@@ -51,7 +52,7 @@ Schedule dual_pipe_v(int ranks, int microbatches) {
     const auto add_pair = [&](Chunk& forwards, Chunk& backwards) {
       const Action first = forwards.next_forward();
       const Action second = backwards.next_backward();
-      if (is_there(first) && is_there(second)) {
+      if (exists(first) && exists(second)) {
         add(overlap(first, second));
       } else {
         add(first);
@@ -59,20 +60,21 @@ Schedule dual_pipe_v(int ranks, int microbatches) {
       }
     };
 
-    // 1: forwards down.
+    // 1: forwards of the first stage.
     for (int i = 0; i < 2 * after; ++i) add(down.next_forward());
-    // 2: forwards both ways.
+    // 2: forwards of both stages.
     for (int i = 0; i <= rank; ++i) {
       add(down.next_forward());
       add(up.next_forward());
     }
-    // 3: the first backwards of the way up, split.
+    // 3: the first backwards of the second stage, split.
     for (int i = 0; i < after; ++i) {
       add_input(up);
       add_weight();
       add(up.next_forward());
     }
-    // 4: the steady state, in pairs. The last rank has just made what its first backward needs: no pair there.
+    // 4: steady state, in pairs. The first two computations of the last rank are no pair, as its backward needs the
+    // result of the forward.
     for (int i = 0; i < covered - 2 * ranks + rank + 1; ++i) {
       if (i == 0 && rank == ranks - 1) {
         add(down.next_forward());
@@ -82,12 +84,12 @@ Schedule dual_pipe_v(int ranks, int microbatches) {
       }
       add_pair(up, down);
     }
-    // 5: no more forwards down.
+    // 5: the first stage has run all forwards.
     for (int i = 0; i < after; ++i) {
       add(up.next_backward());
       add_pair(up, down);
     }
-    // 6: backwards both ways; the later half leaves its weight gradients for the end.
+    // 6: backwards of both stages; the later half defers its weight gradients.
     bool split = false;
     const auto add_backward = [&](Chunk& chunk) {
       if (split) {
@@ -103,12 +105,12 @@ Schedule dual_pipe_v(int ranks, int microbatches) {
       split |= i == half && rank % 2 == 0;
       add_backward(down);
     }
-    // 7: the last backwards down, with weight gradients in between.
+    // 7: the last backwards of the first stage, with deferred weight gradients in between.
     for (int i = 0; i < after; ++i) {
       add_weight();
       add_backward(down);
     }
-    // 8: what weight gradients are left.
+    // 8: the remaining weight gradients.
     while (!weights.empty()) add_weight();
   }
   return schedule;

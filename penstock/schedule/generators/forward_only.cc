@@ -1,10 +1,10 @@
-// ForwardOnly: every microbatch once through the stages, in rounds when a rank has several stages.
+// ForwardOnly: forwards only, in rounds of microbatches if a rank has several stages.
 //
 //   rank 0 | 0F0 0F1 2F0 2F1 0F2 0F3 2F2 2F3
 //   rank 1 |     1F0 1F1 3F0 3F1 1F2 1F3 3F2 3F3
 //
-// A round has at least as many microbatches as there are ranks, if there are that many, so that a microbatch is back
-// from its turn of the loop when the rank comes to it.
+// For inference and evaluation. A round has at least as many microbatches as there are ranks, if there are that many,
+// so that a microbatch returns to a rank before the rank needs it.
 #include <algorithm>
 
 #include "penstock/schedule/generators.h"

@@ -1,10 +1,10 @@
-// GPipe: every forward, then every backward.
+// GPipe: each rank runs all forwards, then all backwards.
 //
 //   rank 0 | 0F0 0F1 0F2                         0B0---- 0B1---- 0B2----
 //   rank 1 |     1F0 1F1 1F2             1B0---- 1B1---- 1B2----
 //   rank 2 |         2F0 2F1 2F2 2B0---- 2B1---- 2B2----
 //
-// Simple, and the whole batch's activations are alive at the turn.
+// The simplest schedule. Each rank saves the activations of the whole batch before its first backward.
 #include "penstock/schedule/generators.h"
 
 namespace penstock {

@@ -1,10 +1,11 @@
-// LoopedBFS: stage by stage, each for the whole batch; then back, last microbatch first.
+// LoopedBFS: each stage runs the forwards of the whole batch before the next stage starts; then the backwards run in
+// reverse.
 //
 //   rank 0 | 0F0 0F1 2F0 2F1             2B1---- 2B0---- 0B1---- 0B0----
 //   rank 1 |     1F0 1F1 3F0 3F1 3B1---- 3B0---- 1B1---- 1B0----
 //
-// A stage's parameters are needed in two stretches only, which suits sharded ones; all activations are alive at the
-// turn.
+// Each stage's parameters are in use in two intervals only, so sharded parameters are gathered rarely. Each rank saves
+// the activations of the whole batch.
 #include "penstock/schedule/generators.h"
 
 namespace penstock {

@@ -1,10 +1,11 @@
-// 1F1B: forwards until the first gradient can come back, then one backward for each forward.
+// 1F1B: each rank runs forwards until the first gradient can arrive, then alternates one backward and one forward.
 //
 //   rank 0 | 0F0 0F1 0F2                 0B0---- 0F3 0B1----     0B2----     0B3----
 //   rank 1 |     1F0 1F1         1B0---- 1F2 1B1---- 1F3 1B2----     1B3----
 //   rank 2 |         2F0 2B0---- 2F1 2B1---- 2F2 2B2---- 2F3 2B3----
 //
-// As long as GPipe, but a rank keeps no more activations than there are ranks from it to the last.
+// It takes as long as GPipe, but a rank saves the activations of at most as many microbatches as there are ranks from
+// it to the last one.
 #include <algorithm>
 
 #include "penstock/schedule/generators.h"

@@ -1,5 +1,4 @@
-// What the interleaved schedules have in common: rounds of microbatches that go through all of a rank's stages, and the
-// stage that a rank's k-th forward or backward belongs to.
+// Arithmetic of the interleaved schedules: microbatches pass through all stages of a rank in rounds.
 #pragma once
 
 #include <algorithm>
@@ -8,24 +7,25 @@
 
 namespace penstock::internal {
 
-// The smallest number of microbatches from `microbatches` on that falls into equal rounds of at least `ranks`.
+// Returns the smallest number, at least `microbatches`, that can be divided into equal rounds of at least `ranks`.
 inline int next_equal_rounds(int ranks, int microbatches) {
   while (microbatches % std::max(1, microbatches / ranks) != 0) ++microbatches;
   return microbatches;
 }
 
+// Maps a rank's k-th forward or backward to its stage.
 class Rounds {
  public:
-  // `microbatches` is one that next_equal_rounds gives.
+  // `microbatches` must be a result of next_equal_rounds.
   Rounds(int ranks, int stages_per_rank, int microbatches)
       : ranks_(ranks),
         stages_per_rank_(stages_per_rank),
         microbatches_(microbatches),
         per_round_(microbatches / std::max(1, microbatches / ranks)) {}
 
-  // Forwards of a rank, and backwards.
+  // Returns the number of forwards of a rank, which is also the number of its backwards.
   int total() const { return microbatches_ * stages_per_rank_; }
-  // Forwards of the last rank before its first backward, and `per_hop` more for each rank before it.
+  // Returns the number of forwards of a rank before its first backward; each rank has `per_hop` more than the next one.
   int warmup(int rank, int per_hop) const {
     return std::min((stages_per_rank_ - 1) * per_round_ + per_hop * (ranks_ - 1 - rank), total());
   }
@@ -41,7 +41,7 @@ class Rounds {
   int per_round_;
 };
 
-// Counts the microbatches that a stage has had, for one kind of computation.
+// Returns the next microbatch of each stage, for one kind of computation.
 class MicrobatchCounter {
  public:
   explicit MicrobatchCounter(int stages) : next_(static_cast<std::size_t>(stages), 0) {}

@@ -1,10 +1,10 @@
-// ZBVZeroBubble: two stages a rank in a V, the backward split; with equal costs of F, I and W no rank waits between its
-// first action and its last.
+// ZBVZeroBubble: two stages per rank in a V placement, with split backwards.
 //
 //   rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3
 //   rank 1 |     1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
 //
-// From Qi et al., "Pipeline Parallelism with Controllable Memory": a rank keeps as much as 1F1B's first one.
+// If F, I and W cost the same, no rank idles between its first and its last action. Every rank saves as many
+// activations as the first rank of 1F1B. From Qi et al., "Pipeline Parallelism with Controllable Memory".
 #include <algorithm>
 
 #include "penstock/schedule/generators.h"
@@ -12,7 +12,7 @@
 namespace penstock {
 namespace {
 
-// One of a rank's two stages, and the microbatches that it has had.
+// One of a rank's two stages, with the number of microbatches that have run so far.
 struct Chunk {
   int stage;
   int forwards = 0;
@@ -35,20 +35,20 @@ Schedule zbv_zero_bubble(int ranks, int microbatches) {
     const auto add_input = [&](Chunk& chunk) { add(input_backward(chunk.stage, chunk.inputs++)); };
     const auto add_weight = [&](Chunk& chunk) { add(weight_backward(chunk.stage, chunk.weights++)); };
 
-    // The V fills: forwards down, until the first of them comes up again.
+    // Warm-up: forwards of the first stage, until microbatch 0 arrives at the second.
     for (int i = 0; i < 2 * (ranks - rank) - 1; ++i) add_forward(down);
-    // Forwards both ways.
+    // Forwards of both stages.
     for (int i = 0; i < rank; ++i) {
       add_forward(up);
       add_forward(down);
     }
-    // The way up turns at the last stage; backwards begin.
+    // The second stage starts its backwards.
     for (int i = 0; i < ranks - rank; ++i) {
       add_forward(up);
       add_input(up);
       add_weight(up);
     }
-    // The steady state: all six.
+    // Steady state: F, I and W of both stages.
     while (up.forwards < down.forwards || down.forwards < covered) {
       if (down.forwards < covered) add_forward(down);
       add_input(down);
@@ -57,7 +57,7 @@ Schedule zbv_zero_bubble(int ranks, int microbatches) {
       add_input(up);
       add_weight(up);
     }
-    // Input gradients first, for the ranks that wait for them.
+    // Cool-down: input gradients first, as other ranks wait for them.
     for (int i = 0; i < rank; ++i) {
       add_input(down);
       add_input(up);
@@ -66,7 +66,7 @@ Schedule zbv_zero_bubble(int ranks, int microbatches) {
       add_input(down);
       add_weight(down);
     }
-    // The weight gradients that were left for the end.
+    // Deferred weight gradients.
     while (up.weights < up.inputs) add_weight(up);
     while (down.weights < down.inputs) add_weight(down);
   }

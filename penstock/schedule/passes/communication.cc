@@ -1,44 +1,47 @@
-// Where sends and receives go.
+// Inserts sends and receives.
 //
-// A send follows at once what it sends. For the receives, the lists are walked once in lock-step, each rank taking an
-// action in its turn when its inputs are there. That is one order in which all can run; it shows for each edge and
-// direction how many messages are under way at most: sent, and not used yet. A receive is posted when the message so
-// many uses earlier, and one more, has been used, but not before the rank itself has done its part of that microbatch's
-// way to the sender, nor before the receives of what the same rank sends it earlier: between two ranks, messages are
-// received in the order of sending, for transports that know no other.
+// A send directly follows the computation of what it sends. To place the receives, all ranks are walked once in
+// lock-step: in each round, every rank takes its next action if the inputs are available. The walk shows, for each edge
+// and direction, the maximum number of messages in flight (sent and not yet used). A receive is posted as soon as the
+// message that is one more than that number of uses earlier has been used, but not before
+//  - the rank has computed the last of its own stages that the microbatch passes on its way to the sender, and
+//  - all receives of earlier messages from the same rank are posted: between two ranks, messages are received in the
+//    order of sending, for transports that support no other order.
 //
-// So at every send of that walk the receive is posted already. Who waits for whom does not depend on the order in which
-// ranks run, so no order deadlocks, even if sends block. And the receives outstanding are never more than messages under
-// way, and one for each edge.
+// So every send of the walk finds its receive posted. The dependencies between ranks do not depend on the order in
+// which ranks run, so no order deadlocks, even if sends block. The number of outstanding receives is at most the number
+// of messages in flight plus one for each edge.
 #include <algorithm>
 #include <array>
 #include <map>
-#include <string>
 #include <utility>
 #include <vector>
 
+#include "penstock/base/text.h"
 #include "penstock/schedule/error.h"
 #include "penstock/schedule/passes/unchecked.h"
 #include "penstock/schedule/verify.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
-// The two ways of an edge.
-enum class Way { Forward, Backward };
+// Activations travel an edge forward, gradients backward.
+enum class Direction { Forward, Backward };
 
-// Before all actions of a list.
+// Position before all actions of a rank.
 constexpr int kStart = -1;
 
-// The forwards, or the input gradients, of all stages and microbatches.
+// The forwards, or the input gradients, of all stages and microbatches. The turn of a microbatch is its index in the
+// order in which the stage computes microbatches.
 struct Uses {
-  explicit Uses(std::size_t cells) : done(cells, 0), at(cells, kStart), turn(cells, 0), at_by_turn(cells, kStart) {}
-  // By stage and microbatch: whether the walk has passed it, where it stands in its rank's list, as which of its stage.
+  explicit Uses(std::size_t cells)
+      : done(cells, 0), position(cells, kStart), turn(cells, 0), position_by_turn(cells, kStart) {}
+  // Tables by stage and microbatch: 1 if the walk has passed it, its position in the rank's actions, and its turn.
   std::vector<char> done;
-  std::vector<int> at;
+  std::vector<int> position;
   std::vector<int> turn;
-  // By stage and turn: where it stands.
-  std::vector<int> at_by_turn;
+  // Positions by stage and turn.
+  std::vector<int> position_by_turn;
 };
 
 // An edge in one direction.
@@ -47,20 +50,22 @@ struct Channel {
   int receiver = 0;
   std::size_t receiver_rank = 0;
   bool crosses = false;
-  // One more than the last turn that has been sent; how many have been used; the most between them.
+  // Number of turns sent and used by the walk so far, and the largest difference between them.
   int sent = 0;
   int used = 0;
-  int most = 0;
-  // By microbatch: the last action of the receiver's rank that it passes on its way to the sender; or nothing.
-  const int* own_part = nullptr;
-  // By microbatch, and by turn: of the receiver.
+  int most_in_flight = 0;
+  // Position, by microbatch, of the last computation on the receiver's rank that the microbatch passes before it
+  // reaches the sender; null if there is none.
+  const int* local_before = nullptr;
+  // Turn by microbatch, and position by turn, of the receiver.
   const int* turn = nullptr;
-  const int* at_by_turn = nullptr;
+  const int* position_by_turn = nullptr;
 
-  // The action after which the receive of a microbatch can be posted.
+  // Returns the position of the action after which the receive of a microbatch can be posted.
   int posted_after(int microbatch) const {
-    const int earlier = turn[microbatch] - (most + 1);
-    return std::max(own_part == nullptr ? kStart : own_part[microbatch], earlier < 0 ? kStart : at_by_turn[earlier]);
+    const int earlier = turn[microbatch] - (most_in_flight + 1);
+    return std::max(local_before == nullptr ? kStart : local_before[microbatch],
+                    earlier < 0 ? kStart : position_by_turn[earlier]);
   }
 };
 
@@ -76,8 +81,8 @@ class Communication {
         receives_(static_cast<std::size_t>(schedule.ranks())),
         last_(static_cast<std::size_t>(schedule.ranks())) {
     index();
-    for (const Way way : {Way::Forward, Way::Backward}) add_channels(way);
-    add_meetings();
+    for (const Direction direction : {Direction::Forward, Direction::Backward}) add_channels(direction);
+    add_collectives();
     walk();
     reserve_receives();
     for (int rank = 0; rank < schedule.ranks(); ++rank) place_receives_of_sends_from(rank);
@@ -91,25 +96,27 @@ class Communication {
 
  private:
   struct Receive {
-    // Behind this action of the rank's list, or kStart.
+    // Position of the action that it follows, or kStart.
     int after;
     Action action;
   };
 
-  // Where the last receive stands so far of what a rank sends.
+  // The last receive so far of a message from `sender`.
   struct LastReceive {
     int sender = kNone;
     int after = kStart;
   };
 
-  // The ranks of a group of stages that share parameters, and whether each has come.
-  struct Meeting {
+  // The ranks of a group of stages that share parameters, with true for those that have joined.
+  struct Collective {
     std::map<int, bool> ranks;
   };
 
-  Channel& channel(Way way, int e) { return channels_[static_cast<std::size_t>(way)][static_cast<std::size_t>(e)]; }
-  const Channel& channel(Way way, int e) const {
-    return channels_[static_cast<std::size_t>(way)][static_cast<std::size_t>(e)];
+  Channel& channel(Direction direction, int e) {
+    return channels_[static_cast<std::size_t>(direction)][static_cast<std::size_t>(e)];
+  }
+  const Channel& channel(Direction direction, int e) const {
+    return channels_[static_cast<std::size_t>(direction)][static_cast<std::size_t>(e)];
   }
   std::size_t cell(const Action& part) const { return schedule_.cell(part.stage, part.microbatch); }
 
@@ -118,9 +125,9 @@ class Communication {
     std::vector<int> backwards(static_cast<std::size_t>(schedule_.stages()), 0);
     const auto note = [&](Uses& uses, std::vector<int>& turns, const Action& part, int position) {
       const int turn = turns[static_cast<std::size_t>(part.stage)]++;
-      uses.at[cell(part)] = position;
+      uses.position[cell(part)] = position;
       uses.turn[cell(part)] = turn;
-      uses.at_by_turn[schedule_.cell(part.stage, turn)] = position;
+      uses.position_by_turn[schedule_.cell(part.stage, turn)] = position;
     };
     for (int rank = 0; rank < schedule_.ranks(); ++rank) {
       int position = 0;
@@ -134,100 +141,102 @@ class Communication {
     }
   }
 
-  void add_channels(Way way) {
-    const Uses& uses = way == Way::Forward ? forward_ : backward_;
+  void add_channels(Direction direction) {
+    const Uses& uses = direction == Direction::Forward ? forward_ : backward_;
     for (const Edge& edge : graph_.edges()) {
       Channel next;
-      next.sender = way == Way::Forward ? edge.from : edge.to;
-      next.receiver = way == Way::Forward ? edge.to : edge.from;
+      next.sender = direction == Direction::Forward ? edge.from : edge.to;
+      next.receiver = direction == Direction::Forward ? edge.to : edge.from;
       const int receiver_rank = schedule_.placement().rank_of(next.receiver);
       next.receiver_rank = static_cast<std::size_t>(receiver_rank);
       next.crosses = schedule_.placement().rank_of(next.sender) != receiver_rank;
       next.turn = &uses.turn[schedule_.cell(next.receiver, 0)];
-      next.at_by_turn = &uses.at_by_turn[schedule_.cell(next.receiver, 0)];
+      next.position_by_turn = &uses.position_by_turn[schedule_.cell(next.receiver, 0)];
 
-      // Forwards pass the rank's stages before the sender, gradients those behind it after the forwards of all.
+      // An activation passes the rank's stages before the sender; a gradient, after the forwards of all stages, those
+      // after it.
       const auto local = schedule_.placement().stages_of(receiver_rank);
       const auto above = std::ranges::upper_bound(local, next.sender);
-      if (way == Way::Forward) {
-        if (above != local.begin()) next.own_part = &forward_.at[schedule_.cell(*(above - 1), 0)];
+      if (direction == Direction::Forward) {
+        if (above != local.begin()) next.local_before = &forward_.position[schedule_.cell(*(above - 1), 0)];
       } else {
-        next.own_part = above != local.end() ? &backward_.at[schedule_.cell(*above, 0)]
-                                             : &forward_.at[schedule_.cell(local.back(), 0)];
+        next.local_before = above != local.end() ? &backward_.position[schedule_.cell(*above, 0)]
+                                                 : &forward_.position[schedule_.cell(local.back(), 0)];
       }
       if (next.crosses) ++channels_to_[next.receiver_rank];
-      channels_[static_cast<std::size_t>(way)].push_back(next);
+      channels_[static_cast<std::size_t>(direction)].push_back(next);
     }
   }
 
-  void add_meetings() {
+  void add_collectives() {
     for (const auto& group : graph_.groups()) {
-      Meeting meeting;
-      for (const int stage : group) meeting.ranks.emplace(schedule_.placement().rank_of(stage), false);
-      meetings_.push_back(std::move(meeting));
+      Collective collective;
+      for (const int stage : group) collective.ranks.emplace(schedule_.placement().rank_of(stage), false);
+      collectives_.push_back(std::move(collective));
     }
   }
 
-  // All ranks in lock-step, an action a turn.
+  // Walks all ranks in lock-step, one action of each rank per round.
   void walk() {
     std::vector<std::size_t> next(static_cast<std::size_t>(schedule_.ranks()), 0);
-    for (bool moved = true; moved;) {
-      moved = false;
+    for (bool progress = true; progress;) {
+      progress = false;
       for (int rank = 0; rank < schedule_.ranks(); ++rank) {
         std::size_t& position = next[static_cast<std::size_t>(rank)];
         const auto actions = schedule_.actions(rank);
         if (position == actions.size() || !is_ready(actions[position], rank)) continue;
         for_each_part(actions[position], [&](const Action& part) { take(part); });
         ++position;
-        moved = true;
+        progress = true;
       }
     }
     for (int rank = 0; rank < schedule_.ranks(); ++rank) {
       if (next[static_cast<std::size_t>(rank)] == schedule_.actions(rank).size()) continue;
       require_valid(given_);
-      throw ScheduleError("rank " + std::to_string(rank) + " does not come to its end.");
+      throw ScheduleError(concat("rank ", rank, " does not run to completion."));
     }
   }
 
-  // Whether what other ranks make for it is there, or all have come to a meeting; a pair needs all before it begins.
+  // Returns true if all inputs from other ranks are available, or if all ranks have joined a collective. A pair needs
+  // the inputs of both parts before it starts.
   bool is_ready(const Action& action, int rank) {
     if (action.computation == Computation::SumShared) {
-      Meeting& meeting = meetings_[static_cast<std::size_t>(graph_.group_of(action.stage))];
-      meeting.ranks[rank] = true;
-      return std::ranges::all_of(meeting.ranks, [](const auto& member) { return member.second; });
+      Collective& collective = collectives_[static_cast<std::size_t>(graph_.group_of(action.stage))];
+      collective.ranks[rank] = true;
+      return std::ranges::all_of(collective.ranks, [](const auto& member) { return member.second; });
     }
     bool ready = true;
     for_each_part(action, [&](const Action& part) {
       if (is_forward(part)) {
-        for (const int e : graph_.in_edges(part.stage)) ready &= is_there(Way::Forward, e, part.microbatch);
+        for (const int e : graph_.in_edges(part.stage)) ready &= is_available(Direction::Forward, e, part.microbatch);
       } else if (makes_input_gradient(part)) {
-        for (const int e : graph_.out_edges(part.stage)) ready &= is_there(Way::Backward, e, part.microbatch);
+        for (const int e : graph_.out_edges(part.stage)) ready &= is_available(Direction::Backward, e, part.microbatch);
       }
     });
     return ready;
   }
 
-  bool is_there(Way way, int e, int microbatch) const {
-    const Channel& from = channel(way, e);
-    const Uses& uses = way == Way::Forward ? forward_ : backward_;
+  bool is_available(Direction direction, int e, int microbatch) const {
+    const Channel& from = channel(direction, e);
+    const Uses& uses = direction == Direction::Forward ? forward_ : backward_;
     return !from.crosses || uses.done[schedule_.cell(from.sender, microbatch)] != 0;
   }
 
   void take(const Action& part) {
     if (is_forward(part)) {
       forward_.done[cell(part)] = 1;
-      for (const int e : graph_.in_edges(part.stage)) ++channel(Way::Forward, e).used;
-      for (const int e : graph_.out_edges(part.stage)) send(channel(Way::Forward, e), part.microbatch);
+      for (const int e : graph_.in_edges(part.stage)) ++channel(Direction::Forward, e).used;
+      for (const int e : graph_.out_edges(part.stage)) send(channel(Direction::Forward, e), part.microbatch);
     } else if (makes_input_gradient(part)) {
       backward_.done[cell(part)] = 1;
-      for (const int e : graph_.out_edges(part.stage)) ++channel(Way::Backward, e).used;
-      for (const int e : graph_.in_edges(part.stage)) send(channel(Way::Backward, e), part.microbatch);
+      for (const int e : graph_.out_edges(part.stage)) ++channel(Direction::Backward, e).used;
+      for (const int e : graph_.in_edges(part.stage)) send(channel(Direction::Backward, e), part.microbatch);
     }
   }
 
   static void send(Channel& along, int microbatch) {
     along.sent = std::max(along.sent, along.turn[microbatch] + 1);
-    along.most = std::max(along.most, along.sent - along.used);
+    along.most_in_flight = std::max(along.most_in_flight, along.sent - along.used);
   }
 
   // Calls visit(channel, is_forward) for each message that a part sends, in the order of sending.
@@ -236,7 +245,7 @@ class Communication {
     const bool forwards = is_forward(part);
     if (!forwards && !makes_input_gradient(part)) return;
     for (const int e : forwards ? graph_.out_edges(part.stage) : graph_.in_edges(part.stage)) {
-      const Channel& along = channel(forwards ? Way::Forward : Way::Backward, e);
+      const Channel& along = channel(forwards ? Direction::Forward : Direction::Backward, e);
       if (along.crosses) visit(along, forwards);
     }
   }
@@ -247,7 +256,7 @@ class Communication {
     }
   }
 
-  // The receives that answer a rank's sends, in the order of sending.
+  // Places the receives of a rank's sends, in the order of sending.
   void place_receives_of_sends_from(int rank) {
     for (const Action& action : schedule_.actions(rank)) {
       for_each_part(action, [&](const Action& part) {
@@ -266,7 +275,7 @@ class Communication {
   std::vector<Action> list_of(int rank) const {
     const auto actions = schedule_.actions(rank);
     const std::vector<Receive>& receives = receives_[static_cast<std::size_t>(rank)];
-    // The receives before all actions and behind each, as lists of indices that begin at first[slot].
+    // Linked lists of the receives before all actions (slot 0) and after each action, starting at first[slot].
     constexpr int kEnd = -1;
     std::vector<int> first(actions.size() + 1, kEnd);
     std::vector<int> next(receives.size());
@@ -301,15 +310,15 @@ class Communication {
   const StageGraph& graph_;
   Uses forward_;
   Uses backward_;
-  // By way and edge.
+  // Channels by direction and edge.
   std::array<std::vector<Channel>, 2> channels_;
-  // By group.
-  std::vector<Meeting> meetings_;
-  // By rank: channels from other ranks.
+  // Collectives by group.
+  std::vector<Collective> collectives_;
+  // Number of channels from other ranks by receiving rank.
   std::vector<std::size_t> channels_to_;
-  // By rank; of each sender in the order of sending.
+  // Receives by rank; those of each sender are in the order of sending.
   std::vector<std::vector<Receive>> receives_;
-  // By rank that receives.
+  // Last receive by receiving rank.
   std::vector<LastReceive> last_;
 };
 
@@ -322,4 +331,4 @@ Schedule add_communication(const Schedule& schedule, const Schedule& given) {
 }
 
 }  // namespace unchecked
-}  // namespace penstock
+}  // namespace penstock::internal

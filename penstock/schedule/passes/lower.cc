@@ -7,6 +7,8 @@
 
 namespace penstock {
 
+namespace unchecked = internal::unchecked;
+
 Schedule add_sharding(const Schedule& schedule, int max_active_stages) {
   require_lists(schedule);
   return unchecked::add_sharding(schedule, max_active_stages);
@@ -18,15 +20,15 @@ Schedule add_reductions(Schedule schedule) {
 }
 
 Schedule add_communication(const Schedule& schedule) {
-  if (features_of(schedule).communication) throw ScheduleError("the schedule has messages already.");
+  if (features_of(schedule).communication) throw ScheduleError("the schedule already has messages.");
   require_lists(schedule);
   return unchecked::add_communication(schedule, schedule);
 }
 
 Schedule lower(const Schedule& schedule, const LowerOptions& options) {
   const Features features = features_of(schedule);
-  if (features.communication) throw ScheduleError("the schedule has been lowered already: it has messages.");
-  // Whether lists wait for each other for ever is found by add_communication, which walks them.
+  if (features.communication) throw ScheduleError("the schedule has already been lowered: it has messages.");
+  // Deadlocks are found by add_communication, which walks all ranks.
   require_lists(schedule);
   const bool shard = options.sharding && !features.sharding;
   const bool reduce = options.reductions && !features.reduction && !features.shared_sums;

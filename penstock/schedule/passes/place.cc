@@ -1,8 +1,8 @@
 #include <algorithm>
-#include <string>
 #include <utility>
 #include <vector>
 
+#include "penstock/base/text.h"
 #include "penstock/schedule/error.h"
 #include "penstock/schedule/passes.h"
 #include "penstock/schedule/simulate.h"
@@ -11,10 +11,10 @@ namespace penstock {
 
 Schedule place(const Schedule& schedule, const Placement& placement) {
   if (placement.stages() != schedule.stages()) {
-    throw ScheduleError("a schedule of " + std::to_string(schedule.stages()) +
-                        " stages cannot move to a placement of " + std::to_string(placement.stages()) + ".");
+    throw ScheduleError(internal::concat("a schedule of ", schedule.stages(),
+                                         " stages cannot be moved to a placement of ", placement.stages(), "."));
   }
-  // No computation starts before its inputs have ended, so the order of starting is one in which all can run.
+  // No computation starts before its inputs have been computed, so running in the order of the starts cannot deadlock.
   struct Started {
     double time;
     Action part;
@@ -26,7 +26,8 @@ Schedule place(const Schedule& schedule, const Placement& placement) {
     for (std::size_t i = 0; i < schedule.actions(rank).size(); ++i) {
       const Action& action = schedule.actions(rank)[i];
       const Span& span = timeline.ranks[static_cast<std::size_t>(rank)].spans[i];
-      if (!action.is_compute()) throw ScheduleError("only a schedule of computations can move to another placement.");
+      if (!action.is_compute())
+        throw ScheduleError("only a schedule of computations can be moved to another placement.");
       const auto add = [&](const Action& part, double start) {
         lists[static_cast<std::size_t>(placement.rank_of(part.stage))].push_back({start, part});
       };

@@ -4,7 +4,7 @@
 
 #include "penstock/schedule/passes/unchecked.h"
 
-namespace penstock::unchecked {
+namespace penstock::internal::unchecked {
 
 Schedule add_reductions(Schedule schedule) {
   const StageGraph& graph = schedule.graph();
@@ -13,7 +13,7 @@ Schedule add_reductions(Schedule schedule) {
     return weight_gradients[static_cast<std::size_t>(stage)] == schedule.microbatches();
   };
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
-    // Where a stage's last weight gradient stands; in the order of the list.
+    // Positions of the stages' last weight gradients, ascending.
     std::vector<std::pair<std::size_t, int>> last;
     std::vector<Action> list = schedule.take(rank);
     for (std::size_t i = 0; i < list.size(); ++i) {
@@ -23,13 +23,13 @@ Schedule add_reductions(Schedule schedule) {
         if (is_complete(part.stage)) last.emplace_back(i, part.stage);
       });
     }
-    // From behind, so that what is in front stays where it was found.
+    // Insert from the back, so that the remaining positions stay valid.
     std::reverse(last.begin(), last.end());
     for (const auto& [position, stage] : last) {
       list.insert(list.begin() + static_cast<std::ptrdiff_t>(position) + 1, parameters(stage, Computation::ReduceGrad));
     }
     for (std::size_t group = 0; group < graph.groups().size(); ++group) {
-      // A rank joins once, under the name of its first stage in the group.
+      // A rank joins once, with its first stage in the group.
       const auto local = schedule.placement().stages_of(rank);
       const auto member =
           std::ranges::find(local, static_cast<int>(group), [&](int stage) { return graph.group_of(stage); });
@@ -40,4 +40,4 @@ Schedule add_reductions(Schedule schedule) {
   return schedule;
 }
 
-}  // namespace penstock::unchecked
+}  // namespace penstock::internal::unchecked

@@ -1,4 +1,4 @@
-// Passes that leave actions out.
+// Passes that remove actions.
 #include <utility>
 #include <vector>
 
@@ -7,7 +7,7 @@
 namespace penstock {
 namespace {
 
-// Appends to `target` what of each action `wanted` lets through; of a pair, the part or both parts that it does.
+// Copies the actions for which `wanted` is true. A pair is copied as a whole, or only the part that is wanted.
 template <class Wanted>
 void copy_if(Schedule& target, const Schedule& source, const Wanted& wanted) {
   for (int rank = 0; rank < source.ranks(); ++rank) {
@@ -42,9 +42,9 @@ bool belongs_to_backward(const Action& part) {
 
 constexpr auto kNowhere = static_cast<std::size_t>(-1);
 
-// Returns the actions without shards that are freed right where they were gathered, with no computation of their stage in
-// between. `unshard_at` has a place for each stage, with kNowhere for those of this rank: ranks share it, as no stage is on
-// two of them.
+// Returns the actions without each UNSHARD and RESHARD that have no computation of their stage between them.
+// `unshard_at` is scratch memory with an entry for each stage; those of this rank are kNowhere. All ranks use the same,
+// as a stage is on one rank only.
 std::vector<Action> without_unused_shards(std::span<const Action> actions, std::vector<std::size_t>& unshard_at) {
   std::vector<char> dropped(actions.size(), 0);
   for (std::size_t i = 0; i < actions.size(); ++i) {
@@ -58,11 +58,11 @@ std::vector<Action> without_unused_shards(std::span<const Action> actions, std::
       if (at != kNowhere) dropped[at] = dropped[i] = 1;
     }
   }
-  std::vector<Action> kept;
+  std::vector<Action> result;
   for (std::size_t i = 0; i < actions.size(); ++i) {
-    if (!dropped[i]) kept.push_back(actions[i]);
+    if (!dropped[i]) result.push_back(actions[i]);
   }
-  return kept;
+  return result;
 }
 
 }  // namespace

@@ -1,24 +1,26 @@
-// Which stages of a rank are gathered when: at each computation those that it and the next ones need, at most so many.
+// Decides which stages of a rank are gathered when: at each computation those of this and the following computations,
+// up to the maximum number of active stages.
 #include <algorithm>
 #include <array>
-#include <string>
 #include <utility>
 #include <vector>
 
+#include "penstock/base/text.h"
 #include "penstock/schedule/error.h"
 #include "penstock/schedule/passes/unchecked.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
-// The stages of a rank in the order in which it computes on them next, followed from action to action. Each action knows
-// where its stages are used next, so that a step costs a place in that order and no look at the list.
+// The stages of a rank, ordered by their next use, as a cursor moves over the rank's actions. The next use of each
+// stage is precomputed, so moving the cursor takes time linear in the number of stages and does not search the actions.
 class LookAhead {
  public:
-  // No next use.
+  // Next use of a stage that is not used again.
   static constexpr std::size_t kNever = static_cast<std::size_t>(-1);
 
-  // `next` has a place for each stage, with kNever for those of this rank: ranks share it, as no stage is on two of them.
+  // `next` is scratch memory with an entry for each stage; those of this rank are kNever. All ranks use the same, as a
+  // stage is on one rank only.
   LookAhead(std::span<const Action> actions, std::span<const int> local, std::vector<std::size_t>& next)
       : actions_(actions), uses_(actions.size()) {
     const auto link = [&](std::size_t i, std::size_t part, int stage) {
@@ -36,7 +38,7 @@ class LookAhead {
     std::sort(order_.begin(), order_.end());
   }
 
-  // How many of the next stages may be gathered: `most`, but both of a pair if either.
+  // Returns the number of next stages that may be gathered: `most`, or one more to include both stages of a pair.
   std::size_t window(int most) const {
     const auto size = static_cast<std::size_t>(most);
     if (order_.size() <= size) return order_.size();
@@ -45,7 +47,7 @@ class LookAhead {
   }
   int stage(std::size_t place) const { return order_[place].stage; }
 
-  // Leaves the action behind that comes next. Whether window(most) holds other stages than before.
+  // Moves the cursor past the next computation. Returns true if window(most) then has other stages than before.
   bool advance(int most) {
     const std::size_t before = window(most);
     const std::size_t action = order_.front().use / 2;
@@ -55,14 +57,14 @@ class LookAhead {
   }
 
  private:
-  // A use is 2 × the action's index, plus 1 for the second part of a pair.
+  // A use is 2 × the index of its action, plus 1 for the second part of a pair.
   struct NextUse {
     std::size_t use;
     int stage;
     auto operator<=>(const NextUse&) const = default;
   };
 
-  // Puts the front stage where its next use belongs, and tells where that is.
+  // Moves the front stage to where its next use belongs, and returns that place.
   std::size_t move_front_back() {
     const NextUse moved{uses_[order_.front().use / 2][order_.front().use % 2], order_.front().stage};
     if (moved.use == kNever) {
@@ -76,7 +78,7 @@ class LookAhead {
   }
 
   std::span<const Action> actions_;
-  // By action and part of a pair: the next use of the same stage.
+  // Next use of the same stage, by action and part of a pair.
   std::vector<std::array<std::size_t, 2>> uses_;
   std::vector<NextUse> order_;
 };
@@ -91,8 +93,7 @@ namespace unchecked {
 
 Schedule add_sharding(const Schedule& schedule, int max_active_stages) {
   if (max_active_stages < 1) {
-    throw ScheduleError("a rank needs at least one gathered stage to compute, not " +
-                        std::to_string(max_active_stages) + ".");
+    throw ScheduleError(concat("max_active_stages must be at least 1, not ", max_active_stages, "."));
   }
   Schedule result = schedule.without_actions();
   std::vector<std::size_t> next(static_cast<std::size_t>(schedule.stages()), LookAhead::kNever);
@@ -134,4 +135,4 @@ Schedule add_sharding(const Schedule& schedule, int max_active_stages) {
 }
 
 }  // namespace unchecked
-}  // namespace penstock
+}  // namespace penstock::internal

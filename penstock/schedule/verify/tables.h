@@ -1,4 +1,4 @@
-// What both looks of the verifier keep: which computations, messages and meetings they have come across.
+// Tables that both passes of the verifier fill: the computations, messages and collectives they have seen.
 #pragma once
 
 #include <cstddef>
@@ -11,19 +11,21 @@
 
 namespace penstock::internal {
 
-// Thrown inside the verifier only, to leave nested checks.
-struct Found {
+// Thrown by the checks, and caught by verify().
+struct ViolationFound {
   Violation violation;
 };
 
-// What has been seen of a stage and a microbatch, and of a message, as bits.
+// Bits of the table of computations, which has an entry for each stage and microbatch.
 enum ComputeBit : std::uint8_t { kForwardBit = 1, kInputBit = 2, kWeightBit = 4, kFullBit = 8 };
 
+// Returns the bit of F, I, W or B.
 inline std::uint8_t bit_of(Computation computation) {
   return static_cast<std::uint8_t>(1U << static_cast<unsigned>(computation));
 }
 static_assert(static_cast<int>(Computation::Forward) == 0 && static_cast<int>(Computation::FullBackward) == 3);
 
+// Returns the bit of a SEND or RECV in the table of messages, which has an entry for each edge and microbatch.
 inline std::uint8_t message_bit(Computation computation) {
   return static_cast<std::uint8_t>(
       1U << (static_cast<unsigned>(computation) - static_cast<unsigned>(Computation::SendForward)));
@@ -33,7 +35,7 @@ class VerifierTables {
  protected:
   VerifierTables(const Schedule& schedule, const Features& expected) : schedule_(schedule), expected_(expected) {}
 
-  // Nothing seen yet.
+  // Resets the tables: nothing has been seen yet.
   void clear() {
     computed_.assign(schedule_.cells(), 0);
     messages_.assign(graph().edges().size() * static_cast<std::size_t>(schedule_.microbatches()), 0);
@@ -41,7 +43,7 @@ class VerifierTables {
   }
 
   [[noreturn]] static void fail(int rank, std::size_t position, std::string what) {
-    throw Found{{rank, static_cast<int>(position), std::move(what)}};
+    throw ViolationFound{{rank, static_cast<int>(position), std::move(what)}};
   }
 
   const StageGraph& graph() const { return schedule_.graph(); }
@@ -67,15 +69,15 @@ class VerifierTables {
   const Features expected_;
 
  private:
-  // By stage and microbatch; by edge and microbatch; by rank and group.
+  // Tables by stage and microbatch, by edge and microbatch, and by rank and group.
   std::vector<std::uint8_t> computed_;
   std::vector<std::uint8_t> messages_;
   std::vector<char> joined_;
 };
 
-// The first look: throws Found.
-void look_at_lists(const Schedule& schedule, const Features& expected);
-// The second, of lists that the first has accepted: throws Found.
-void run_lists(const Schedule& schedule, const Features& expected);
+// Checks each rank's actions by themselves. Throws ViolationFound.
+void check_lists(const Schedule& schedule, const Features& expected);
+// Checks for deadlocks between ranks, in a schedule that check_lists has accepted. Throws ViolationFound.
+void check_deadlock(const Schedule& schedule, const Features& expected);
 
 }  // namespace penstock::internal

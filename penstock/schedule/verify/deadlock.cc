@@ -1,17 +1,18 @@
-// The second look: all lists against each other, with blocking sends. Whoever is stuck at the end waits for somebody who
-// is stuck.
+// The second pass of the verifier runs all ranks against each other, with sends that block until their receive is
+// posted. A rank that is blocked at the end waits for another blocked rank, so following the waits finds a cycle.
 #include <algorithm>
 #include <optional>
 
+#include "penstock/base/text.h"
 #include "penstock/schedule/source.h"
 #include "penstock/schedule/verify/tables.h"
 
 namespace penstock::internal {
 namespace {
 
-class BlockingRun : VerifierTables {
+class DeadlockChecker : VerifierTables {
  public:
-  BlockingRun(const Schedule& schedule, const Features& expected) : VerifierTables(schedule, expected) {}
+  DeadlockChecker(const Schedule& schedule, const Features& expected) : VerifierTables(schedule, expected) {}
 
   void run() {
     clear();
@@ -32,7 +33,7 @@ class BlockingRun : VerifierTables {
   }
 
  private:
-  // What a rank waits for: an action of another rank.
+  // An action of another rank that a rank waits for.
   struct Wait {
     Action for_action;
     int on_rank;
@@ -53,7 +54,7 @@ class BlockingRun : VerifierTables {
     queue_.push_back(rank);
   }
 
-  // What others see of an action as soon as its rank comes to it.
+  // Joins a collective, which the other ranks of the group can see before the action completes.
   void arrive(const Action& action, int rank) {
     if (action.computation != Computation::SumShared) return;
     const int group = graph().group_of(action.stage);
@@ -83,7 +84,7 @@ class BlockingRun : VerifierTables {
     return action.is_compute() ? input_of(action, rank) : std::nullopt;
   }
 
-  // The first input from another rank that is not there yet.
+  // Returns the first input from another rank that has not arrived.
   std::optional<Wait> input_of(const Action& part, int rank) {
     const bool forwards = is_forward(part);
     if (!forwards && !makes_input_gradient(part)) return std::nullopt;
@@ -116,27 +117,27 @@ class BlockingRun : VerifierTables {
     }
   }
 
-  // Every rank that is stuck waits for one that is stuck: following them ends in a circle.
+  // Every blocked rank waits for a blocked rank, so following the waits from any of them ends in a cycle.
   [[noreturn]] void fail_deadlock(int rank) {
-    std::vector<int> way;
-    while (std::find(way.begin(), way.end(), rank) == way.end()) {
-      way.push_back(rank);
+    std::vector<int> cycle;
+    while (std::find(cycle.begin(), cycle.end(), rank) == cycle.end()) {
+      cycle.push_back(rank);
       rank = waits_for(schedule_.actions(rank)[next_[static_cast<std::size_t>(rank)]], rank)->on_rank;
     }
-    way.erase(way.begin(), std::find(way.begin(), way.end(), rank));
-    std::string what = "the ranks wait for each other in a circle";
+    cycle.erase(cycle.begin(), std::find(cycle.begin(), cycle.end(), rank));
+    std::string what = "deadlock, the ranks wait for each other in a cycle";
     what += expected_.communication ? " (a send waits until its receive is posted):" : ":";
-    for (const int member : way) {
+    for (const int member : cycle) {
       const std::size_t position = next_[static_cast<std::size_t>(member)];
       const Action& action = schedule_.actions(member)[position];
       const Wait wait = *waits_for(action, member);
-      what += "\n  rank " + std::to_string(member) + ", " + place_text(schedule_, member, position) + ": " +
-              to_string(action) + " waits for " + wait_text(wait) + " on rank " + std::to_string(wait.on_rank);
+      what += concat("\n  rank ", member, ", ", place_text(schedule_, member, position), ": ", to_string(action),
+                     " waits for ", wait_text(wait), " on rank ", wait.on_rank);
     }
-    fail(way.front(), next_[static_cast<std::size_t>(way.front())], std::move(what));
+    fail(cycle.front(), next_[static_cast<std::size_t>(cycle.front())], std::move(what));
   }
 
-  // A wait for a gradient is for whichever backward makes it.
+  // Returns the action that is waited for: for a gradient, the B or the I that computes it.
   std::string wait_text(const Wait& wait) const {
     const Action full = full_backward(wait.for_action.stage, wait.for_action.microbatch);
     if (wait.for_action.computation == Computation::InputBackward) {
@@ -149,7 +150,7 @@ class BlockingRun : VerifierTables {
     return to_string(wait.for_action);
   }
 
-  // Each rank's next action, and the ranks that may be able to go on.
+  // Index of each rank's next action, and the ranks that may be able to continue.
   std::vector<std::size_t> next_;
   std::vector<int> queue_;
   std::vector<char> queued_;
@@ -157,8 +158,8 @@ class BlockingRun : VerifierTables {
 
 }  // namespace
 
-void run_lists(const Schedule& schedule, const Features& expected) {
-  BlockingRun(schedule, expected).run();
+void check_deadlock(const Schedule& schedule, const Features& expected) {
+  DeadlockChecker(schedule, expected).run();
 }
 
 }  // namespace penstock::internal
