@@ -1,4 +1,4 @@
-"""Schedules: how fast ours are made, lowered and simulated, compared with torch.distributed.pipelining.
+"""Measures how fast schedules are generated, lowered and simulated, compared with torch.distributed.pipelining.
 
     schedule.py --bench build/release/bin/penstock_schedule_bench [--python .venv/bin/python] [--runs 3]
 """
@@ -11,7 +11,7 @@ import sys
 from measure import Answering, print_table, ratio_of, report_goals, with_noise
 
 LOWERED = ((4, 2, 16), (8, 2, 64), (8, 2, 256), (16, 2, 512), (32, 4, 256))
-# Runs of ours for one of PyTorch's.
+# Number of runs of Penstock for each run of PyTorch.
 REPEATED = 7
 SIMULATED = ((8, 2, 256), (32, 4, 256), (1024, 2, 4096))
 
@@ -22,19 +22,19 @@ def size(case):
 
 def compare_lowering(bench, pytorch, runs):
     rows = [("ranks x stages a rank x microbatches", "ours", "PyTorch", "ratio")]
-    # The first of all pays for caches and allocators.
+    # A warm-up run fills caches and allocators.
     bench.numbers(1, "lower", 4, 2, 8)
     pytorch.numbers(1, 4, 2, 8)
     for case in LOWERED:
         ours, theirs = [], []
         for _ in range(runs):
-            # What takes milliseconds is run several times in its turn, or it would measure the caches the other left.
+            # Runs of milliseconds are repeated, or they would measure the caches that the other program left.
             ours += [bench.numbers(1, "lower", *case)[0] for _ in range(REPEATED)]
             theirs += pytorch.numbers(1, *case)
         ratio = ratio_of(theirs, ours)
         rows.append((size(case), with_noise(ours), with_noise(theirs), f"{ratio:.0f}x"))
     print_table(rows)
-    # Of the last and largest.
+    # The ratio of the last case, which is the largest.
     return ratio
 
 
@@ -44,7 +44,7 @@ def measure_simulation(path, runs):
     for case in SIMULATED:
         times = []
         for _ in range(runs):
-            # A process for each, as the peak is of its whole life.
+            # A process for each run, as the peak memory is that of the whole process.
             with Answering(path) as bench:
                 seconds, actions, peak = bench.numbers(3, "simulate", *case)
             times.append(seconds)
@@ -56,17 +56,17 @@ def measure_simulation(path, runs):
 
 
 def main():
-    arguments = argparse.ArgumentParser(description="Times our schedules compared with PyTorch's.")
-    arguments.add_argument("--bench", required=True, help="the penstock_schedule_bench program")
-    arguments.add_argument("--python", default=sys.executable, help="one with torch (default: this one)")
-    arguments.add_argument("--runs", type=int, default=3, help="of each case (default: %(default)s)")
+    arguments = argparse.ArgumentParser(description="Compares the speed of schedules with PyTorch's.")
+    arguments.add_argument("--bench", required=True, help="path of the penstock_schedule_bench program")
+    arguments.add_argument("--python", default=sys.executable, help="Python with torch (default: this one)")
+    arguments.add_argument("--runs", type=int, default=3, help="number of runs of each case (default: %(default)s)")
     options = arguments.parse_args()
     if options.runs < 1:
-        arguments.error("--runs is at least 1")
+        arguments.error("--runs must be at least 1")
 
     pytorch = pathlib.Path(__file__).with_name("torch_schedule.py")
     print(f"Interleaved1F1B, median of {options.runs} runs (fastest–slowest)\n")
-    print("made and lowered")
+    print("generated and lowered")
     with Answering(options.bench) as bench, Answering(options.python, str(pytorch)) as answering_torch:
         ratio = compare_lowering(bench, answering_torch, options.runs)
     print("\nsimulated, lowered")
@@ -74,7 +74,7 @@ def main():
     goals = {
         "lowering at least 100 times as fast as PyTorch": ratio >= 100,
         "simulation of at least 5 million actions a second": speed >= 5,
-        "the largest in under 4 GiB": memory < 4,
+        "the largest schedule in less than 4 GiB": memory < 4,
     }
     return report_goals(goals)
 

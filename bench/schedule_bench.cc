@@ -1,4 +1,4 @@
-// Our side of bench/schedule.py: reads what to measure from standard input, a line each, and answers with a line.
+// Penstock's part of bench/schedule.py. Reads a measurement from each line of standard input and prints a line of results.
 //
 //   lower RANKS STAGES_PER_RANK MICROBATCHES      seconds to generate and lower Interleaved1F1B
 //   simulate RANKS STAGES_PER_RANK MICROBATCHES   seconds to simulate it lowered, actions, the process's peak memory
@@ -25,19 +25,19 @@ std::size_t peak_memory() {
 }
 
 int answer_questions() {
-  std::string what;
+  std::string measurement;
   int ranks = 0;
   int stages_per_rank = 0;
   int microbatches = 0;
-  while (std::cin >> what >> ranks >> stages_per_rank >> microbatches) {
-    if (what == "lower") {
+  while (std::cin >> measurement >> ranks >> stages_per_rank >> microbatches) {
+    if (measurement == "lower") {
       std::cout << seconds([&] { lower(interleaved_1f1b(ranks, stages_per_rank, microbatches)); }) << std::endl;
-    } else if (what == "simulate") {
+    } else if (measurement == "simulate") {
       const Schedule lowered = lower(interleaved_1f1b(ranks, stages_per_rank, microbatches));
       const double time = seconds([&] { simulate(lowered); });
       std::cout << time << " " << lowered.size() << " " << peak_memory() << std::endl;
     } else {
-      std::cerr << "'" << what << "' is neither lower nor simulate\n";
+      std::cerr << "'" << measurement << "' is neither lower nor simulate\n";
       return 2;
     }
   }

@@ -1,10 +1,10 @@
-"""What torch.distributed.pipelining  gets wrong about schedules, their checks, files and drawings, shown on
-the installed version; and that ours gets it right. A fault that a new version of PyTorch no longer has fails here, and
-then our documents have to stop saying that it has it.
+"""Shows faults of the installed torch.distributed.pipelining in schedules, their validation, files and drawings, and that
+Penstock does not have them. If a new version of PyTorch fixes a fault, its test fails here, and the documentation has to be
+updated.
 
     PENSTOCK=build/release/bin/penstock faults.py
 
-Without PENSTOCK only PyTorch's side is shown. Numbers in brackets are the items of the list of PyTorch's faults.
+Without PENSTOCK, only PyTorch is tested. Numbers in brackets are the items of the list of PyTorch's faults.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ VALID, INVALID, BAD_INPUT = 0, 1, 2
 
 
 def ours(test):
-    return unittest.skipUnless(PENSTOCK, "PENSTOCK does not say where our command is")(test)
+    return unittest.skipUnless(PENSTOCK, "PENSTOCK does not name the command")(test)
 
 
 class FaultTest(unittest.TestCase):
@@ -38,12 +38,12 @@ class FaultTest(unittest.TestCase):
         self.directory = pathlib.Path(directory.name)
 
     def penstock(self, *words, exits=VALID):
-        """Runs `penstock schedule …`; returns what it wrote to both."""
+        """Runs `penstock schedule …`; returns its standard output and error."""
         command = [PENSTOCK, "schedule", *map(str, words)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         self.assertEqual(done.returncode, exits, f"{' '.join(command)}\n{done.stdout}{done.stderr}")
         if exits != VALID:
-            self.assertTrue(done.stdout + done.stderr, "it failed without a word")
+            self.assertTrue(done.stdout + done.stderr, "it failed without a message")
         return done.stdout + done.stderr
 
     def file(self, text):
@@ -63,14 +63,14 @@ class FaultTest(unittest.TestCase):
         return runtime
 
     def reference_validates(self, text, ranks, stages, microbatches):
-        """Its check alone, without the lowering that may stumble later."""
+        """Runs its validation only, without the lowering, which may fail later."""
         rows = csv.reader(io.StringIO(text))
         lists = {rank: [reference._Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
         return reference._validate_schedule(lists, ranks, stages, microbatches)
 
 
 def quietly(function, *arguments, **options):
-    """PyTorch's drawings and simulator print as they go."""
+    """Captures what PyTorch's drawings and simulator print."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         result = function(*arguments, **options)
     return result, printed.getvalue()
@@ -79,20 +79,20 @@ def quietly(function, *arguments, **options):
 class OneForwardOneBackward(FaultTest):
     """[12]"""
 
-    def what_the_reference_runs(self):
+    def reference_actions(self):
         return run_single_stage([construct_single_stage("1F1B", rank, 4, 8) for rank in range(4)], 8)
 
     def test_the_reference_lists_the_last_rank_one_microbatch_late(self):
         listed = reference.Schedule1F1B(RecordingStage(0, 4), 8).pipeline_order[3]
         forwards = [action.microbatch_index for action in listed if action.computation_type == reference.F]
         self.assertEqual(forwards, [1, 2, 3, 4, 5, 6, 7, 8])
-        runs = self.what_the_reference_runs()[3]
+        runs = self.reference_actions()[3]
         self.assertEqual([str(action) for action in runs[:4]], ["3F0", "3B0", "3F1", "3B1"])
 
     @ours
-    def test_ours_lists_what_the_reference_runs(self):
+    def test_ours_lists_the_actions_that_the_reference_runs(self):
         rows = self.rows("1F1B", "--ranks", 4, "--microbatches", 8)
-        self.assertEqual(rows, [[str(action) for action in actions] for actions in self.what_the_reference_runs()])
+        self.assertEqual(rows, [[str(action) for action in actions] for actions in self.reference_actions()])
         self.assertEqual(rows[3][0], "3F0")
 
 
@@ -182,8 +182,8 @@ class LastStageOutOfOrder(FaultTest):
         self.assertEqual(runtime._maybe_get_loss(stage, 0), "loss of microbatch 1")
 
     @ours
-    def test_ours_accepts_it_and_goes_by_microbatch(self):
-        # That the losses are right then is shown where schedules are run.
+    def test_ours_accepts_it(self):
+        # The tests of the runtime check that the losses are right then.
         self.verify(self.SCHEDULE, VALID)
 
 
@@ -218,7 +218,7 @@ class Simulator(FaultTest):
                     self.assertEqual(by_file[key], by_name[key], key)
 
     @ours
-    def test_ours_reckons_with_costs(self):
+    def test_ours_simulates_with_costs(self):
         path = self.file("0F0,0B0\n")
         self.assertEqual(self.simulated("--csv", path)["makespan"], 3)
         self.assertEqual(self.simulated("--csv", path, "--forward", 2, "--input", 3, "--weight", 4)["makespan"], 9)
@@ -234,7 +234,7 @@ class FewStepsManyRanks(FaultTest):
         with self.assertRaises(IndexError):
             reference._format_pipeline_order(lists)
 
-    def test_the_reference_loses_the_message_for_it(self):
+    def test_the_reference_cannot_print_the_error(self):
         with self.assertRaises(IndexError):
             self.reference_validates(self.BACKWARD_FIRST, ranks=3, stages=3, microbatches=1)
 
@@ -279,7 +279,7 @@ class Validation(FaultTest):
 
     def test_the_reference_validates_a_deadlock(self):
         self.assertEqual(self.reference_validates(self.DEADLOCK, ranks=2, stages=2, microbatches=2), {0: 0, 1: 1})
-        # Its lowering gets stuck in it, and says neither where nor why.
+        # Its lowering fails on the deadlock, without a location or a reason.
         with self.assertRaisesRegex(AssertionError, "^Malformed compute schedule, can't schedule sends/recvs$"):
             self.reference_loads(self.DEADLOCK, ranks=2, stages_per_rank=1, microbatches=2)
 
@@ -297,12 +297,12 @@ class Validation(FaultTest):
     def test_ours_accepts_forwards_alone(self):
         self.verify(self.FORWARDS, VALID)
 
-    def test_the_reference_stumbles_over_a_stage_out_of_range(self):
+    def test_the_reference_fails_on_a_stage_out_of_range(self):
         with self.assertRaises(KeyError):
             self.reference_loads(self.NO_STAGE_1, ranks=2, stages_per_rank=1, microbatches=1)
 
     @ours
-    def test_ours_names_the_stage_that_is_not_there(self):
+    def test_ours_names_the_missing_stage(self):
         self.assertIn("stage 1", self.verify(self.NO_STAGE_1, BAD_INPUT))
 
 
@@ -321,13 +321,13 @@ class LoweredFiles(FaultTest):
         "reduced too early": ("0F0,0REDUCE_GRAD,0B0\n", "stage 0"),
     }
 
-    def test_the_reference_accepts_anything_with_the_right_computations(self):
+    def test_the_reference_checks_computations_only(self):
         for what, (text, _) in {"good": (self.GOOD, ""), **self.BAD}.items():
             with self.subTest(what):
                 self.reference_loads(text, text.count("\n"), 1, 1, form="compute_comms")
 
     @ours
-    def test_ours_refuses_what_cannot_run(self):
+    def test_ours_refuses_invalid_schedules(self):
         self.verify(self.GOOD, VALID)
         for what, (text, named) in self.BAD.items():
             with self.subTest(what):
@@ -337,12 +337,12 @@ class LoweredFiles(FaultTest):
 class ActionText(FaultTest):
     """[28]"""
 
-    def test_the_reference_reads_half_of_it(self):
+    def test_the_reference_ignores_trailing_and_missing_text(self):
         self.assertEqual(reference._Action.from_str("1F0junk"), reference._Action(1, reference.F, 0))
         self.assertEqual(reference._Action.from_str("2F"), reference._Action(2, reference.F, None))
 
     @ours
-    def test_ours_refuses_it_and_says_where(self):
+    def test_ours_refuses_it_with_its_location(self):
         for text in ("1F0junk", "2F", "F0", "1X0", "(0F0;1B0)OVERLAP", "0UNSHARD3", "99999999999F0"):
             with self.subTest(text):
                 message = self.verify(f"0F0,0B0\n1F0,{text}\n", BAD_INPUT)
@@ -350,8 +350,8 @@ class ActionText(FaultTest):
                 self.assertIn("schedule.csv:2:5", message)
 
 
-class TalkingStage(RecordingStage):
-    """Its messages are their names."""
+class MessageNamingStage(RecordingStage):
+    """A stage whose messages are represented by their names."""
 
     def get_fwd_recv_ops(self, microbatch):
         return [f"RECV_F{microbatch}"]
@@ -370,7 +370,7 @@ class MessagesWhileComputing(FaultTest):
     """[36]"""
 
     def log_of_the_middle_rank(self, schedule_class):
-        stage = TalkingStage(1, 3)
+        stage = MessageNamingStage(1, 3)
         log = stage.ran
 
         def post(messages, desc=None):
@@ -412,9 +412,9 @@ class MessagesWhileComputing(FaultTest):
 
 
 class DeferredReceives(FaultTest):
-    """Not in the list: with defer_pp_recv=True receives leave the order of the sends, and as messages carry no tag a
-    stage is given another's tensor. Run on gloo, gradients of ZBVZeroBubble on 2 ranks with 4 microbatches are wrong by
-    as much as 0.3, without an error."""
+    """Not in the list: with defer_pp_recv=True receives are not in the order of the sends, and as messages have no tag, a
+    stage receives the tensor of another one. On gloo, gradients of ZBVZeroBubble on 2 ranks with 4 microbatches are wrong
+    by up to 0.3, without an error."""
 
     def receives_in_order(self, name, ranks, microbatches, **options):
         lowered = construct(name, ranks, 2, microbatches, **options).pipeline_order_with_comms
@@ -430,9 +430,9 @@ class DeferredReceives(FaultTest):
 
 
 class MergedBackwards(FaultTest):
-    """[39] Ours is a pass, `merge_backwards`, which the command has no word for."""
+    """[39] Ours is the pass `merge_backwards`, which has no command."""
 
-    def test_the_reference_splits_backwards_for_nothing(self):
+    def test_the_reference_never_merges_backwards(self):
         for name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
             with self.subTest(name), mock.patch.object(reference, "_merge_bw", wraps=reference._merge_bw) as merge:
                 schedule = construct(name, 4, 2, 16)
@@ -445,9 +445,9 @@ class MergedBackwards(FaultTest):
 
 
 class Prefetch(FaultTest):
-    """[44] Ours is a number, `LowerOptions::max_active_stages`, which the command has no word for."""
+    """[44] Ours is `LowerOptions::max_active_stages`, which has no command-line option."""
 
-    def test_the_reference_gathers_three_stages_ahead_and_never_another_number(self):
+    def test_the_reference_always_gathers_three_stages_ahead(self):
         for makes in (*MULTI_STAGE.values(), reference._PipelineScheduleRuntime._prepare_schedule_with_comms):
             self.assertNotIn("max_active_stages", inspect.signature(makes).parameters)
         with mock.patch.object(reference, "_add_unshard_reshard", wraps=reference._add_unshard_reshard) as add:
@@ -457,7 +457,7 @@ class Prefetch(FaultTest):
 
 
 class RefusedNumbers(FaultTest):
-    """Not faults but limits: numbers of microbatches that PyTorch has no rule for."""
+    """Limits rather than faults: numbers of microbatches that PyTorch does not support."""
 
     CASES = (("1F1B", 8, 3), ("Interleaved1F1B", 4, 9), ("InterleavedZeroBubble", 4, 13), ("DualPipeV", 4, 6))
 

@@ -1,18 +1,18 @@
-"""Loads the schedules that we wrote into the installed torch.distributed.pipelining .
+"""Loads schedules that Penstock wrote into the installed torch.distributed.pipelining.
 
     load_csv.py DIR [--in-order]
 
 DIR has NAME-RANKS-STAGES_PER_RANK-MICROBATCHES.compute.csv, which PyTorch loads, lowers, and writes again as
 NAME-RANKS-STAGES_PER_RANK-MICROBATCHES.reference.csv (with CRLF line ends, as its CSV writer does), and .lowered.csv, which
-it loads as they are. It hardly looks at the latter, and its simulator knows neither sharding nor reductions nor pairs,
-so they are run to their end here.
+it loads unchanged. It hardly validates the latter, and its simulator supports neither sharding nor reductions nor pairs, so
+they are simulated here.
 
-PyTorch learns from a file which stage lies on which rank, V-shaped or not, and from its name only how many stages and
-microbatches there are. It refuses schedules of forwards alone, so there are none to give it.
+PyTorch gets the placement from the file, V-shaped or not; the numbers of stages and microbatches are those of the file
+name. It refuses schedules of forwards only, so there are none.
 
-Messages of PyTorch carry no tag: what a rank receives from another is what that one sent, in the order of the lists.
-A lowered schedule that receives in another order loads, but would compute nonsense if PyTorch ran it. Such files are
-counted, and with --in-order they are failures.
+Messages of PyTorch have no tag: a rank receives messages from another rank in the order in which they were sent. A lowered
+schedule that receives in another order loads, but PyTorch would compute wrong results with it. Such files are counted, and
+with --in-order they are failures.
 """
 
 import argparse
@@ -23,8 +23,8 @@ from collections import Counter, defaultdict
 from schedules import REFUSALS, reference, stand_ins
 
 
-class Broken(Exception):
-    """What is wrong with a lowered schedule."""
+class InvalidSchedule(Exception):
+    """Raised for a lowered schedule that is not valid."""
 
 
 def parts_of(action):
@@ -32,7 +32,7 @@ def parts_of(action):
 
 
 def sender_of(receive):
-    """The SEND that a RECV takes its tensor from."""
+    """Returns the SEND of a RECV."""
     forwards = receive.computation_type == reference.RECV_F
     return reference._Action(
         receive.stage_index - 1 if forwards else receive.stage_index + 1,
@@ -42,8 +42,8 @@ def sender_of(receive):
 
 
 class Runner:
-    """Runs lists against each other: a receive only posts, a send needs only what it sends, a computation waits for
-    what comes from elsewhere. Whatever a rank's own list should have brought by then, and has not, is an error."""
+    """Simulates all ranks: a receive is only posted, a send needs only the value that it sends, and a computation waits for
+    values from other ranks. A value of the same rank that is missing is an error."""
 
     def __init__(self, lists, stages, microbatches):
         # The parts of a pair run in turn.
@@ -67,8 +67,8 @@ class Runner:
                     try:
                         if not self.take(part):
                             break
-                    except Broken as what:
-                        raise Broken(f"rank {rank}, action {positions[rank]}, {part}: {what}") from None
+                    except InvalidSchedule as error:
+                        raise InvalidSchedule(f"rank {rank}, action {positions[rank]}, {part}: {error}") from None
                     positions[rank] += 1
                     moved = True
         stuck = [
@@ -77,26 +77,26 @@ class Runner:
             if position < len(parts)
         ]
         if stuck:
-            raise Broken("it does not come to its end: " + ", ".join(stuck))
+            raise InvalidSchedule("it deadlocks: " + ", ".join(stuck))
         self.require_complete()
 
     def take(self, part):
-        """Whether the action could run; if so, it has."""
+        """Executes the action, or returns False if it has to wait."""
         kind = part.computation_type
         if part in self.done and kind not in (reference.UNSHARD, reference.RESHARD):
-            raise Broken("it is here a second time")
+            raise InvalidSchedule("it is a duplicate")
         if kind in (reference.SEND_F, reference.SEND_B):
             self.require_sent_is_made(part)
         elif kind in (reference.UNSHARD, reference.RESHARD):
             if (kind == reference.UNSHARD) == (part.stage_index in self.gathered):
-                raise Broken(f"stage {part.stage_index} is that already")
+                raise InvalidSchedule(f"stage {part.stage_index} is that already")
             self.gathered ^= {part.stage_index}
         elif kind == reference.REDUCE_GRAD:
             if self.weight_gradients[part.stage_index] != self.microbatches:
-                raise Broken(f"{self.weight_gradients[part.stage_index]} of {self.microbatches} weight gradients are made")
+                raise InvalidSchedule(f"{self.weight_gradients[part.stage_index]} of {self.microbatches} weight gradients are made")
         elif kind in (reference.F, reference.I, reference.W, reference.B):
             if self.sharded and part.stage_index not in self.gathered:
-                raise Broken("its stage is sharded")
+                raise InvalidSchedule("its stage is sharded")
             if not self.inputs_are_there(part):
                 return False
             self.weight_gradients[part.stage_index] += kind in (reference.W, reference.B)
@@ -109,7 +109,7 @@ class Runner:
             return stage == 0 or self.arrived(part, stage - 1, (reference.F,), reference.RECV_F)
         own = reference.I if kind == reference.W else reference.F
         if reference._Action(stage, own, microbatch) not in self.done:
-            raise Broken(f"it comes before {reference._Action(stage, own, microbatch)}")
+            raise InvalidSchedule(f"it comes before {reference._Action(stage, own, microbatch)}")
         if kind == reference.W or stage == self.stages - 1:
             return True
         return self.arrived(part, stage + 1, (reference.I, reference.B), reference.RECV_B)
@@ -117,28 +117,28 @@ class Runner:
     def arrived(self, part, source, makers, receive):
         if self.rank_of[source] == self.rank_of[part.stage_index]:
             if not any(reference._Action(source, maker, part.microbatch_index) in self.done for maker in makers):
-                raise Broken(f"stage {source} of the same rank has not made its input")
+                raise InvalidSchedule(f"stage {source} of the same rank has not made its input")
             return True
         posted = reference._Action(part.stage_index, receive, part.microbatch_index)
         if posted not in self.done:
-            raise Broken(f"there is no {posted} before it")
+            raise InvalidSchedule(f"there is no {posted} before it")
         return sender_of(posted) in self.done
 
     def require_sent_is_made(self, send):
         makers = (reference.F,) if send.computation_type == reference.SEND_F else (reference.I, reference.B)
         if not any(reference._Action(send.stage_index, maker, send.microbatch_index) in self.done for maker in makers):
-            raise Broken("it sends what has not been made")
+            raise InvalidSchedule("it sends what has not been made")
 
     def require_complete(self):
         if self.gathered:
-            raise Broken(f"stages {sorted(self.gathered)} stay gathered")
+            raise InvalidSchedule(f"stages {sorted(self.gathered)} stay gathered")
         received = {sender_of(part) for part in self.done if part.computation_type in (reference.RECV_F, reference.RECV_B)}
         sent = {part for part in self.done if part.computation_type in (reference.SEND_F, reference.SEND_B)}
         if received != sent:
-            raise Broken(f"sent and never received, or the other way round: {sorted(map(str, received ^ sent))}")
+            raise InvalidSchedule(f"sent and never received, or the other way round: {sorted(map(str, received ^ sent))}")
 
     def receives_in_order(self):
-        """Whether between every two ranks messages are received in the order in which they are sent."""
+        """Returns True if messages between any two ranks are received in the order in which they are sent."""
         sent = defaultdict(list)
         received = defaultdict(list)
         for rank, parts in enumerate(self.lists):
@@ -162,7 +162,7 @@ def load(path, form):
 
 
 def main():
-    arguments = argparse.ArgumentParser(description="Loads our schedules into the installed reference.")
+    arguments = argparse.ArgumentParser(description="Loads schedules of Penstock into the installed PyTorch.")
     arguments.add_argument("directory", metavar="DIR", type=pathlib.Path)
     arguments.add_argument("--in-order", action="store_true", help="fail where PyTorch would mix up messages")
     options = arguments.parse_args()
@@ -185,7 +185,7 @@ def main():
                 runner.run()
                 if not runner.receives_in_order():
                     out_of_order.append(path.name)
-        except (*REFUSALS, LookupError, Broken) as error:
+        except (*REFUSALS, LookupError, InvalidSchedule) as error:
             failures.append(f"{path}: {type(error).__name__}: {error}")
         loaded[form] += 1
 
@@ -193,7 +193,7 @@ def main():
         failures += [f"{name}: receives in another order than is sent between two ranks" for name in out_of_order]
     for form, suffix in (("compute_only", ".compute.csv"), ("compute_comms", ".lowered.csv")):
         if not loaded[form]:
-            failures.append(f"{options.directory}: there is no *{suffix} in it.")
+            failures.append(f"{options.directory}: contains no *{suffix}.")
     print(
         f"{loaded['compute_only']} compute and {loaded['compute_comms']} lowered schedules, {len(failures)} failures; "
         f"{len(out_of_order)} lowered ones receive in another order than is sent"

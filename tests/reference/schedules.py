@@ -1,18 +1,18 @@
-"""Asks the installed torch.distributed.pipelining  for its schedules, and writes them down for our tests.
+"""Writes schedules of the installed torch.distributed.pipelining to files, which the tests compare with Penstock's.
 
     schedules.py OUTDIR [--seed N]
 
-Nothing is kept in the repository: the answers are made when the tests run, by the version that is installed. A file is
-a sequence of records, a record a line that starts with `case` and then, in most files, a CSV row for each rank:
+The files are made when the tests run, by the installed version; none are in the repository. A file is a sequence of
+records. A record is a line that starts with `case`, followed in most files by a CSV row for each rank:
 
-    orders.txt     case NAME RANKS STAGES_PER_RANK MICROBATCHES accepted    the computations, in the order they run in
+    orders.txt     case NAME RANKS STAGES_PER_RANK MICROBATCHES accepted    the computations in the order of execution
                    case NAME RANKS STAGES_PER_RANK MICROBATCHES refused     no rows: PyTorch's constructor raises
-    lowered.txt    case NAME RANKS STAGES_PER_RANK MICROBATCHES eager       all that a rank executes, receives as early
-                   case NAME RANKS STAGES_PER_RANK MICROBATCHES deferred    as can be, or with defer_pp_recv=True
+    lowered.txt    case NAME RANKS STAGES_PER_RANK MICROBATCHES eager       all actions of a rank, receives as early as
+                   case NAME RANKS STAGES_PER_RANK MICROBATCHES deferred    possible, or with defer_pp_recv=True
     sharding.txt   case NAME RANKS STAGES_PER_RANK MICROBATCHES MAX_ACTIVE  UNSHARD and RESHARD added, nothing else
     merged.txt     case NAME RANKS STAGES_PER_RANK MICROBATCHES             adjacent I and W as one B
 
-Which stage lies on which rank can be read from the rows.
+The rows show which stage is on which rank.
 """
 
 import argparse
@@ -41,7 +41,8 @@ MULTI_STAGE = {
     "DualPipeV": reference.ScheduleDualPipeV,
 }
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-# What its constructors raise to refuse. Anything else is a stand-in of ours that no longer fits, and ends the script.
+# Exceptions with which its constructors refuse arguments. Any other means that a stand-in no longer fits, and ends the
+# script.
 REFUSALS = (ValueError, AssertionError, RuntimeError)
 
 
@@ -54,7 +55,8 @@ def stages_per_rank(name, most):
 
 
 def stand_ins(ranks, stages_per_rank):
-    """The local stages of rank 0, as far as a constructor looks at them. Every rank makes the lists of all ranks."""
+    """Returns stand-ins for the stages of rank 0, with the attributes that a constructor reads. Every rank makes the actions
+    of all ranks."""
     return [
         types.SimpleNamespace(num_stages=ranks * stages_per_rank, group_size=ranks, group_rank=0, submod=None)
         for _ in range(stages_per_rank)
@@ -62,7 +64,7 @@ def stand_ins(ranks, stages_per_rank):
 
 
 class RecordingStage:
-    """A stage that computes nothing, talks to nobody, and remembers what it was told to compute."""
+    """A stage that records its actions, and neither computes nor communicates."""
 
     def __init__(self, index, count):
         self.stage_index = index
@@ -98,8 +100,8 @@ def construct_single_stage(name, rank, ranks, microbatches):
 
 
 def run_single_stage(schedules, microbatches):
-    """What each rank computes when its loop is called. These schedules run no list, so there is none to read: their
-    pipeline_order is a drawing, and a wrong one for the last rank of 1F1B (faults.py)."""
+    """Runs the loop of each rank and returns the recorded computations. These schedules do not execute their pipeline_order,
+    which is only drawn, and is wrong for the last rank of 1F1B (faults.py)."""
     lists = []
     for schedule in schedules:
         training = schedule._loss_fn is not None
@@ -118,8 +120,8 @@ def construct(name, ranks, stages_per_rank, microbatches, **options):
 
 
 def computations(schedule):
-    """What runs is pipeline_order_with_comms; that it has the computations of pipeline_order, idle slots left out, is
-    what lets the passes below start from the latter."""
+    """Returns pipeline_order without idle slots. PyTorch executes pipeline_order_with_comms, which must have the same
+    computations for the passes below to start from pipeline_order."""
     lists = []
     for rank in range(schedule.pp_group_size):
         ordered = [action for action in schedule.pipeline_order[rank] if action is not None]
@@ -131,7 +133,7 @@ def computations(schedule):
 
 
 def order_of(name, ranks, stages_per_rank, microbatches):
-    """The computations of each rank, or None when PyTorch refuses."""
+    """Returns the computations of each rank, or None if PyTorch refuses."""
     try:
         if name in SINGLE_STAGE:
             constructed = [construct_single_stage(name, rank, ranks, microbatches) for rank in range(ranks)]
@@ -143,16 +145,16 @@ def order_of(name, ranks, stages_per_rank, microbatches):
 
 
 @contextlib.contextmanager
-def written_aside(directory, name):
-    """A file that appears under its name only when it is whole."""
-    aside = os.path.join(directory, f"{name}.{os.getpid()}.part")
+def atomic_file(directory, name):
+    """Opens a file that gets its name only when it is complete."""
+    temporary = os.path.join(directory, f"{name}.{os.getpid()}.part")
     try:
-        with open(aside, "w") as file:
+        with open(temporary, "w") as file:
             yield file
-        os.replace(aside, os.path.join(directory, name))
+        os.replace(temporary, os.path.join(directory, name))
     finally:
         with contextlib.suppress(FileNotFoundError):
-            os.remove(aside)
+            os.remove(temporary)
 
 
 def write_case(file, case, lists=()):
@@ -162,8 +164,8 @@ def write_case(file, case, lists=()):
 
 
 def write_orders(file, seed):
-    """Every small case, and large ones at random: as many as give eight accepted ones a schedule. Returns the lists of
-    the small ones and the tally of both."""
+    """Writes every small case, and random large ones until PyTorch has accepted eight of each schedule. Returns the actions
+    of the small cases, and the numbers of accepted and refused cases."""
     orders = {}
     tally = Counter()
 
@@ -219,9 +221,9 @@ def write_lowered(file):
 
 
 def write_sharding(file):
-    """PyTorch evicts in the iteration order of a Python set, which nobody promises. It shows only where two stages
-    are evicted at once, which takes a pair followed by no computation of either of its stages: none of its schedules
-    has that, and the check here says so if one ever does."""
+    """Writes schedules with sharding. PyTorch reshards in the iteration order of a Python set, which is unspecified. That is
+    visible only if two stages are resharded at once, which needs a pair that is followed by no computation of either of its
+    stages. None of its schedules has that; the check fails if one ever does."""
     count = 0
     for name in MULTI_STAGE:
         for ranks, microbatches in ((1, 3), (2, 4), (3, 6), (4, 8)):
@@ -233,9 +235,9 @@ def write_sharding(file):
                     sharded = [reference._add_unshard_reshard(actions, max_active_stages=most) for actions in lists]
                     case = (name, ranks, local, microbatches, most)
                     for actions in sharded:
-                        for one, next_one in zip(actions, actions[1:]):
-                            if one.computation_type == next_one.computation_type == reference.RESHARD:
-                                raise SystemExit(f"sharding of {case}: the order of {one} and {next_one} is chance.")
+                        for action, following in zip(actions, actions[1:]):
+                            if action.computation_type == following.computation_type == reference.RESHARD:
+                                raise SystemExit(f"sharding of {case}: the order of {action} and {following} is unspecified.")
                     write_case(file, case, sharded)
                     count += 1
     return count
@@ -245,27 +247,27 @@ def write_merged(file, orders):
     count = 0
     for case, lists in orders.items():
         if case[0] in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
-            # _merge_bw eats the list that it is given.
+            # _merge_bw empties its argument.
             write_case(file, case, [reference._merge_bw(list(actions)) for actions in lists])
             count += 1
     return count
 
 
 def main():
-    arguments = argparse.ArgumentParser(description="Writes what the installed reference answers, for our tests to read.")
+    arguments = argparse.ArgumentParser(description="Writes schedules of the installed PyTorch for the tests.")
     arguments.add_argument("directory", metavar="OUTDIR")
-    arguments.add_argument("--seed", type=int, default=1, help="of the large random cases (default: %(default)s)")
+    arguments.add_argument("--seed", type=int, default=1, help="seed of the large random cases (default: %(default)s)")
     options = arguments.parse_args()
     os.makedirs(options.directory, exist_ok=True)
 
     counts = {}
-    with written_aside(options.directory, "orders.txt") as file:
+    with atomic_file(options.directory, "orders.txt") as file:
         orders, tally = write_orders(file, options.seed)
-    with written_aside(options.directory, "lowered.txt") as file:
+    with atomic_file(options.directory, "lowered.txt") as file:
         counts["lowered"] = write_lowered(file)
-    with written_aside(options.directory, "sharding.txt") as file:
+    with atomic_file(options.directory, "sharding.txt") as file:
         counts["sharding"] = write_sharding(file)
-    with written_aside(options.directory, "merged.txt") as file:
+    with atomic_file(options.directory, "merged.txt") as file:
         counts["merged"] = write_merged(file, orders)
 
     answers = ", ".join(
