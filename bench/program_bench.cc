@@ -57,7 +57,7 @@ double time_pipeline(const std::string& model, const std::string& name, int stag
   }
   const Pipe pipe = pipeline(Program(model), cuts);
   const Schedule schedule = generate(name, {.ranks = 2, .stages_per_rank = stages / 2, .microbatches = microbatches});
-  Pipeline run(pipe.build_stages(), pipe.wiring(), schedule, {.loss = cross_entropy});
+  Pipeline run(pipe.build(), schedule, {.loss = cross_entropy});
   const Arguments batch = arguments_from(pipe.program(), example_inputs(pipe.program(), microbatches, /*seed=*/0));
   const at::Tensor target = at::randint(kBytes, batch.args[0].toTensor().sizes(), at::kLong);
   return median_seconds(steps, [&] {

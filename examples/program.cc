@@ -21,8 +21,7 @@ int main(int argc, char** argv) {
   const auto loss = [](const c10::IValue& output, const c10::IValue&, const penstock::Kwargs&) {
     return output.toTensor().square().mean();
   };
-  penstock::Pipeline pipeline(pipe.build_stages(), pipe.wiring(), schedule,
-                              {.loss = loss, .shared = pipe.shared_parameters()});
+  penstock::Pipeline pipeline(pipe.build(), schedule, {.loss = loss});
   const penstock::Arguments batch =
       penstock::arguments_from(pipe.program(), penstock::example_inputs(pipe.program(), 4, /*seed=*/0));
   for (int step = 0; step < 5; ++step) {

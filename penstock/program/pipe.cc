@@ -8,6 +8,7 @@
 #include <iomanip>
 #include <iterator>
 #include <limits>
+#include <numeric>
 #include <ostream>
 #include <set>
 #include <sstream>
@@ -298,7 +299,7 @@ const StageModule& Pipe::get_stage_module(int stage) const {
   return state_->modules[index(stage)];
 }
 
-PipelineStage Pipe::build_stage(int stage, StageOptions options) const {
+PipelineStage Pipe::make_stage(int stage, StageOptions options) const {
   StageModule module = get_stage_module(stage);
   if (options.device != at::Device(at::kCPU)) module = module_on(stage, options.device);
   return {std::move(module), stage, num_stages(), std::move(options)};
@@ -328,10 +329,22 @@ StageModule Pipe::module_on(int stage, at::Device device) const {
   return module;
 }
 
-std::vector<PipelineStage> Pipe::build_stages() const {
-  std::vector<PipelineStage> stages;
-  for (int stage = 0; stage < num_stages(); ++stage) stages.push_back(build_stage(stage));
-  return stages;
+StagedModel Pipe::build(at::Device device) const {
+  std::vector<int> all(state_->parts.size());
+  std::iota(all.begin(), all.end(), 0);
+  return build_stages(all, device);
+}
+
+StagedModel Pipe::build_stages(std::span<const int> stages, at::Device device) const {
+  std::vector<PipelineStage> made;
+  for (const int stage : stages) made.push_back(make_stage(stage, {.device = device}));
+  return {std::move(made), wiring(), shared_parameters()};
+}
+
+StagedModel Pipe::build_stage(int stage, StageOptions options) const {
+  std::vector<PipelineStage> made;
+  made.push_back(make_stage(stage, std::move(options)));
+  return {std::move(made), wiring(), shared_parameters()};
 }
 
 c10::IValue Pipe::run(const Args& args, const Kwargs& kwargs) const {

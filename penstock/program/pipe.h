@@ -2,7 +2,7 @@
 //
 //   Pipe pipe = pipeline(Program("gpt.pt2"), {{"blocks.2", SplitPoint::BEGINNING}, {"blocks.4", SplitPoint::BEGINNING}});
 //   std::cout << pipe;                                    // stages, modules, parameters, and what crosses
-//   Pipeline run(pipe.build_stages(), pipe.wiring(), schedule, {.loss = loss, .shared = pipe.shared_parameters()});
+//   Pipeline run(pipe.build(), schedule, {.loss = loss});
 //
 // Names of parameters and buffers are the model's own.
 #pragma once
@@ -12,6 +12,7 @@
 #include <iosfwd>
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -22,6 +23,7 @@
 #include "penstock/program/split.h"
 #include "penstock/stage/shared.h"
 #include "penstock/stage/stage.h"
+#include "penstock/stage/staged_model.h"
 #include "penstock/stage/wiring.h"
 #include "penstock/tensor/named_tensors.h"
 
@@ -72,14 +74,20 @@ class Pipe {
   // By node of the program.
   const std::vector<int>& stages() const { return stage_of_node_; }
 
-  // A stage as a module, and as a stage of a Pipeline. Its parameters are the program's own, but of a parameter that
-  // several stages have each but the first has a copy, and on another device than the CPU all are copies. Throws
-  // ProgramError if there is no such stage.
+  // Returns a stage as a module. Its parameters are the program's own tensors; of a parameter that several stages have,
+  // the first stage has the program's tensor and each later one a copy. Throws ProgramError if there is no such stage.
   const StageModule& get_stage_module(int stage) const;
-  PipelineStage build_stage(int stage, StageOptions options = {}) const;
-  std::vector<PipelineStage> build_stages() const;
 
-  // How the stages are connected, and what they share: for the Pipeline.
+  // Returns the model for a Pipeline: all stages, with their wiring and the parameters that they share. On a device other
+  // than the CPU, parameters and buffers are copies.
+  StagedModel build(at::Device device = at::kCPU) const;
+  // Returns the same model with the given stages only, in ascending order: those of one process rank, such as
+  // schedule.placement().stages_of(rank). Throws ProgramError if there is no such stage.
+  StagedModel build_stages(std::span<const int> stages, at::Device device = at::kCPU) const;
+  // Returns the same model with one stage only, for a process rank that runs one.
+  StagedModel build_stage(int stage, StageOptions options = {}) const;
+
+  // How the stages are connected, and which parameters they share; build() passes both on.
   const Wiring& wiring() const;
   const SharedParameters& shared_parameters() const;
   const std::vector<std::map<int, std::string>>& replicated_params() const { return info().replicated_params; }
@@ -98,6 +106,7 @@ class Pipe {
  private:
   struct State;
   StageModule module_on(int stage, at::Device device) const;
+  PipelineStage make_stage(int stage, StageOptions options) const;
 
   Program program_;
   std::vector<int> stage_of_node_;

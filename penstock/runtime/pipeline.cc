@@ -14,6 +14,7 @@
 #include "penstock/runtime/loss_weight.h"
 #include "penstock/runtime/ranks.h"
 #include "penstock/runtime/results.h"
+#include "penstock/runtime/stage_graph.h"
 #include "penstock/schedule/csv.h"
 #include "penstock/schedule/passes.h"
 #include "penstock/schedule/verify.h"
@@ -58,14 +59,26 @@ void require_in_order(const Stages& stages, const Schedule& schedule, bool all) 
   }
 }
 
-// The first of them.
-const Stages& checked(const std::vector<Stages>& replicas, const Schedule& schedule, bool all) {
-  if (replicas.empty()) throw PipelineError("there are no stages.");
+// Replicas run one schedule, so they are connected alike and share the same parameters.
+void require_alike(const std::vector<StagedModel>& replicas) {
+  for (std::size_t i = 1; i < replicas.size(); ++i) {
+    const bool same_wiring = replicas[i].wiring() == replicas.front().wiring();
+    if (same_wiring && replicas[i].shared_parameters() == replicas.front().shared_parameters()) continue;
+    throw PipelineError("replica " + std::to_string(i) + " has other " +
+                        (same_wiring ? "shared parameters" : "wiring") +
+                        " than replica 0.\n  Hint: build all replicas of a model in the same way.");
+  }
+}
+
+// Returns the first of the replicas.
+const StagedModel& checked(const std::vector<StagedModel>& replicas, const Schedule& schedule, bool all) {
+  if (replicas.empty()) throw PipelineError("there are no replicas of a model; expected at least 1.");
   if (!all && replicas.size() > 1) {
     throw PipelineError("there are stages of " + std::to_string(replicas.size()) +
                         " replicas in this process; when ranks are processes, each has those of one.");
   }
-  for (const Stages& stages : replicas) require_in_order(stages, schedule, all);
+  for (const StagedModel& model : replicas) require_in_order(model.stages(), schedule, all);
+  require_alike(replicas);
   return replicas.front();
 }
 
@@ -109,9 +122,9 @@ void add_sizes(Digest& digest, const Batch& batch) {
   add_sizes(digest, batch.target);
 }
 
-std::vector<Stages> only(Stages stages) {
-  std::vector<Stages> replicas;
-  replicas.push_back(std::move(stages));
+std::vector<StagedModel> only(StagedModel model) {
+  std::vector<StagedModel> replicas;
+  replicas.push_back(std::move(model));
   return replicas;
 }
 
@@ -124,10 +137,10 @@ std::int64_t next_pipeline() {
 }  // namespace
 
 struct Pipeline::State {
-  State(std::vector<Stages> replicas, Wiring given_wiring, const Schedule& schedule, PipelineOptions given_options)
-      : wiring(std::move(given_wiring)),
-        options(std::move(given_options)),
-        shared(find_shared(checked(replicas, schedule, options.transport == nullptr), options.shared)),
+  State(std::vector<StagedModel> replicas, const Schedule& schedule, PipelineOptions given_options)
+      : options(std::move(given_options)),
+        wiring(checked(replicas, schedule, options.transport == nullptr).wiring()),
+        shared(replicas.front().shared_parameters()),
         training(lowered(schedule, graph_of(wiring, shared))),
         evaluation(drop_backwards(training)),
         without_reductions(drop_reductions(training)),
@@ -141,7 +154,7 @@ struct Pipeline::State {
                .timeout = options.timeout,
                .intra_op_threads = options.intra_op_threads}) {}
 
-  int replicas_here() const { return static_cast<int>(ranks.stages().size()); }
+  int replicas_here() const { return static_cast<int>(ranks.models().size()); }
 
   void require_loss_and_target(const Batch& batch) const;
   Batch batch_of(const Args& args, const Kwargs& kwargs, const c10::IValue& target,
@@ -153,8 +166,8 @@ struct Pipeline::State {
   StepResult run_unless_exiting(const std::function<std::shared_ptr<StepRun>()>& prepare_step,
                                 const Schedule& schedule);
 
-  Wiring wiring;
   PipelineOptions options;
+  Wiring wiring;
   SharedParameters shared;
   Schedule training;
   Schedule evaluation;
@@ -211,7 +224,7 @@ std::uint64_t Pipeline::State::signature_of(const Batch& batch, bool backward) c
   signature.add(static_cast<std::int64_t>(at::autocast::get_autocast_dtype(at::kCPU)));
   add_sizes(signature, batch);
   // What is frozen gives activations that need no gradient.
-  for (const PipelineStage& stage : ranks.stages().front()) {
+  for (const PipelineStage& stage : ranks.models().front().stages()) {
     for (const auto& [name, parameter] : stage.module().parameters) signature.add(parameter.requires_grad() ? 1 : 0);
   }
   return signature.value();
@@ -319,18 +332,13 @@ StepResult Pipeline::State::run_unless_exiting(const std::function<std::shared_p
   }
 }
 
-Pipeline::Pipeline(std::vector<PipelineStage> stages, const Schedule& schedule, PipelineOptions options)
-    : Pipeline(std::move(stages), Wiring(schedule.stages()), schedule, std::move(options)) {}
+Pipeline::Pipeline(StagedModel model, const Schedule& schedule, PipelineOptions options)
+    : Pipeline(only(std::move(model)), schedule, std::move(options)) {}
 
-Pipeline::Pipeline(std::vector<PipelineStage> stages, const Wiring& wiring, const Schedule& schedule,
-                   PipelineOptions options)
-    : Pipeline(only(std::move(stages)), wiring, schedule, std::move(options)) {}
-
-Pipeline::Pipeline(std::vector<std::vector<PipelineStage>> replicas, const Wiring& wiring, const Schedule& schedule,
-                   PipelineOptions options) {
+Pipeline::Pipeline(std::vector<StagedModel> replicas, const Schedule& schedule, PipelineOptions options) {
   const std::shared_ptr<Transport> transport = options.transport;
   try {
-    state_ = std::make_unique<State>(std::move(replicas), wiring, schedule, std::move(options));
+    state_ = std::make_unique<State>(std::move(replicas), schedule, std::move(options));
   } catch (const std::exception& error) {
     // The others wait for it.
     if (transport) transport->abort("process " + std::to_string(transport->rank()) + ": " + error.what());
@@ -376,7 +384,7 @@ int Pipeline::replicas() const {
   return state_->replicas_here();
 }
 const std::vector<PipelineStage>& Pipeline::stages(int replica) const {
-  return state_->ranks.stages().at(static_cast<std::size_t>(replica));
+  return state_->ranks.models().at(static_cast<std::size_t>(replica)).stages();
 }
 const Record& Pipeline::record(int replica) const {
   return state_->last->records.at(static_cast<std::size_t>(replica));

@@ -26,11 +26,10 @@
 #include "penstock/runtime/error.h"
 #include "penstock/runtime/executor.h"
 #include "penstock/runtime/record.h"
-#include "penstock/runtime/shared_parameters.h"
 #include "penstock/runtime/step.h"
 #include "penstock/schedule/schedule.h"
 #include "penstock/stage/stage.h"
-#include "penstock/stage/wiring.h"
+#include "penstock/stage/staged_model.h"
 #include "penstock/transport/transport.h"
 
 namespace penstock {
@@ -51,9 +50,6 @@ struct PipelineOptions {
   bool scale_grads = true;
   // Each replica keeps a part of each stage's parameters, instead of all.
   bool sharded = false;
-  // Parameters that several stages have, each with tensors of its own; processes name the same ones. Between threads, one
-  // that is the same tensor in several stages need not be named.
-  SharedParameters shared = {};
   // In place of what a kind of action does, and around each.
   ActionFunctions functions = {};
   // Whether step computes gradients by autograd; without it, functions for the backwards do it.
@@ -72,18 +68,16 @@ struct PipelineOptions {
 // seconds is not waited for, and may then crash the process.
 class Pipeline {
  public:
-  // All stages, in order, and a schedule for them, which is lowered unless it has messages already; of several processes,
-  // each has the stages that the schedule puts on it, and all make their pipelines at the same time. A wiring other than
-  // a chain names the outputs that stages take. Throws ScheduleError, StageError and PipelineError when these do not fit,
-  // and TransportError when a process does not come.
-  Pipeline(std::vector<PipelineStage> stages, const Schedule& schedule, PipelineOptions options = {});
-  Pipeline(std::vector<PipelineStage> stages, const Wiring& wiring, const Schedule& schedule,
-           PipelineOptions options = {});
-  // Several pipelines of the same stages, each of which takes its part of the batch; gradients are averaged over them.
-  // Their parameters and buffers become those of the first. Of processes there are as many replicas as the schedule's
-  // ranks go into their number, and each is given the batch of its own replica.
-  Pipeline(std::vector<std::vector<PipelineStage>> replicas, const Wiring& wiring, const Schedule& schedule,
-           PipelineOptions options = {});
+  // Takes all stages of the model, in order, and a schedule for them, which is lowered unless it has messages already.
+  // Each of several process ranks passes the stages that the schedule places on it, and all construct their pipelines at
+  // the same time. Throws ScheduleError, StageError and PipelineError if model and schedule do not fit together or the
+  // processes disagree, and TransportError if a process does not take part within the timeout.
+  Pipeline(StagedModel model, const Schedule& schedule, PipelineOptions options = {});
+  // Takes several replicas of one model, which have the same wiring and shared parameters. Each runs its part of the
+  // batch, and gradients are averaged over them. Parameters and buffers of the first replica are copied to the others.
+  // Process ranks pass one model: there are as many replicas as the number of processes is a multiple of the schedule's
+  // ranks, and each process passes the batch of its own replica.
+  Pipeline(std::vector<StagedModel> replicas, const Schedule& schedule, PipelineOptions options = {});
   ~Pipeline();
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;

@@ -51,11 +51,11 @@ std::vector<int> count_from(int first, int count) {
 
 }  // namespace
 
-Ranks::Ranks(std::vector<std::vector<PipelineStage>> stages, const Schedule& schedule, RanksOptions options)
+Ranks::Ranks(std::vector<StagedModel> models, const Schedule& schedule, RanksOptions options)
     : schedule_(&schedule),
       options_(std::move(options)),
-      stages_(std::move(stages)),
-      threads_(are_threads() ? schedule.ranks() * static_cast<int>(stages_.size()) : 1, options_.intra_op_threads) {
+      models_(std::move(models)),
+      threads_(are_threads() ? schedule.ranks() * static_cast<int>(models_.size()) : 1, options_.intra_op_threads) {
   has_loss_ = options_.has_loss;
   place_stages();
   require_shared();
@@ -82,7 +82,7 @@ Ranks::~Ranks() {
 }
 
 int Ranks::replicas() const {
-  return are_threads() ? static_cast<int>(stages_.size()) : options_.transport->ranks() / ranks();
+  return are_threads() ? static_cast<int>(models_.size()) : options_.transport->ranks() / ranks();
 }
 
 bool Ranks::has_stage(int index) const {
@@ -96,18 +96,18 @@ void Ranks::place_stages() {
                         " ranks: the first number should be a multiple of the second.");
   }
   const int first = are_threads() ? 0 : options_.transport->rank();
-  const int count = are_threads() ? ranks() * static_cast<int>(stages_.size()) : 1;
+  const int count = are_threads() ? ranks() * static_cast<int>(models_.size()) : 1;
   for (int rank = first; rank < first + count; ++rank) {
     Local& local = locals_.emplace_back();
     local.rank = rank;
-    for (PipelineStage& stage : stages_[static_cast<std::size_t>((rank - first) / ranks())]) {
+    for (PipelineStage& stage : models_[static_cast<std::size_t>((rank - first) / ranks())].stages()) {
       const bool own = schedule_->placement().rank_of(stage.stage_index()) == rank % ranks();
       if (own) local.stages[stage.stage_index()] = &stage;
     }
   }
   if (are_threads()) return;
   std::vector<int> given;
-  for (const PipelineStage& stage : stages_.front()) given.push_back(stage.stage_index());
+  for (const PipelineStage& stage : models_.front().stages()) given.push_back(stage.stage_index());
   const auto expected = schedule_->placement().stages_of(first % ranks());
   if (given == std::vector<int>(expected.begin(), expected.end())) return;
   throw PipelineError("this process was given stages " + list_text(given) + ", and the schedule puts stages " +
@@ -162,7 +162,7 @@ void Ranks::require_agreement() {
                       " has another pipeline than process 0: the schedule, the wiring, the parameters that are "
                       "shared, whether they are sharded and whether there is a loss_weight should be the same in all "
                       "processes.\n"
-                      "  Hint: a parameter that several stages share is named in `shared` in all processes.");
+                      "  Hint: pass the same wiring and shared parameters to StagedModel in all processes.");
 }
 
 // New ends for ranks that are threads, with nothing under way.

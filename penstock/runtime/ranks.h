@@ -18,10 +18,10 @@
 #include "penstock/runtime/failure.h"
 #include "penstock/runtime/rank_threads.h"
 #include "penstock/runtime/record.h"
-#include "penstock/runtime/shared_parameters.h"
 #include "penstock/schedule/schedule.h"
 #include "penstock/stage/saved_state.h"
 #include "penstock/stage/stage.h"
+#include "penstock/stage/staged_model.h"
 #include "penstock/transport/exit_hook.h"
 #include "penstock/transport/transport.h"
 
@@ -56,7 +56,7 @@ class Ranks {
  public:
   // The stages of each replica of this process: all, or those of its one rank. Throws PipelineError when they are not
   // those of the schedule, or the ranks do not agree.
-  Ranks(std::vector<std::vector<PipelineStage>> stages, const Schedule& schedule, RanksOptions options);
+  Ranks(std::vector<StagedModel> models, const Schedule& schedule, RanksOptions options);
   // Waits for actions of an abandoned step, and rolls it back.
   ~Ranks();
   Ranks(const Ranks&) = delete;
@@ -67,7 +67,7 @@ class Ranks {
   int replicas() const;
   // The first of this process.
   int first_replica() const { return locals_.front().rank / ranks(); }
-  const std::vector<std::vector<PipelineStage>>& stages() const { return stages_; }
+  const std::vector<StagedModel>& models() const { return models_; }
   // Whether a stage of this index is here.
   bool has_stage(int index) const;
   bool are_threads() const { return options_.transport == nullptr; }
@@ -162,7 +162,7 @@ class Ranks {
 
   const Schedule* schedule_;
   RanksOptions options_;
-  std::vector<std::vector<PipelineStage>> stages_;
+  std::vector<StagedModel> models_;
   std::deque<Local> locals_;
   std::vector<Executor> executors_;
   // Of processes: those of this one's replica.

@@ -54,6 +54,9 @@ class Wiring {
   std::vector<Link> links_to(int stage) const;
   std::vector<Link> links_from(int stage) const;
 
+  // Returns true if all stages of both take the same arguments; links follow from these.
+  friend bool operator==(const Wiring& a, const Wiring& b) { return a.arguments_ == b.arguments_; }
+
  private:
   void find_links();
 

@@ -23,9 +23,9 @@
 namespace penstock::internal {
 namespace {
 
-// Its stages that belong to this process.
-std::vector<PipelineStage> build(const Model& model, const Schedule& schedule, const Transport* transport,
-                                 MemoryWatch& memory, int replica) {
+// Returns the model with the stages of this process.
+StagedModel build(const Model& model, const Schedule& schedule, const Transport* transport, MemoryWatch& memory,
+                  int replica) {
   std::vector<PipelineStage> stages;
   for (int stage = 0; stage < schedule.stages(); ++stage) {
     const int rank = schedule.placement().rank_of(stage);
@@ -33,7 +33,7 @@ std::vector<PipelineStage> build(const Model& model, const Schedule& schedule, c
     const MemoryWatch::Scope scope(memory, rank, replica);
     stages.push_back(model.build_stage(stage));
   }
-  return stages;
+  return {std::move(stages), model.wiring(), model.shared_parameters()};
 }
 
 Kwargs kwargs_of(const Batch& batch) {
@@ -65,9 +65,9 @@ Trainer::Trainer(std::vector<std::unique_ptr<Model>> replicas, const Data& data,
       names_(replicas_.front()->parameter_names()),
       run_(new_run_id()) {
   const IntraOpThreads threads(options_.intra_op_threads);
-  std::vector<std::vector<PipelineStage>> stages;
+  std::vector<StagedModel> models;
   for (std::size_t replica = 0; replica < replicas_.size(); ++replica) {
-    stages.push_back(
+    models.push_back(
         build(*replicas_[replica], schedule, options_.transport.get(), memory_, static_cast<int>(replica)));
   }
   PipelineOptions pipeline_options;
@@ -76,13 +76,11 @@ Trainer::Trainer(std::vector<std::unique_ptr<Model>> replicas, const Data& data,
     return data_.loss(output, target);
   };
   pipeline_options.sharded = options_.sharded;
-  pipeline_options.shared = replicas_.front()->shared_parameters();
   pipeline_options.timeout = options_.timeout;
   pipeline_options.intra_op_threads = options_.intra_op_threads;
   pipeline_options.seed = options_.seed;
   memory_.watch(pipeline_options.functions);
-  pipeline_ =
-      std::make_unique<Pipeline>(std::move(stages), replicas_.front()->wiring(), schedule, std::move(pipeline_options));
+  pipeline_ = std::make_unique<Pipeline>(std::move(models), schedule, std::move(pipeline_options));
   if (options_.transport != nullptr) {
     num_replicas_ = options_.transport->ranks() / schedule.ranks();
     std::vector<int> all(static_cast<std::size_t>(options_.transport->ranks()));
@@ -421,7 +419,9 @@ Pipeline& Trainer::writing_pipeline() {
   for (const PipelineStage& stage : pipeline_->stages()) {
     stages.emplace_back(stage.module(), stage.stage_index(), schedule.stages());
   }
-  writing_ = std::make_unique<Pipeline>(std::move(stages), replicas_.front()->wiring(), forwards, std::move(options));
+  // Forwards make no gradients, so no shared parameters are named.
+  writing_ = std::make_unique<Pipeline>(StagedModel(std::move(stages), replicas_.front()->wiring()), forwards,
+                                        std::move(options));
   return *writing_;
 }
 

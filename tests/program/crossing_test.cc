@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <map>
 #include <set>
 #include <string>
 #include <vector>
@@ -125,7 +126,7 @@ TEST(InPlace, WritesThatOnlyEvaluationSeesAreSeenOrRefusedBehindABorder) {
   try {
     const Pipe pipe = pipeline(program, {{"doubles", kBegin}});
     const Schedule schedule = generate("GPipe", {.ranks = 2, .microbatches = 1});
-    Pipeline in_stages(pipe.build_stages(), pipe.wiring(), schedule, options_of(pipe));
+    Pipeline in_stages(pipe.build(), schedule, step_options());
     EXPECT_TRUE(same(program.run({x}).toTensor().detach(), in_stages.eval({x}).output));
   } catch (const ProgramError& error) {
     EXPECT_NE(std::string(error.what()).find("only in evaluation are these one tensor"), std::string::npos);
@@ -241,6 +242,47 @@ TEST(MultiUse, ByCopiesGivesTheGradientsOfOneProcess) {
     EXPECT_TRUE(same_bits(tensor(0), tensor(1)));
     for (const char* const schedule : {"GPipe", "1F1B"}) {
       expect_what_one_process_gives(make, in_a_row(schedule, make().num_stages()));
+    }
+  }
+}
+
+// The head of the GPT is tied to its embedding. pipe.build() carries that, as in the README.
+TEST(MultiUse, OfATiedWeightTrainsAsInOneProcess) {
+  constexpr int kSteps = 3;
+  constexpr double kRate = 0.5;
+  const auto cross_entropy = [](const c10::IValue& output, const c10::IValue& target, const Kwargs&) {
+    return at::cross_entropy_loss(output.toTensor().flatten(0, 1), target.toTensor().flatten());
+  };
+  const Schedule schedule = generate("1F1B", {.ranks = 2, .microbatches = kMicrobatches});
+  const Pipe pipe = pipeline(from_zoo("gpt"), /*stages=*/2);
+  Pipeline pipeline(pipe.build(), schedule, {.loss = cross_entropy});
+
+  const Program whole = from_zoo("gpt");
+  const at::Tensor ids = inputs_of(whole).begin()->second;
+  const std::vector<at::Tensor> chunks = ids.chunk(kMicrobatches);
+  ASSERT_EQ(pipe.replicated_params().size(), 1U);
+  for (int step = 0; step < kSteps; ++step) {
+    pipeline.step({ids}, {}, ids);
+    for (const at::Tensor& chunk : chunks) {
+      (cross_entropy(whole.run({chunk}), chunk, {}) / kMicrobatches).backward();
+    }
+    const at::NoGradGuard no_grad;
+    std::map<std::string, at::Tensor> expected;
+    std::set<const void*> seen;
+    for (const auto& [name, parameter] : whole.parameters()) {
+      if (seen.insert(parameter.unsafeGetTensorImpl()).second) {
+        parameter.sub_(parameter.grad(), kRate);
+        parameter.mutable_grad().reset();
+      }
+      expected.emplace(name, parameter);
+    }
+    for (const PipelineStage& stage : pipeline.stages()) {
+      for (const auto& [name, parameter] : stage.parameters()) {
+        parameter.sub_(parameter.grad(), kRate);
+        parameter.mutable_grad().reset();
+        EXPECT_LE((parameter - expected.at(name)).abs().max().item<double>(), 1e-5)
+            << name << " of stage " << stage.stage_index() << " after step " << step;
+      }
     }
   }
 }

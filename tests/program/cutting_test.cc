@@ -66,13 +66,11 @@ TEST(Cutting, PutsStagesOnAnotherDevice) {
     SCOPED_TRACE(name);
     const ZooModel model = zoo_model(name);
     const Pipe pipe = pipeline(model.program(), 2);
-    std::vector<PipelineStage> stages;
-    for (int stage = 0; stage < 2; ++stage) {
-      stages.push_back(pipe.build_stage(stage, {.device = at::Device(at::kMeta)}));
-      for (const auto& [parameter, tensor] : stages.back().parameters()) EXPECT_TRUE(tensor.is_meta()) << parameter;
+    StagedModel staged = pipe.build(at::kMeta);
+    for (const PipelineStage& stage : staged.stages()) {
+      for (const auto& [parameter, tensor] : stage.parameters()) EXPECT_TRUE(tensor.is_meta()) << parameter;
     }
-    Pipeline in_stages(std::move(stages), pipe.wiring(), generate("1F1B", {.ranks = 2, .microbatches = 1}),
-                       options_of(pipe));
+    Pipeline in_stages(std::move(staged), generate("1F1B", {.ranks = 2, .microbatches = 1}), step_options());
     Arguments arguments = microbatches_of(model, pipe.program()).front();
     const c10::IValue expected = pipe.run(arguments.args, arguments.kwargs);
     for (c10::IValue& arg : arguments.args) arg = arg.toTensor().to(at::kMeta);
@@ -214,7 +212,7 @@ TEST(RandomNumbers, AreOthersWithAnotherSeedAndInTheNextStep) {
   EXPECT_FALSE(same(one.losses[0], other.losses[0]));
 
   const Pipe pipe = make();
-  Pipeline pipeline(pipe.build_stages(), pipe.wiring(), schedule, options_of(pipe, /*seed=*/1));
+  Pipeline pipeline(pipe.build(), schedule, step_options(/*seed=*/1));
   const Arguments batch = batch_of(pipe.program());
   const at::Tensor first = pipeline.step(batch.args, batch.kwargs, at::Tensor()).losses[0];
   EXPECT_TRUE(same(one.losses[0], first));

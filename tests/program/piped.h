@@ -43,10 +43,9 @@ inline std::vector<Arguments> microbatches_of(const Program& program) {
   return split_arguments(program, inputs_of(program), kMicrobatches);
 }
 
-inline PipelineOptions options_of(const Pipe& pipe, std::uint64_t seed = 0) {
+inline PipelineOptions step_options(std::uint64_t seed = 0) {
   PipelineOptions options;
   options.loss = [](const c10::IValue& output, const c10::IValue&, const Kwargs&) { return sum_of_means(output); };
-  options.shared = pipe.shared_parameters();
   options.timeout = std::chrono::seconds(60);
   options.seed = seed;
   return options;
@@ -83,14 +82,14 @@ inline Outcome run_in_stages(const Pipe& pipe, const Schedule& schedule, const T
                              std::uint64_t seed) {
   std::vector<c10::IValue> outputs(static_cast<std::size_t>(schedule.microbatches()));
   std::mutex mutex;
-  PipelineOptions options = options_of(pipe, seed);
+  PipelineOptions options = step_options(seed);
   // The target of a microbatch is its number.
   options.loss = [&](const c10::IValue& output, const c10::IValue& target, const Kwargs&) {
     const std::scoped_lock lock(mutex);
     outputs[static_cast<std::size_t>(target.toTensor().item<std::int64_t>())] = flatten_args_detach(output).value;
     return sum_of_means(output);
   };
-  Pipeline pipeline(pipe.build_stages(), pipe.wiring(), schedule, options);
+  Pipeline pipeline(pipe.build(), schedule, options);
   const Arguments batch = arguments_from(pipe.program(), inputs);
   StepOptions step;
   step.return_outputs = false;

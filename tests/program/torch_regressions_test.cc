@@ -47,7 +47,7 @@ TEST(TorchRegressions, SharedParametersHaveTheirGradientsSummed) {
 TEST(TorchRegressions, StagesSwitchBetweenTrainingAndEvaluation) {
   Pipe pipe = pipeline(exported("dropouts"), 2);
   const Schedule schedule = in_a_row("1F1B", 2);
-  Pipeline pipeline(pipe.build_stages(), pipe.wiring(), schedule, options_of(pipe));
+  Pipeline pipeline(pipe.build(), schedule, step_options());
   const Arguments batch = batch_of(pipe.program());
   const auto evaluated = [&] { return pipeline.eval(batch.args, batch.kwargs).output.toTensor(); };
   EXPECT_FALSE(same_bits(evaluated(), evaluated()));
@@ -154,7 +154,7 @@ TEST(TorchRegressions, IndicesFlagsAndViewsPassBetweenStages) {
 
 TEST(TorchRegressions, DictOutputsAreMerged) {
   const Pipe pipe = pipeline(exported("indices"), {{"head", kBegin}});
-  Pipeline pipeline(pipe.build_stages(), pipe.wiring(), in_a_row("1F1B", 2), options_of(pipe));
+  Pipeline pipeline(pipe.build(), in_a_row("1F1B", 2), step_options());
   const Arguments batch = batch_of(pipe.program());
   const c10::IValue output = pipeline.step(batch.args, batch.kwargs, at::Tensor()).output;
   EXPECT_EQ(output.toGenericDict().at("logits").toTensor().size(0), 3 * kMicrobatches);
@@ -162,7 +162,7 @@ TEST(TorchRegressions, DictOutputsAreMerged) {
 
 TEST(TorchRegressions, SizesThatTheExportDoesNotAllowAreRefused) {
   const Pipe pipe = pipeline(exported("pair"), 2);
-  Pipeline pipeline(pipe.build_stages(), pipe.wiring(), in_a_row("1F1B", 2), options_of(pipe));
+  Pipeline pipeline(pipe.build(), in_a_row("1F1B", 2), step_options());
   try {
     pipeline.step({at::ones({8, 4})}, {}, at::Tensor());
     ADD_FAILURE() << "no error";

@@ -129,13 +129,13 @@ inline void expect_accumulation_of_one_process(const AccumulationCase& config, u
                           },
                           .scale_grads = false,
                           .sharded = config.sharded};
-  if (config.sharing == Sharing::Copies) options.shared = {{{0, "tied"}, {1, "tied"}}};
-  std::vector<std::vector<PipelineStage>> replicas;
+  std::vector<StagedModel> replicas;
   for (int i = 0; i < (transport ? 1 : config.replicas); ++i) {
-    const Model model = AddingModel(config.sharing == Sharing::OneTensor).model();
-    replicas.push_back(transport ? model.pipeline_stages({transport->rank() % 2}) : model.pipeline_stages());
+    Model model = AddingModel(config.sharing == Sharing::OneTensor).model();
+    if (config.sharing == Sharing::Copies) model.copies = {{{0, "tied"}, {1, "tied"}}};
+    replicas.push_back(transport ? model.build({transport->rank() % 2}) : model.build());
   }
-  Pipeline pipeline(std::move(replicas), Wiring(2), schedule, options);
+  Pipeline pipeline(std::move(replicas), schedule, options);
   const auto for_each_visible = [&](const auto& visit) {
     for (int replica = 0; replica < pipeline.replicas(); ++replica) {
       for (const PipelineStage& stage : pipeline.stages(replica)) {

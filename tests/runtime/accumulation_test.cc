@@ -39,13 +39,14 @@ struct Adding {
         .loss = [](const c10::IValue& output, const c10::IValue&, const Kwargs&) { return output.toTensor().sum(); },
         .scale_grads = false,
         .sharded = config.sharded};
-    if (config.sharing == Sharing::Copies) options.shared = {{{0, "tied"}, {1, "tied"}}};
-    std::vector<std::vector<PipelineStage>> replicas;
+    std::vector<StagedModel> replicas;
     for (int i = 0; i < config.replicas; ++i) {
-      replicas.push_back(AddingModel(config.sharing == Sharing::OneTensor).model().pipeline_stages());
+      Model model = AddingModel(config.sharing == Sharing::OneTensor).model();
+      if (config.sharing == Sharing::Copies) model.copies = {{{0, "tied"}, {1, "tied"}}};
+      replicas.push_back(model.build());
     }
-    pipeline = std::make_unique<Pipeline>(std::move(replicas), Wiring(2),
-                                          generate("GPipe", {.ranks = 2, .microbatches = 1}), options);
+    pipeline =
+        std::make_unique<Pipeline>(std::move(replicas), generate("GPipe", {.ranks = 2, .microbatches = 1}), options);
   }
 
   // `factors` for each stage.

@@ -32,9 +32,9 @@ Model with_two_names() {
   return model;
 }
 
-std::vector<std::vector<PipelineStage>> stages_of(const std::vector<Model>& models) {
-  std::vector<std::vector<PipelineStage>> replicas;
-  for (const Model& model : models) replicas.push_back(model.pipeline_stages());
+std::vector<StagedModel> stages_of(const std::vector<Model>& models) {
+  std::vector<StagedModel> replicas;
+  for (const Model& model : models) replicas.push_back(model.build());
   return replicas;
 }
 
@@ -50,7 +50,7 @@ TEST(Construction, TakesATensorUnderTwoNamesForOneParameter) {
     SCOPED_TRACE(sharded ? "sharded" : "replicated");
     const std::vector<Model> models{with_two_names(), with_two_names()};
     const std::vector<at::Tensor> before = clones({models[0].stages[0].parameters[0].second});
-    Pipeline pipeline(stages_of(models), Wiring(2), schedule_of_two(), {.loss = squared_error, .sharded = sharded});
+    Pipeline pipeline(stages_of(models), schedule_of_two(), {.loss = squared_error, .sharded = sharded});
     for (const double times : {1.0, 2.0}) {
       pipeline.step({x}, {}, y);
       std::vector<at::Tensor> parts;
@@ -67,6 +67,19 @@ TEST(Construction, TakesATensorUnderTwoNamesForOneParameter) {
       EXPECT_TRUE(at::allclose(found, whole[0][0] * times, 1e-5, 1e-7)) << found - whole[0][0] * times;
     }
   }
+}
+
+TEST(Construction, RefusesReplicasThatDifferInWiringOrSharedParameters) {
+  const auto error_with = [](const Model& second) {
+    return error_of([&] { Pipeline(stages_of({perceptron(3), second}), generate("1F1B", {.ranks = 3})); });
+  };
+  Model skip = perceptron(3);
+  skip.wiring.connect(2, {{1, 0}, {0, 0}});
+  EXPECT_EQ(error_with(skip),
+            "replica 1 has other wiring than replica 0.\n  Hint: build all replicas of a model in the same way.");
+  EXPECT_EQ(
+      error_with(shared_across(3)),
+      "replica 1 has other shared parameters than replica 0.\n  Hint: build all replicas of a model in the same way.");
 }
 
 TEST(Construction, ThatFailsLeavesTheWeightsOfAllReplicas) {
@@ -113,8 +126,8 @@ TEST(Construction, ThatFailsLeavesTheWeightsOfAllReplicas) {
       }
     }
     const std::vector<at::Tensor> before = clones(weights);
-    const std::string error = error_of(
-        [&] { Pipeline(stages_of(models), Wiring(2), schedule_of_two(), {.loss = squared_error, .sharded = true}); });
+    const std::string error =
+        error_of([&] { Pipeline(stages_of(models), schedule_of_two(), {.loss = squared_error, .sharded = true}); });
     EXPECT_EQ(error, one.error);
     for (const at::Tensor& tensor : weights) ASSERT_EQ(tensor.storage().nbytes() >= tensor.nbytes(), true);
     expect_equal(before, weights);

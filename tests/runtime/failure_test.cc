@@ -49,7 +49,7 @@ struct Failing {
     };
   }
   Pipeline pipeline(std::chrono::milliseconds timeout = std::chrono::seconds(20)) const {
-    return Pipeline(model.pipeline_stages(), generate("1F1B", {.ranks = 4, .microbatches = 4}),
+    return Pipeline(model.build(), generate("1F1B", {.ranks = 4, .microbatches = 4}),
                     {.loss = squared_error, .timeout = timeout});
   }
 };
@@ -68,8 +68,7 @@ TEST(Failure, NamesThePlaceInTheFileOfTheSchedule) {
   Failing failing([](const Args&, const c10::IValue&) -> c10::IValue { throw std::runtime_error("hot bearings"); });
   const std::string rows_of_ranks =
       "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n\n# The third.\n 2F0,2F1,2B0,2B1\n3F0,3B0,3F1,3B1\n";
-  Pipeline pipeline(failing.model.pipeline_stages(), parse_csv(rows_of_ranks, {.source = "own.csv"}),
-                    {.loss = squared_error});
+  Pipeline pipeline(failing.model.build(), parse_csv(rows_of_ranks, {.source = "own.csv"}), {.loss = squared_error});
   *failing.armed = true;
   const std::string error = error_of([&] { pipeline.step({rows(8, "x")}, {}, rows(8, "y")); });
   expect_begins(error, "rank 2, stage 2, 2F0 (microbatch 0), own.csv:5:2: hot bearings\n");
@@ -114,7 +113,7 @@ TEST(Failure, WithoutAWordIsOneToo) {
   PipelineOptions options{.loss = [](const c10::IValue&, const c10::IValue&, const Kwargs&) -> at::Tensor {
     throw std::runtime_error("");
   }};
-  Pipeline pipeline(model.pipeline_stages(), generate("GPipe", {.ranks = 1, .microbatches = 2}), options);
+  Pipeline pipeline(model.build(), generate("GPipe", {.ranks = 1, .microbatches = 2}), options);
   expect_begins(error_of([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y")); }),
                 "rank 0, stage 0, 0F0 (microbatch 0): \n");
 }
@@ -131,7 +130,7 @@ TEST(Failure, InABackwardIsNamedToo) {
 TEST(Failure, InTheLossIsThatOfTheLastStage) {
   const Model model = perceptron(2);
   Pipeline pipeline(
-      model.pipeline_stages(), generate("GPipe", {.ranks = 2, .microbatches = 2}),
+      model.build(), generate("GPipe", {.ranks = 2, .microbatches = 2}),
       {.loss = [](const c10::IValue& output, const c10::IValue&, const Kwargs&) { return output.toTensor(); }});
   expect_begins(error_of([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y")); }),
                 "rank 1, stage 1, 1F0 (microbatch 0): the loss of microbatch 0: found float32 tensor of shape [2, 8], "
@@ -168,8 +167,7 @@ TEST(Failure, OfARankThatSleepsPastTheDeadlineEndsTheOthersInTime) {
 
 TEST(Step, RefusesWhatDoesNotFit) {
   const Model model = perceptron(2);
-  Pipeline pipeline(model.pipeline_stages(), generate("1F1B", {.ranks = 2, .microbatches = 4}),
-                    {.loss = squared_error});
+  Pipeline pipeline(model.build(), generate("1F1B", {.ranks = 2, .microbatches = 4}), {.loss = squared_error});
   EXPECT_EQ(error_of([&] { pipeline.step({rows(3, "x")}, {}, rows(3, "y")); }),
             "the arguments can be split into 3 only, and there are 4 microbatches.\n  Hint: give at least 4 rows, or "
             "take fewer microbatches.");
@@ -207,8 +205,7 @@ TEST(Step, RefusesWhatDoesNotFit) {
 TEST(Pipelines, RefuseAScheduleThatDeadlocksWithItsPlacesInTheFile) {
   const Model model = perceptron(2);
   const Schedule stuck = parse_csv("# Rank 0.\n0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n", {.source = "own.csv"});
-  const std::string error =
-      error_of<ScheduleError>([&] { Pipeline(model.pipeline_stages(), stuck, {.loss = squared_error}); });
+  const std::string error = error_of<ScheduleError>([&] { Pipeline(model.build(), stuck, {.loss = squared_error}); });
   expect_begins(error,
                 "own.csv:2:5: rank 0, 0B0: deadlock, the ranks wait for each other in a cycle:\n"
                 "  rank 0, own.csv:2:5: 0B0 waits for 1B0 on rank 1\n"
@@ -218,7 +215,7 @@ TEST(Pipelines, RefuseAScheduleThatDeadlocksWithItsPlacesInTheFile) {
 
 TEST(Step, SplitsATargetThatWasFlattened) {
   const Model model = perceptron(2);
-  Pipeline pipeline(model.pipeline_stages(), generate("1F1B", {.ranks = 2, .microbatches = 4}),
+  Pipeline pipeline(model.build(), generate("1F1B", {.ranks = 2, .microbatches = 4}),
                     {.loss = [](const c10::IValue& output, const c10::IValue& target, const Kwargs&) {
                       return at::mse_loss(output.toTensor().flatten(), target.toTensor());
                     }});
@@ -230,7 +227,7 @@ TEST(Step, SplitsATargetThatWasFlattened) {
 
 TEST(Step, RefusesATargetWithoutALoss) {
   const Model model = perceptron(2);
-  Pipeline pipeline(model.pipeline_stages(), generate("1F1B", {.ranks = 2, .microbatches = 2}));
+  Pipeline pipeline(model.build(), generate("1F1B", {.ranks = 2, .microbatches = 2}));
   EXPECT_EQ(
       error_of([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y")); }),
       "there is a target, float32 tensor of shape [4, 8], and no loss function that compares the output with it.\n"
@@ -239,7 +236,7 @@ TEST(Step, RefusesATargetWithoutALoss) {
 
 TEST(Step, RefusesToComputeGradientsOfNothing) {
   const Model model = perceptron(2);
-  Pipeline pipeline(model.pipeline_stages(), generate("1F1B", {.ranks = 2, .microbatches = 2}));
+  Pipeline pipeline(model.build(), generate("1F1B", {.ranks = 2, .microbatches = 2}));
   EXPECT_EQ(
       error_of([&] { pipeline.step({rows(4, "x")}); }),
       "the step has computed no gradients: there is no loss function, and no stage has added a loss term.\n  Hint: "

@@ -64,9 +64,9 @@ TEST_F(Gloo, EveryScheduleGivesTheLossesOutputsAndGradientsOfOneProcess) {
 }
 
 // The stages of this process in a world of one replica.
-std::vector<PipelineStage> own_stages(const Model& model, const Schedule& schedule) {
+StagedModel own_stages(const Model& model, const Schedule& schedule) {
   const auto own = schedule.placement().stages_of(world()->rank() % schedule.ranks());
-  return model.pipeline_stages({own.begin(), own.end()});
+  return model.build({own.begin(), own.end()});
 }
 
 TEST_F(Gloo, ShapesAreLearntAnewWhenTheBatchIsAnother) {
@@ -76,7 +76,7 @@ TEST_F(Gloo, ShapesAreLearntAnewWhenTheBatchIsAnother) {
       const Schedule schedule = generate(name, {.ranks = ranks(), .microbatches = 4});
       const Model model = named.make(schedule.stages());
       PipelineOptions options{.transport = world(), .loss = squared_error};
-      Pipeline pipeline(own_stages(model, schedule), model.wiring, schedule, options);
+      Pipeline pipeline(own_stages(model, schedule), schedule, options);
       StepOptions everywhere;
       everywhere.results_everywhere = true;
       std::int64_t step = 0;
@@ -175,8 +175,7 @@ TEST_F(Gloo, ReplicasGiveTheGradientsOfOneProcessOnTheWholeBatch) {
         const Model model = named.make(schedule.stages());
         const Model again = named.make(schedule.stages());
         PipelineOptions options{.transport = world(), .loss = squared_error, .sharded = sharded};
-        options.shared = model.shared();
-        Pipeline pipeline(own_stages(model, schedule), model.wiring, schedule, options);
+        Pipeline pipeline(own_stages(model, schedule), schedule, options);
         const at::Tensor x = rows(count, "x");
         const at::Tensor y = rows(count, "y");
         const auto whole = plain_microbatch(again, {x}, y, 0, 1.0, {}).gradients;

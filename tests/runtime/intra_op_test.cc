@@ -56,7 +56,7 @@ TEST(IntraOpThreads, OfAPipelineAreNotThoseOfTheProgram) {
     }
     PipelineOptions options{.loss = squared_error};
     options.intra_op_threads = count;
-    Pipeline pipeline(model.pipeline_stages(), generate("1F1B", {.ranks = 2, .microbatches = 2}), options);
+    Pipeline pipeline(model.build(), generate("1F1B", {.ranks = 2, .microbatches = 2}), options);
     EXPECT_EQ(threads_of_a_new_thread(), others);
     pipeline.step({rows(4, "x")}, {}, rows(4, "y"));
     EXPECT_EQ(of_ranks, count);

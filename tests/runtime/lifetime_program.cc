@@ -40,7 +40,7 @@ class Trained {
     if (transport_) own = {transport_->rank()};
     PipelineOptions options{.transport = transport_, .loss = squared_error};
     options.timeout = std::chrono::seconds(60);
-    pipeline_ = std::make_unique<Pipeline>(model_.pipeline_stages(own), schedule_, options);
+    pipeline_ = std::make_unique<Pipeline>(model_.build(own), schedule_, options);
   }
   void step() { pipeline_->step({rows(8, "x")}, {}, rows(8, "y")); }
 

@@ -70,7 +70,7 @@ TEST(LossWeight, OfRowsGivesTheLossAndGradientsOfTheWholeBatch) {
     const Schedule schedule = generate(name, {.ranks = 2, .microbatches = 8});
     const Model model = perceptron(schedule.stages());
     const WholeBatch whole = whole_batch(model, x, y, squared_error);
-    Pipeline pipeline(model.pipeline_stages(), schedule, {.loss = squared_error, .loss_weight = count_rows()});
+    Pipeline pipeline(model.build(), schedule, {.loss = squared_error, .loss_weight = count_rows()});
     const StepResult result = pipeline.step({x}, {}, y);
     EXPECT_EQ(result.weights, (std::vector<double>{2, 2, 2, 2, 2, 1, 1, 1}));
     EXPECT_NEAR(result.loss(), whole.loss, 1e-6);
@@ -78,7 +78,7 @@ TEST(LossWeight, OfRowsGivesTheLossAndGradientsOfTheWholeBatch) {
     EXPECT_NEAR(pipeline.eval({x}, {}, y).loss(), whole.loss, 1e-6);
     // Without it all microbatches count alike, as in torch.distributed.pipelining.
     zero_grad(model);
-    Pipeline alike(model.pipeline_stages(), schedule, {.loss = squared_error});
+    Pipeline alike(model.build(), schedule, {.loss = squared_error});
     const StepResult unweighted = alike.step({x}, {}, y);
     EXPECT_TRUE(unweighted.weights.empty());
     EXPECT_GT(std::abs(unweighted.loss() - whole.loss), 1e-4);
@@ -91,7 +91,7 @@ TEST(LossWeight, OfTargetsLeavesOutWhatIsIgnored) {
   const at::Tensor target = classes(kRows, 2, 5);
   const Model model = perceptron(2);
   const WholeBatch whole = whole_batch(model, x, target, cross_entropy);
-  Schedule1F1B pipeline(model.pipeline_stages(), 8, {.loss = cross_entropy, .loss_weight = count_targets()});
+  Schedule1F1B pipeline(model.build(), 8, {.loss = cross_entropy, .loss_weight = count_targets()});
   const StepResult result = pipeline.step({x}, {}, target);
   EXPECT_EQ(result.weights, (std::vector<double>{2, 0, 1, 2, 2, 1, 1, 1}));
   EXPECT_NEAR(result.loss(), whole.loss, 1e-6);
@@ -111,7 +111,7 @@ TEST(LossWeight, IsTheTotalOverAnAccumulation) {
   const at::Tensor x = rows(kRows + 8, "x");
   const at::Tensor target = classes(kRows + 8, 11, 18);
   const WholeBatch whole = whole_batch(model, x, target, cross_entropy);
-  Schedule1F1B pipeline(model.pipeline_stages(), 8, {.loss = cross_entropy, .loss_weight = count_targets()});
+  Schedule1F1B pipeline(model.build(), 8, {.loss = cross_entropy, .loss_weight = count_targets()});
   StepOptions options;
   options.total_weight = kRows + 8 - 7;
   options.reduce = false;
@@ -128,12 +128,12 @@ TEST(LossWeight, IsSharedByReplicas) {
   for (const bool sharded : {false, true}) {
     SCOPED_TRACE(sharded);
     std::vector<Model> models;
-    std::vector<std::vector<PipelineStage>> replicas;
+    std::vector<StagedModel> replicas;
     for (int i = 0; i < 2; ++i) {
       models.push_back(perceptron(2));
-      replicas.push_back(models.back().pipeline_stages());
+      replicas.push_back(models.back().build());
     }
-    Pipeline pipeline(std::move(replicas), models.front().wiring, generate("1F1B", {.ranks = 2, .microbatches = 3}),
+    Pipeline pipeline(std::move(replicas), generate("1F1B", {.ranks = 2, .microbatches = 3}),
                       {.loss = cross_entropy, .loss_weight = count_targets(), .sharded = sharded});
     const StepResult result = pipeline.step({x}, {}, target);
     EXPECT_NEAR(result.loss(), whole.loss, 1e-6);
@@ -197,7 +197,7 @@ TEST(LossWeight, IsSharedByProcesses) {
     PipelineOptions options{.transport = c10d_transport(store, rank, 4), .loss = cross_entropy};
     options.loss_weight = count_targets();
     options.timeout = std::chrono::seconds(60);
-    Pipeline pipeline(model.pipeline_stages({rank % 2}), generate("1F1B", {.ranks = 2, .microbatches = 3}), options);
+    Pipeline pipeline(model.build({rank % 2}), generate("1F1B", {.ranks = 2, .microbatches = 3}), options);
     const Args part = split_args_kwargs_into_chunks({x, target}, {}, 2).args[static_cast<std::size_t>(rank / 2)];
     StepOptions everywhere;
     everywhere.results_everywhere = true;
@@ -223,8 +223,7 @@ TEST(LossWeight, IsGivenByAllProcessesOrByNone) {
     if (rank == 1) options.loss_weight = count_rows();
     options.timeout = std::chrono::seconds(60);
     try {
-      const Pipeline pipeline(model.pipeline_stages({rank}), generate("1F1B", {.ranks = 2, .microbatches = 2}),
-                              options);
+      const Pipeline pipeline(model.build({rank}), generate("1F1B", {.ranks = 2, .microbatches = 2}), options);
     } catch (const std::exception& error) {
       errors[static_cast<std::size_t>(rank)] = error.what();
     }
@@ -241,7 +240,7 @@ TEST(LossWeight, IsAFiniteNumberOfAtLeastZero) {
     PipelineOptions options{.loss = squared_error};
     options.loss_weight = [weight](const c10::IValue&, const Kwargs&) { return weight; };
     try {
-      Schedule1F1B(model.pipeline_stages(), 2, options).step({rows(4, "x")}, {}, rows(4, "y"));
+      Schedule1F1B(model.build(), 2, options).step({rows(4, "x")}, {}, rows(4, "y"));
     } catch (const PipelineError& error) {
       return error.what();
     }
@@ -253,7 +252,7 @@ TEST(LossWeight, IsAFiniteNumberOfAtLeastZero) {
       "rows or targets that the loss is the mean of.");
   EXPECT_NE(error_with(std::numeric_limits<double>::infinity()).find("is inf, expected"), std::string::npos);
   PipelineOptions options{.loss = squared_error, .loss_weight = count_rows()};
-  Schedule1F1B pipeline(model.pipeline_stages(), 2, options);
+  Schedule1F1B pipeline(model.build(), 2, options);
   try {
     pipeline.step({rows(4, "x")}, {}, at::Tensor());
     FAIL() << "no error";
@@ -280,7 +279,7 @@ TEST(LossTerms, AreEnoughForAStepBetweenProcesses) {
       };
       PipelineOptions options{.transport = c10d_transport(store, rank, 2)};
       options.timeout = std::chrono::seconds(60);
-      Pipeline pipeline(model.pipeline_stages({rank}), generate("1F1B", {.ranks = 2, .microbatches = 2}), options);
+      Pipeline pipeline(model.build({rank}), generate("1F1B", {.ranks = 2, .microbatches = 2}), options);
       try {
         pipeline.step({rows(4, "x")});
         EXPECT_EQ(model.stages[0].parameters[0].second.grad().defined(), rank == 0);
@@ -300,8 +299,7 @@ TEST(LossWeight, IsNotDividedByTheTotalWithoutScaling) {
   const at::Tensor y = rows(5, "y");
   const Model model = perceptron(2);
   WholeBatch whole = whole_batch(model, x, y, squared_error);
-  Schedule1F1B pipeline(model.pipeline_stages(), 2,
-                        {.loss = squared_error, .loss_weight = count_rows(), .scale_grads = false});
+  Schedule1F1B pipeline(model.build(), 2, {.loss = squared_error, .loss_weight = count_rows(), .scale_grads = false});
   pipeline.step({x}, {}, y);
   for (at::Tensor& gradient : whole.gradients) gradient = gradient * 5;
   expect_near(whole.gradients, gradients_of(model));
@@ -314,7 +312,7 @@ TEST(LossWeight, OfZeroLeavesAMicrobatchOut) {
   const Model model = perceptron(2);
   const WholeBatch first = whole_batch(model, x.narrow(0, 0, 2), y.narrow(0, 0, 2), squared_error);
   y[3][0] = std::numeric_limits<float>::quiet_NaN();
-  Schedule1F1B pipeline(model.pipeline_stages(), 2, {.loss = squared_error});
+  Schedule1F1B pipeline(model.build(), 2, {.loss = squared_error});
   StepOptions options;
   options.weights = {1, 0};
   pipeline.step({x}, {}, y, options);

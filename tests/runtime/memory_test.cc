@@ -114,7 +114,7 @@ class EveryScheduleWatched : public ::testing::TestWithParam<std::string> {
         if (part.is_compute()) after(rank, part);
       });
     };
-    return {model_.pipeline_stages(), schedule_, options};
+    return {model_.build(), schedule_, options};
   }
   void step(Pipeline& pipeline) {
     StepOptions options;

@@ -22,6 +22,7 @@
 #include "penstock/schedule/schedule.h"
 #include "penstock/stage/module.h"
 #include "penstock/stage/stage.h"
+#include "penstock/stage/staged_model.h"
 #include "penstock/stage/wiring.h"
 #include "penstock/tensor/intra_op_threads.h"
 #include "penstock/tensor/microbatch.h"
@@ -34,25 +35,30 @@ struct Model {
 
   Wiring wiring;
   std::vector<StageModule> stages;
-  bool shares_across_stages = false;
+  // Shared parameters of which each stage has a copy.
+  SharedParameters copies = {};
+  // Shared parameters that are one tensor. A process that has all stages finds these without being told.
+  SharedParameters tied = {};
 
-  std::vector<PipelineStage> pipeline_stages() const {
+  StagedModel build() const {
     std::vector<int> all(stages.size());
     std::iota(all.begin(), all.end(), 0);
-    return pipeline_stages(all);
+    return {make_stages(all), wiring, copies};
   }
-  // Some of them.
-  std::vector<PipelineStage> pipeline_stages(const std::vector<int>& indices) const {
+  // Returns the model with some of its stages, for a process rank.
+  StagedModel build(const std::vector<int>& indices) const {
+    SharedParameters shared = copies;
+    shared.insert(shared.end(), tied.begin(), tied.end());
+    return {make_stages(indices), wiring, std::move(shared)};
+  }
+
+ private:
+  std::vector<PipelineStage> make_stages(const std::vector<int>& indices) const {
     std::vector<PipelineStage> made;
     for (const int i : indices) {
       made.emplace_back(stages[static_cast<std::size_t>(i)], i, static_cast<int>(stages.size()));
     }
     return made;
-  }
-  // The weight that the first and the last stage have in common, if they do.
-  SharedParameters shared() const {
-    if (!shares_across_stages || stages.size() == 1) return {};
-    return {{{0, "tied"}, {static_cast<int>(stages.size()) - 1, "tied"}}};
   }
 };
 
@@ -187,9 +193,9 @@ inline Model shared_across(int stages) {
       return at::matmul(last(args, kwargs).toTensor(), tied.t());
     };
     model.stages.back().parameters.emplace_back("tied", tied);
+    model.tied = {{{0, "tied"}, {stages - 1, "tied"}}};
   }
   model.stages.front().parameters.emplace_back("tied", tied);
-  model.shares_across_stages = true;
   return model;
 }
 
@@ -356,13 +362,12 @@ inline void expect_what_one_process_gives(const NamedModel& named, const Schedul
   const at::Tensor y = input_for(named, schedule.microbatches(), "y");
   const Model model = named.make(schedule.stages());
   PipelineOptions options{.transport = transport, .loss = squared_error};
-  std::vector<PipelineStage> stages = model.pipeline_stages();
+  StagedModel staged = model.build();
   if (transport != nullptr) {
     const auto own = schedule.placement().stages_of(transport->rank());
-    stages = model.pipeline_stages({own.begin(), own.end()});
-    options.shared = model.shared();
+    staged = model.build({own.begin(), own.end()});
   }
-  Pipeline pipeline(std::move(stages), model.wiring, schedule, options);
+  Pipeline pipeline(std::move(staged), schedule, options);
   StepOptions everywhere;
   everywhere.results_everywhere = true;
   const StepResult result = pipeline.step({x}, {}, y, everywhere);

@@ -82,7 +82,7 @@ TEST(Profiler, SeesARangeForEachAction) {
     SCOPED_TRACE(generator.name);
     const Schedule schedule = generate(generator.name, {.ranks = 2, .microbatches = 4});
     const Model model = perceptron(schedule.stages());
-    Pipeline pipeline(model.pipeline_stages(), schedule, {.loss = squared_error});
+    Pipeline pipeline(model.build(), schedule, {.loss = squared_error});
     const Ranges ranges;
     if (features_of(schedule).backward) {
       pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
@@ -98,7 +98,7 @@ TEST(Profiler, OfTheCallersThreadSeesAllRanks) {
   using torch::profiler::impl::ActivityType;
   const Schedule schedule = generate("ZBVZeroBubble", {.ranks = 2, .microbatches = 4});
   const Model model = perceptron(schedule.stages());
-  Pipeline pipeline(model.pipeline_stages(), schedule, {.loss = squared_error});
+  Pipeline pipeline(model.build(), schedule, {.loss = squared_error});
   const torch::profiler::impl::ProfilerConfig config(torch::profiler::impl::ProfilerState::KINETO);
   profiler::prepareProfiler(config, {ActivityType::CPU});
   profiler::enableProfiler(config, {ActivityType::CPU});
@@ -193,9 +193,9 @@ TEST(Record, ShowsReductionsUnderWayWhileOtherStagesCompute) {
       options.functions.before = [&](int rank, const Action& action) { held->before(rank, action); };
       options.functions.after = [&](int rank, const Action& action) { held->after(rank, action); };
       const Model models[kReplicas] = {perceptron(schedule.stages()), perceptron(schedule.stages())};
-      std::vector<std::vector<PipelineStage>> replicas;
-      for (const Model& model : models) replicas.push_back(model.pipeline_stages());
-      Pipeline pipeline(std::move(replicas), models[0].wiring, schedule, options);
+      std::vector<StagedModel> replicas;
+      for (const Model& model : models) replicas.push_back(model.build());
+      Pipeline pipeline(std::move(replicas), schedule, options);
 
       const auto cases = reductions_before_computations(pipeline.schedule());
       ASSERT_FALSE(cases.empty());

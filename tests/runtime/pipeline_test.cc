@@ -53,7 +53,7 @@ TEST_P(EverySchedule, GivesTheLossesOutputsAndGradientsOfOneProcess) {
 TEST_P(EverySchedule, EvaluatesBetweenSteps) {
   const Schedule made = schedule();
   const Model model = perceptron(made.stages());
-  Pipeline pipeline(model.pipeline_stages(), made, {.loss = squared_error});
+  Pipeline pipeline(model.build(), made, {.loss = squared_error});
   const at::Tensor x = input_for(kModels[0], made.microbatches(), "x");
   const at::Tensor y = input_for(kModels[0], made.microbatches(), "y");
   const StepResult without_target = pipeline.eval({x});
@@ -79,8 +79,7 @@ TEST(PipelineErrors, OfAStageNameWhereItFailedAndTheOthers) {
   model.stages[2].forward = [](const Args&, const Kwargs&) -> c10::IValue {
     throw std::runtime_error("the bearings are hot");
   };
-  Pipeline pipeline(model.pipeline_stages(), generate("1F1B", {.ranks = 4, .microbatches = 4}),
-                    {.loss = squared_error});
+  Pipeline pipeline(model.build(), generate("1F1B", {.ranks = 4, .microbatches = 4}), {.loss = squared_error});
   const at::Tensor x = input_for(kModels[0], 4, "x");
   try {
     pipeline.step({x}, {}, x);

@@ -49,7 +49,7 @@ struct Member {
                             }};
     options.timeout = timeout;
     const auto own = schedule.placement().stages_of(rank);
-    pipeline = std::make_unique<Pipeline>(model.pipeline_stages({own.begin(), own.end()}), schedule, options);
+    pipeline = std::make_unique<Pipeline>(model.build({own.begin(), own.end()}), schedule, options);
   }
   void step() const { pipeline->step({rows(8, "x")}, {}, rows(8, "y")); }
 
@@ -259,7 +259,7 @@ TEST(ProcessPipelines, RefuseStagesThatAreAnothers) {
   const Schedule schedule = generate("1F1B", {.ranks = 2, .microbatches = 2});
   const Model model = perceptron(2);
   const auto errors = errors_of_making([&](Transport&, std::shared_ptr<Transport> transport) {
-    return Pipeline(model.pipeline_stages({0}), schedule, {.transport = std::move(transport)});
+    return Pipeline(model.build({0}), schedule, {.transport = std::move(transport)});
   });
   EXPECT_EQ(errors[0], "process 1: this process was given stages 0, and the schedule puts stages 1 on it.");
   EXPECT_EQ(errors[1], "this process was given stages 0, and the schedule puts stages 1 on it.");
@@ -269,25 +269,25 @@ TEST(ProcessPipelines, RefuseToDiffer) {
   const Model model = perceptron(2);
   const auto errors = errors_of_making([&](Transport& own, std::shared_ptr<Transport> transport) {
     const Schedule schedule = generate(own.rank() == 0 ? "1F1B" : "GPipe", {.ranks = 2, .microbatches = 4});
-    return Pipeline(model.pipeline_stages({own.rank()}), schedule, {.transport = std::move(transport)});
+    return Pipeline(model.build({own.rank()}), schedule, {.transport = std::move(transport)});
   });
   for (const std::string& error : errors) {
     EXPECT_EQ(error,
               "process 1 has another pipeline than process 0: the schedule, the wiring, the parameters that are "
               "shared, whether they are sharded and whether there is a loss_weight should be the same in all "
               "processes.\n"
-              "  Hint: a parameter that several stages share is named in `shared` in all processes.");
+              "  Hint: pass the same wiring and shared parameters to StagedModel in all processes.");
   }
 }
 
 TEST(ProcessPipelines, RefuseToShareWhatIsNotThere) {
   const Schedule schedule = generate("1F1B", {.ranks = 2, .microbatches = 4});
-  const Model model = perceptron(2);
+  Model model = perceptron(2);
+  model.copies = {{{0, "gone"}, {1, "w"}}};
   const auto errors = errors_of_making([&](Transport& own, std::shared_ptr<Transport> transport) {
     PipelineOptions options{.transport = std::move(transport)};
-    options.shared = {{{0, "gone"}, {1, "w"}}};
     options.timeout = std::chrono::seconds(5);
-    return Pipeline(model.pipeline_stages({own.rank()}), schedule, options);
+    return Pipeline(model.build({own.rank()}), schedule, options);
   });
   EXPECT_EQ(errors[0], "stage 0 has no parameter 'gone' to share.");
   EXPECT_EQ(errors[1].find("process 0: stage 0 has no parameter 'gone' to share."), 0U) << errors[1];
@@ -297,9 +297,9 @@ TEST(ProcessPipelines, RefuseSeveralReplicasInOneProcess) {
   const Schedule schedule = generate("1F1B", {.ranks = 2, .microbatches = 4});
   const Model model = perceptron(2);
   const auto errors = errors_of_making([&](Transport& own, std::shared_ptr<Transport> transport) {
-    std::vector<std::vector<PipelineStage>> two;
-    for (int i = 0; i < 2; ++i) two.push_back(model.pipeline_stages({own.rank()}));
-    return Pipeline(std::move(two), model.wiring, schedule, {.transport = std::move(transport)});
+    std::vector<StagedModel> two;
+    for (int i = 0; i < 2; ++i) two.push_back(model.build({own.rank()}));
+    return Pipeline(std::move(two), schedule, {.transport = std::move(transport)});
   });
   EXPECT_EQ(errors[0],
             "there are stages of 2 replicas in this process; when ranks are processes, each has those of one.");
@@ -309,7 +309,7 @@ TEST(ProcessPipelines, RefuseANumberOfProcessesThatIsNoMultipleOfTheRanks) {
   const Schedule schedule = generate("1F1B", {.ranks = 4, .microbatches = 4});
   const Model model = perceptron(4);
   const auto errors = errors_of_making([&](Transport& own, std::shared_ptr<Transport> transport) {
-    return Pipeline(model.pipeline_stages({own.rank()}), schedule, {.transport = std::move(transport)});
+    return Pipeline(model.build({own.rank()}), schedule, {.transport = std::move(transport)});
   });
   for (const std::string& error : errors) {
     EXPECT_EQ(error,
@@ -333,7 +333,7 @@ class BlockedModel {
 
   Model& model() { return model_; }
   Pipeline pipeline() const {
-    return {model_.pipeline_stages(), generate("1F1B", {.ranks = 2, .microbatches = 4}), {.loss = squared_error}};
+    return {model_.build(), generate("1F1B", {.ranks = 2, .microbatches = 4}), {.loss = squared_error}};
   }
   bool is_in_forward() const { return !blocks_; }
   void block_again() {
@@ -378,7 +378,7 @@ TEST(Abandon, EndsAStepWhoseActionDoesNotReturn) {
   // The next one waits for it, and finds nothing of it.
   pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
   const Model again = perceptron(2);
-  Pipeline other(again.pipeline_stages(), generate("1F1B", {.ranks = 2, .microbatches = 4}), {.loss = squared_error});
+  Pipeline other(again.build(), generate("1F1B", {.ranks = 2, .microbatches = 4}), {.loss = squared_error});
   other.step({rows(8, "x")}, {}, rows(8, "y"));
   expect_equal(gradients_of(again), gradients_of(blocked.model()));
   // Nobody is in a step.
@@ -396,8 +396,7 @@ TEST(Abandon, EndsAStepThatHasNotBegunItsActions) {
       return before(args, kwargs);
     };
   }
-  Pipeline pipeline(model.pipeline_stages(), generate("1F1B", {.ranks = 2, .microbatches = 4}),
-                    {.loss = squared_error});
+  Pipeline pipeline(model.build(), generate("1F1B", {.ranks = 2, .microbatches = 4}), {.loss = squared_error});
   const at::Tensor x = rows(8, "x");
   const at::Tensor y = rows(8, "y");
   std::string what = "nothing was thrown";
@@ -462,7 +461,7 @@ TEST(Timeout, MayBeAsLongAsOneLikes) {
   const Model model = perceptron(2);
   PipelineOptions options{.loss = squared_error};
   options.timeout = std::chrono::milliseconds::max();
-  Pipeline pipeline(model.pipeline_stages(), generate("1F1B", {.ranks = 2, .microbatches = 4}), options);
+  Pipeline pipeline(model.build(), generate("1F1B", {.ranks = 2, .microbatches = 4}), options);
   EXPECT_EQ(pipeline.step({rows(8, "x")}, {}, rows(8, "y")).losses.size(), 4U);
 }
 
@@ -481,8 +480,7 @@ TEST_F(ProcessFailure, OfATensorThatCannotBeSentNamesTheStageAndItsOutput) {
 
 TEST(Abandon, AtAnyMomentEndsOneStepOrNone) {
   const Model model = perceptron(2);
-  Pipeline pipeline(model.pipeline_stages(), generate("1F1B", {.ranks = 2, .microbatches = 4}),
-                    {.loss = squared_error});
+  Pipeline pipeline(model.build(), generate("1F1B", {.ranks = 2, .microbatches = 4}), {.loss = squared_error});
   std::atomic<bool> done = false;
   std::thread impatient([&] {
     while (!done) {
@@ -512,7 +510,7 @@ TEST(Abandon, AtAnyMomentEndsOneStepOrNone) {
   zero_grad(model);
   pipeline.step({x}, {}, x);
   const Model again = perceptron(2);
-  Pipeline other(again.pipeline_stages(), generate("1F1B", {.ranks = 2, .microbatches = 4}), {.loss = squared_error});
+  Pipeline other(again.build(), generate("1F1B", {.ranks = 2, .microbatches = 4}), {.loss = squared_error});
   other.step({x}, {}, x);
   expect_equal(gradients_of(again), gradients_of(model));
 }

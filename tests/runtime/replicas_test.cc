@@ -39,12 +39,11 @@ INSTANTIATE_TEST_SUITE_P(Threads, EveryScheduleWithReplicas, ::testing::ValuesIn
   return one.param.schedule + (one.param.sharded ? "_sharded" : "_replicated");
 });
 
-std::vector<std::vector<PipelineStage>> copies(const NamedModel& named, int stages, int count,
-                                               std::vector<Model>& models) {
-  std::vector<std::vector<PipelineStage>> replicas;
+std::vector<StagedModel> copies(const NamedModel& named, int stages, int count, std::vector<Model>& models) {
+  std::vector<StagedModel> replicas;
   for (int i = 0; i < count; ++i) {
     models.push_back(named.make(stages));
-    replicas.push_back(models.back().pipeline_stages());
+    replicas.push_back(models.back().build());
   }
   return replicas;
 }
@@ -93,8 +92,7 @@ TEST_P(EveryScheduleWithReplicas, GivesTheGradientsOfOneProcessOnTheWholeBatch) 
     SCOPED_TRACE(named.name);
     std::vector<Model> models;
     auto replicas = copies(named, schedule.stages(), kReplicas, models);
-    Pipeline pipeline(std::move(replicas), models.front().wiring, schedule,
-                      {.loss = squared_error, .sharded = GetParam().sharded});
+    Pipeline pipeline(std::move(replicas), schedule, {.loss = squared_error, .sharded = GetParam().sharded});
     const at::Tensor x = weight("x", {kRows, kWide}).detach();
     const at::Tensor y = weight("y", {kRows, kWide}).detach();
     const auto expected = whole_batch_gradients(named.make(schedule.stages()), x, y);
@@ -144,8 +142,8 @@ TEST(SharedParameters, WithTensorsOfTheirOwnGetTheSumOfTheirGradients) {
     model.stages.back().parameters = plain.stages.back().parameters;
     model.stages.back().parameters.emplace_back("tied", copy);
     PipelineOptions options{.loss = squared_error};
-    options.shared = {{{0, "tied"}, {schedule.stages() - 1, "tied"}}};
-    Pipeline pipeline(model.pipeline_stages(), schedule, options);
+    model.copies = {{{0, "tied"}, {schedule.stages() - 1, "tied"}}};
+    Pipeline pipeline(model.build(), schedule, options);
     const at::Tensor x = weight("x", {6, kWide}).detach();
     const at::Tensor y = weight("y", {6, kWide}).detach();
     const auto expected = whole_batch_gradients(shared_across(schedule.stages()), x, y);
@@ -170,7 +168,7 @@ TEST(SharedParameters, MayGetTheirFirstGradientOnSeveralRanksAtOnce) {
                                                  .parameters = {{"tied", tied}, {"own", own}}};
   }
   // Neither rank waits for the other before its last weight gradient.
-  Pipeline pipeline(model.pipeline_stages(), parse_csv("0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1F1,1I0,1I1,1W0,1W1\n"),
+  Pipeline pipeline(model.build(), parse_csv("0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1F1,1I0,1I1,1W0,1W1\n"),
                     {.loss = [](const c10::IValue& output, const c10::IValue&,
                                 const Kwargs&) { return (output.toTensor() * at::ones({4, kWide})).sum(); },
                      .scale_grads = false});
@@ -196,7 +194,7 @@ TEST(SharedParameters, AreReducedWhenAllRanksThatHaveThemAreDone) {
     }
   };
   const Schedule schedule = parse_csv("0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1F1,1I0,1I1,1W0,1W1\n");
-  Pipeline pipeline(std::move(replicas), models.front().wiring, schedule, options);
+  Pipeline pipeline(std::move(replicas), schedule, options);
   const at::Tensor x = weight("x", {8, kWide}).detach();
   pipeline.step({x}, {}, x);
   const auto expected = whole_batch_gradients(shared_across(2), x, x);
@@ -221,7 +219,7 @@ TEST(Accumulation, GoesOnAfterAFailure) {
           return squared_error(output, target, kwargs);
         }};
     options.sharded = sharded;
-    Pipeline pipeline(std::move(replicas), models.front().wiring, schedule, options);
+    Pipeline pipeline(std::move(replicas), schedule, options);
     StepOptions accumulate;
     accumulate.reduce = false;
     const auto fail_twice = [&] {
@@ -253,7 +251,7 @@ TEST(ShardedParameters, StayFrozen) {
   for (const Model& model : models) model.stages[0].parameters[0].second.set_requires_grad(false);
   PipelineOptions options{.loss = squared_error};
   options.sharded = true;
-  Pipeline pipeline(std::move(replicas), models.front().wiring, schedule, options);
+  Pipeline pipeline(std::move(replicas), schedule, options);
   const at::Tensor x = weight("x", {8, kWide}).detach();
   pipeline.step({x}, {}, x);
   for (int replica = 0; replica < 2; ++replica) {
@@ -280,10 +278,10 @@ TEST(SharedParameters, ThatAreOneTensorInSomeStagesAndACopyInOthersAreOne) {
   // Of the plain run, the first and the last stage's are already together.
   const at::Tensor expected = whole.gradients[0][0] + whole.gradients[1][0];
   PipelineOptions options{.loss = squared_error};
-  options.shared = {{{1, "w"}, {2, "w"}}};
+  model.copies = {{{1, "w"}, {2, "w"}}};
   for (int i = 0; i < 20; ++i) {
     zero_grad(model);
-    Pipeline pipeline(model.pipeline_stages(), generate("GPipe", {.ranks = 3, .microbatches = 3}), options);
+    Pipeline pipeline(model.build(), generate("GPipe", {.ranks = 3, .microbatches = 3}), options);
     pipeline.step({x}, {}, x);
     expect_close(expected, tied.grad(), "tied");
     expect_close(expected, copy.grad(), "copy");
@@ -299,7 +297,7 @@ TEST(SharedParameters, AreAfterAFailedStepWhatTheyWereBefore) {
     if (*fails) throw std::runtime_error("no loss");
     return squared_error(output, target, kwargs);
   }};
-  Pipeline pipeline(std::move(replicas), models.front().wiring, schedule, options);
+  Pipeline pipeline(std::move(replicas), schedule, options);
   const at::Tensor x = weight("x", {8, kWide}).detach();
   pipeline.step({x}, {}, x);
   const at::Tensor& tied = models.front().stages.front().parameters.back().second;

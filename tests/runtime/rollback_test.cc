@@ -68,7 +68,7 @@ void expect_the_same(const std::vector<Gradient>& before, const std::vector<Grad
 TEST(Rollback, LeavesGradientsInTheSameViewsOfAFlatBuffer) {
   const Model model = perceptron(2);
   const FailingLoss loss;
-  Pipeline pipeline(model.pipeline_stages(), schedule_of(2), {.loss = loss.function()});
+  Pipeline pipeline(model.build(), schedule_of(2), {.loss = loss.function()});
   at::Tensor flat = at::zeros({2 * (kWide * kWide + kWide)});
   std::int64_t next = 0;
   for (const StageModule& stage : model.stages) {
@@ -95,10 +95,10 @@ TEST(Rollback, LeavesGradientsInTheSameViewsOfAFlatBuffer) {
 TEST(Rollback, LeavesGradientsOfReplicasShardsAndSharedParameters) {
   for (const bool sharded : {false, true}) {
     SCOPED_TRACE(sharded ? "sharded" : "replicated");
-    std::vector<std::vector<PipelineStage>> replicas;
-    for (int i = 0; i < 2; ++i) replicas.push_back(shared_across(2).pipeline_stages());
+    std::vector<StagedModel> replicas;
+    for (int i = 0; i < 2; ++i) replicas.push_back(shared_across(2).build());
     const FailingLoss loss;
-    Pipeline pipeline(std::move(replicas), Wiring(2), schedule_of(2), {.loss = loss.function(), .sharded = sharded});
+    Pipeline pipeline(std::move(replicas), schedule_of(2), {.loss = loss.function(), .sharded = sharded});
     const auto fail = [&] {
       const auto before = visible_gradients(pipeline);
       for (const bool reduce : {true, false}) {
@@ -130,7 +130,7 @@ TEST(Rollback, LeavesASparseGradient) {
                      },
                      .parameters = {{"table", table}}};
   const FailingLoss loss;
-  Pipeline pipeline(model.pipeline_stages(), schedule_of(1), {.loss = loss.function()});
+  Pipeline pipeline(model.build(), schedule_of(1), {.loss = loss.function()});
   const at::Tensor ids = at::arange(8);
   pipeline.step({ids}, {}, rows(8, "y"));
   ASSERT_TRUE(table.grad().is_sparse());
@@ -161,7 +161,7 @@ Model with_statistics() {
 TEST(Rollback, LeavesBuffersAndRandomNumbers) {
   const Model model = with_statistics();
   const FailingLoss loss;
-  Pipeline pipeline(model.pipeline_stages(), schedule_of(2), {.loss = loss.function()});
+  Pipeline pipeline(model.build(), schedule_of(2), {.loss = loss.function()});
   const auto buffers = [](const Model& of) {
     std::vector<at::Tensor> values;
     for (const StageModule& stage : of.stages) {
@@ -182,7 +182,7 @@ TEST(Rollback, LeavesBuffersAndRandomNumbers) {
 
   // As if it had not failed.
   const Model other = with_statistics();
-  Pipeline plain(other.pipeline_stages(), schedule_of(2), {.loss = squared_error});
+  Pipeline plain(other.build(), schedule_of(2), {.loss = squared_error});
   for (int i = 0; i < 2; ++i) plain.step({rows(8, "x")}, {}, rows(8, "y"));
   expect_equal(buffers(other), buffers(model));
   expect_equal(gradients_of(other), gradients_of(model));
@@ -191,7 +191,7 @@ TEST(Rollback, LeavesBuffersAndRandomNumbers) {
 TEST(Rollback, LeavesGradientsOfInputs) {
   const Model model = perceptron(2);
   const FailingLoss loss;
-  Pipeline pipeline(model.pipeline_stages(), schedule_of(2), {.loss = loss.function()});
+  Pipeline pipeline(model.build(), schedule_of(2), {.loss = loss.function()});
   const auto fail = [&](const at::Tensor& x) {
     loss.fail_at(kLate);
     EXPECT_THROW(pipeline.step({x}, {}, rows(8, "y")), PipelineError);
@@ -224,20 +224,20 @@ std::string error_of(const std::function<void()>& act) {
 // The last stage gives what the function makes of its output.
 Pipeline pipeline_with_output(const std::function<c10::IValue(const at::Tensor&)>& output,
                               std::optional<c10::IValue> spec = std::nullopt, int replicas = 1) {
-  std::vector<std::vector<PipelineStage>> all;
+  std::vector<StagedModel> all;
   for (int i = 0; i < replicas; ++i) {
     Model model = perceptron(2);
     model.stages[1].forward = [before = model.stages[1].forward, output](const Args& args,
                                                                          const Kwargs& kwargs) -> c10::IValue {
       return output(before(args, kwargs).toTensor());
     };
-    all.push_back(model.pipeline_stages());
+    all.push_back(model.build());
   }
   PipelineOptions options{.loss = [](const c10::IValue& value, const c10::IValue& target, const Kwargs& kwargs) {
     return squared_error(value.isTuple() ? value.toTupleRef().elements()[0] : value, target, kwargs);
   }};
   options.output_merge_spec = std::move(spec);
-  return Pipeline(std::move(all), Wiring(2), schedule_of(2), options);
+  return Pipeline(std::move(all), schedule_of(2), options);
 }
 
 TEST(Rollback, OfOutputsThatCannotBeMergedComesBeforeTheFirstBackward) {

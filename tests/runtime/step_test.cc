@@ -26,7 +26,7 @@ TEST(Step, WeighsMicrobatchesAndScalesGradients) {
   const Model model = perceptron(2);
   const auto gradients_with = [&](bool scale, std::vector<double> weights) {
     zero_grad(model);
-    Schedule1F1B pipeline(model.pipeline_stages(), 2, {.loss = squared_error, .scale_grads = scale});
+    Schedule1F1B pipeline(model.build(), 2, {.loss = squared_error, .scale_grads = scale});
     StepOptions options;
     options.weights = std::move(weights);
     pipeline.step({rows(4, "x")}, {}, rows(4, "y"), options);
@@ -48,7 +48,7 @@ TEST(Step, GivesLaterStagesTheirOwnKeywordArguments) {
   model.stages[1].forward = [before](const Args& args, const Kwargs& kwargs) -> c10::IValue {
     return before(args, {}).toTensor() + kwargs.at("bias").toTensor() * kwargs.at("factor").toDouble();
   };
-  Schedule1F1B pipeline(model.pipeline_stages(), 2, {.loss = squared_error});
+  Schedule1F1B pipeline(model.build(), 2, {.loss = squared_error});
   StepOptions options;
   options.stage_kwargs[1] = {{"bias", rows(6, "bias")}, {"factor", 2.0}};
   const StepResult found = pipeline.step({rows(6, "x")}, {}, rows(6, "y"), options);
@@ -66,7 +66,7 @@ TEST(Step, TakesTermsOfTheLossFromAnyStage) {
     add_loss(output.toTensor().square().mean());
     return output;
   };
-  Schedule1F1B pipeline(model.pipeline_stages(), 2, {.loss = squared_error});
+  Schedule1F1B pipeline(model.build(), 2, {.loss = squared_error});
   const StepResult result = pipeline.step({rows(4, "x")}, {}, rows(4, "y"));
   ASSERT_EQ(result.loss_terms.size(), 2U);
   EXPECT_EQ(result.loss_terms[1].size(), 1U);
@@ -105,7 +105,7 @@ TEST(Step, CallsTheUsersFunctionsAroundAndInsteadOfActions) {
       context.run(action);
     };
   }
-  Pipeline pipeline(model.pipeline_stages(), schedule, options);
+  Pipeline pipeline(model.build(), schedule, options);
   pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
   std::multiset<std::string> expected;
   std::size_t overlaps = 0;
@@ -121,7 +121,7 @@ TEST(Step, CallsTheUsersFunctionsAroundAndInsteadOfActions) {
 
   const std::vector<at::Tensor> found = clones(gradients_of(model));
   zero_grad(model);
-  Pipeline plain(model.pipeline_stages(), schedule, {.loss = squared_error});
+  Pipeline plain(model.build(), schedule, {.loss = squared_error});
   plain.step({rows(8, "x")}, {}, rows(8, "y"));
   expect_equal(gradients_of(model), found);
 }
@@ -129,8 +129,7 @@ TEST(Step, CallsTheUsersFunctionsAroundAndInsteadOfActions) {
 // Also after a weight has changed: none is kept as it was cast before.
 TEST(Step, RunsUnderTheCallersAutocast) {
   const Model model = perceptron(4);
-  Pipeline pipeline(model.pipeline_stages(), generate("ZBVZeroBubble", {.ranks = 2, .microbatches = 3}),
-                    {.loss = squared_error});
+  Pipeline pipeline(model.build(), generate("ZBVZeroBubble", {.ranks = 2, .microbatches = 3}), {.loss = squared_error});
   const at::Tensor x = rows(6, "x");
   const at::Tensor y = rows(6, "y");
   const at::Tensor full = pipeline.eval({x}, {}, y).output.toTensor();
@@ -155,7 +154,7 @@ TEST(Step, RunsUnderTheCallersAutocast) {
 // Which is the caller's alone.
 TEST(Step, EvaluatesForACallerInInferenceMode) {
   const Model model = perceptron(2);
-  Schedule1F1B pipeline(model.pipeline_stages(), 2, {.loss = squared_error});
+  Schedule1F1B pipeline(model.build(), 2, {.loss = squared_error});
   const at::Tensor expected = pipeline.eval({rows(4, "x")}).output.toTensor();
   {
     const c10::InferenceMode inference;
@@ -176,7 +175,7 @@ TEST(Step, LeavesTheBackwardToTheUserIfAsked) {
     context.give_gradients(action.stage, action.microbatch,
                            action.stage == 0 ? std::vector<Message>{} : std::vector<Message>{{at::ones({2, kWide})}});
   };
-  Schedule1F1B pipeline(model.pipeline_stages(), 2, options);
+  Schedule1F1B pipeline(model.build(), 2, options);
   pipeline.step({rows(4, "x")}, {}, rows(4, "y"));
   EXPECT_EQ(backwards, 4);
   EXPECT_FALSE(model.stages[0].parameters[0].second.grad().defined());
@@ -225,7 +224,7 @@ TEST(Step, LetsAModuleSupplyItsWeightGradients) {
 
 TEST(Step, KeepsNothingOfItsMicrobatches) {
   const Model model = transformer(4);
-  Pipeline pipeline = get_schedule_class("ZBVZeroBubble")(model.pipeline_stages(), 4, {.loss = squared_error});
+  Pipeline pipeline = get_schedule_class("ZBVZeroBubble")(model.build(), 4, {.loss = squared_error});
   pipeline.step({weight("x", {8, 4 * kWide}).detach()}, {}, weight("y", {8, 4 * kWide}).detach());
   for (const PipelineStage& stage : pipeline.stages()) {
     for (int i = 0; i < 4; ++i) EXPECT_FALSE(stage.keeps(i));
@@ -235,7 +234,7 @@ TEST(Step, KeepsNothingOfItsMicrobatches) {
 // A small tensor that stays, in each microbatch, would keep malloc from using again what large ones leave.
 TEST(Step, SetsAsideMemoryForItsLosses) {
   const Model model = perceptron(2);
-  Schedule1F1B pipeline(model.pipeline_stages(), 4, {.loss = squared_error});
+  Schedule1F1B pipeline(model.build(), 4, {.loss = squared_error});
   const StepResult result = pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
   for (const at::Tensor& loss : result.losses) EXPECT_TRUE(loss.is_alias_of(result.losses[0]));
   const std::vector<at::Tensor> before = clones(result.losses);
@@ -256,9 +255,9 @@ TEST(Step, TakesLossesOfDifferentForms) {
       default: return loss;
     }
   };
-  const StepResult result = Schedule1F1B(model.pipeline_stages(), 4, options).step({rows(8, "x")}, {}, rows(8, "y"));
+  const StepResult result = Schedule1F1B(model.build(), 4, options).step({rows(8, "x")}, {}, rows(8, "y"));
   const StepResult plain =
-      Schedule1F1B(model.pipeline_stages(), 4, {.loss = squared_error}).step({rows(8, "x")}, {}, rows(8, "y"));
+      Schedule1F1B(model.build(), 4, {.loss = squared_error}).step({rows(8, "x")}, {}, rows(8, "y"));
   EXPECT_TRUE(same_tensor(plain.losses[0], result.losses[0]));
   EXPECT_TRUE(same_tensor(plain.losses[1].to(at::kDouble), result.losses[1]));
   EXPECT_TRUE(same_tensor(plain.losses[2].view({1, 1}), result.losses[2]));
@@ -267,7 +266,7 @@ TEST(Step, TakesLossesOfDifferentForms) {
 
 TEST(Record, HasAllActionsInTheirOrder) {
   const Model model = perceptron(4);
-  Pipeline pipeline = get_schedule_class("ZBVZeroBubble")(model.pipeline_stages(), 4, {.loss = squared_error});
+  Pipeline pipeline = get_schedule_class("ZBVZeroBubble")(model.build(), 4, {.loss = squared_error});
   pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
   for (int rank = 0; rank < 2; ++rank) {
     const auto& own = pipeline.record()[static_cast<std::size_t>(rank)];
@@ -296,7 +295,7 @@ TEST(Record, HasAllActionsInTheirOrder) {
 TEST(ScheduleClasses, RefuseStagesThatCannotBeDealtOut) {
   const Model model = perceptron(3);
   try {
-    get_schedule_class("interleaved1f1b")(model.pipeline_stages(), 4, {}, 2);
+    get_schedule_class("interleaved1f1b")(model.build(), 4, {}, 2);
     FAIL() << "no error";
   } catch (const ScheduleError& error) {
     EXPECT_STREQ(error.what(), "Interleaved1F1B deals its stages out evenly, which 3 stages on 2 ranks cannot be.");

@@ -24,7 +24,7 @@ namespace {
 
 TEST(TorchRegressions, TwoAccumulatedStepsAreTheSum) {
   const Model model = perceptron(2);
-  Schedule1F1B pipeline(model.pipeline_stages(), 4, {.loss = squared_error});
+  Schedule1F1B pipeline(model.build(), 4, {.loss = squared_error});
   pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
   const std::vector<at::Tensor> once = clones(gradients_of(model));
   pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
@@ -34,7 +34,7 @@ TEST(TorchRegressions, TwoAccumulatedStepsAreTheSum) {
 
 TEST(TorchRegressions, EvaluationLeavesGradientsUntouched) {
   const Model model = perceptron(2);
-  ScheduleGPipe pipeline(model.pipeline_stages(), 4, {.loss = squared_error});
+  ScheduleGPipe pipeline(model.build(), 4, {.loss = squared_error});
   pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
   const std::vector<at::Tensor> before = clones(gradients_of(model));
   pipeline.eval({rows(8, "x")}, {}, rows(8, "y"));
@@ -44,14 +44,14 @@ TEST(TorchRegressions, EvaluationLeavesGradientsUntouched) {
 TEST(TorchRegressions, EvaluationOfAVPlacementRuns) {
   for (const char* name : {"ZBVZeroBubble", "DualPipeV"}) {
     const Model model = perceptron(4);
-    Pipeline pipeline = get_schedule_class(name)(model.pipeline_stages(), 4, {.loss = squared_error});
+    Pipeline pipeline = get_schedule_class(name)(model.build(), 4, {.loss = squared_error});
     EXPECT_EQ(pipeline.eval({rows(8, "x")}).output.toTensor().size(0), 8) << name;
   }
 }
 
 TEST(TorchRegressions, LaterBatchesMayBeLarger) {
   const Model model = perceptron(2);
-  Schedule1F1B pipeline(model.pipeline_stages(), 4, {.loss = squared_error});
+  Schedule1F1B pipeline(model.build(), 4, {.loss = squared_error});
   for (const std::int64_t count : {8, 16, 5, 31, 4}) {
     const StepResult result = pipeline.step({rows(count, "x")}, {}, rows(count, "y"));
     EXPECT_EQ(result.output.toTensor().size(0), count);
@@ -65,7 +65,7 @@ TEST(TorchRegressions, DictOutputsAreMerged) {
     const at::Tensor logits = before(args, kwargs).toTensor();
     return dict({{"logits", logits}, {"more", list({logits.argmax(-1), logits.sum(-1)})}});
   };
-  Schedule1F1B pipeline(model.pipeline_stages(), 2,
+  Schedule1F1B pipeline(model.build(), 2,
                         {.loss = [](const c10::IValue& output, const c10::IValue& target, const Kwargs&) {
                           return at::mse_loss(output.toGenericDict().at("logits").toTensor(), target.toTensor());
                         }});
@@ -82,21 +82,21 @@ TEST(TorchRegressions, NestedTargetsAreSplit) {
     const auto parts = target.toGenericDict();
     return at::mse_loss(output.toTensor(), parts.at("y").toTensor()) * parts.at("factor").toDouble();
   };
-  Schedule1F1B pipeline(model.pipeline_stages(), 2, options);
+  Schedule1F1B pipeline(model.build(), 2, options);
   const StepResult result = pipeline.step({rows(6, "x")}, {}, dict({{"y", rows(6, "y")}, {"factor", 2.0}}));
   const StepResult plain =
-      Schedule1F1B(model.pipeline_stages(), 2, {.loss = squared_error}).step({rows(6, "x")}, {}, rows(6, "y"));
+      Schedule1F1B(model.build(), 2, {.loss = squared_error}).step({rows(6, "x")}, {}, rows(6, "y"));
   EXPECT_TRUE(at::equal(plain.losses[1] * 2, result.losses[1]));
 }
 
 TEST(TorchRegressions, MicrobatchesMayComeOutOfOrder) {
   const Schedule schedule = lower(parse_csv("0F0,0F1,0F2,0B2,0B0,0B1\n1F2,1F0,1F1,1B2,1B0,1B1\n"));
   const Model model = perceptron(2);
-  Pipeline pipeline(model.pipeline_stages(), schedule, {.loss = squared_error});
+  Pipeline pipeline(model.build(), schedule, {.loss = squared_error});
   const StepResult result = pipeline.step({rows(6, "x")}, {}, rows(6, "y"));
   const std::vector<at::Tensor> found = clones(gradients_of(model));
   const Model again = perceptron(2);
-  Schedule1F1B in_order(again.pipeline_stages(), 3, {.loss = squared_error});
+  Schedule1F1B in_order(again.build(), 3, {.loss = squared_error});
   const StepResult expected = in_order.step({rows(6, "x")}, {}, rows(6, "y"));
   EXPECT_TRUE(same(expected.output, result.output));
   expect_equal(expected.losses, result.losses);
@@ -109,7 +109,7 @@ TEST(TorchRegressions, ZeroBubbleComputesWeightGradientsAfterAFrozenStage) {
   for (const auto& [name, parameter] : model.stages[0].parameters) parameter.requires_grad_(false);
   for (const char* name : {"ZBVZeroBubble", "InterleavedZeroBubble"}) {
     zero_grad(model);
-    Pipeline pipeline = get_schedule_class(name)(model.pipeline_stages(), 4, {.loss = squared_error}, 2);
+    Pipeline pipeline = get_schedule_class(name)(model.build(), 4, {.loss = squared_error}, 2);
     pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
     EXPECT_FALSE(model.stages[0].parameters[0].second.grad().defined());
     for (std::size_t stage = 1; stage < 4; ++stage) {
@@ -128,7 +128,7 @@ TEST(TorchRegressions, ModulesRunOnceForEachMicrobatch) {
     ++*calls;
     return before(args, kwargs);
   };
-  Schedule1F1B pipeline(model.pipeline_stages(), 4, {.loss = squared_error});
+  Schedule1F1B pipeline(model.build(), 4, {.loss = squared_error});
   pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
   EXPECT_EQ(*calls, 4);
 }
@@ -143,7 +143,7 @@ TEST(TorchRegressions, ActivationsMayBeFlagsOrIndices) {
                        return at::embedding(table, args[0].toTensor());
                      },
                      .parameters = {{"table", table}}};
-  ScheduleGPipe pipeline(model.pipeline_stages(), 4, {.loss = squared_error});
+  ScheduleGPipe pipeline(model.build(), 4, {.loss = squared_error});
   pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
   EXPECT_TRUE(table.grad().defined());
 }
@@ -164,8 +164,7 @@ TEST(TorchRegressions, ZeroBubbleTrainsParametersThatNoInputReaches) {
   }
   for (const char* name : {"GPipe", "ZBVZeroBubble", "InterleavedZeroBubble"}) {
     zero_grad(model);
-    Pipeline pipeline =
-        get_schedule_class(name)(model.pipeline_stages(), 4, {.loss = squared_error}, name[0] == 'G' ? 4 : 2);
+    Pipeline pipeline = get_schedule_class(name)(model.build(), 4, {.loss = squared_error}, name[0] == 'G' ? 4 : 2);
     pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
     const auto sums = added_up(pipeline.schedule(), plain(model, rows(8, "x"), rows(8, "y"), 4, {}));
     for (std::size_t i = 0; i < 4; ++i) {
@@ -177,7 +176,7 @@ TEST(TorchRegressions, ZeroBubbleTrainsParametersThatNoInputReaches) {
 TEST(TorchRegressions, UnevenMicrobatchesHaveTheGivenRowsAlone) {
   const Schedule schedule = generate("ForwardOnly", {.ranks = 3, .microbatches = 4});
   const Model model = perceptron(schedule.stages());
-  Pipeline pipeline(model.pipeline_stages(), schedule);
+  Pipeline pipeline(model.build(), schedule);
   for (const std::int64_t count : {10, 7, 4, 11}) {
     const at::Tensor x = rows(count, "x");
     const at::Tensor expected = outputs_of(plain(model, x, x, 4, {.backward = false}));
@@ -204,14 +203,14 @@ TEST(TorchRegressions, LossesOfAFailedStepDoNotReachTheNext) {
     return FailsBackward::apply(before(args, kwargs).toTensor());
   };
   // All losses are there when the first backward of stage 0 fails.
-  ScheduleGPipe pipeline(model.pipeline_stages(), 4, {.loss = squared_error});
+  ScheduleGPipe pipeline(model.build(), 4, {.loss = squared_error});
   FailsBackward::armed = true;
   EXPECT_THROW(pipeline.step({rows(8, "other x")}, {}, rows(8, "other y")), PipelineError);
   FailsBackward::armed = false;
   const StepResult found = pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
 
   const Model again = perceptron(2);
-  ScheduleGPipe fresh(again.pipeline_stages(), 4, {.loss = squared_error});
+  ScheduleGPipe fresh(again.build(), 4, {.loss = squared_error});
   const StepResult expected = fresh.step({rows(8, "x")}, {}, rows(8, "y"));
   expect_equal(expected.losses, found.losses);
   expect_equal(gradients_of(again), gradients_of(model));
@@ -219,7 +218,7 @@ TEST(TorchRegressions, LossesOfAFailedStepDoNotReachTheNext) {
 
 TEST(TorchRegressions, EvaluationWithALossNeedsNoTarget) {
   const Model model = perceptron(2);
-  ScheduleGPipe pipeline(model.pipeline_stages(), 2, {.loss = squared_error});
+  ScheduleGPipe pipeline(model.build(), 2, {.loss = squared_error});
   const StepResult result = pipeline.eval({rows(4, "x")});
   EXPECT_EQ(result.output.toTensor().size(0), 4);
   EXPECT_TRUE(result.losses.empty());
@@ -227,7 +226,7 @@ TEST(TorchRegressions, EvaluationWithALossNeedsNoTarget) {
 
 TEST(TorchRegressions, EvaluationFreesWhatItsForwardsMade) {
   const Model model = perceptron(4);
-  Pipeline pipeline = get_schedule_class("ZBVZeroBubble")(model.pipeline_stages(), 4, {.loss = squared_error});
+  Pipeline pipeline = get_schedule_class("ZBVZeroBubble")(model.build(), 4, {.loss = squared_error});
   pipeline.eval({rows(8, "x")}, {}, rows(8, "y"));
   EXPECT_FALSE(features_of(pipeline.recorded_schedule()).backward);
   for (const PipelineStage& stage : pipeline.stages()) {
@@ -279,7 +278,7 @@ TEST(TorchRegressions, OutputsMayBeInputsOrParametersInZeroBubble) {
 
 TEST(TorchRegressions, LossesMayTakeNoTarget) {
   const Model model = perceptron(2);
-  Schedule1F1B pipeline(model.pipeline_stages(), 2,
+  Schedule1F1B pipeline(model.build(), 2,
                         {.loss = [](const c10::IValue& output, const c10::IValue& target, const Kwargs&) {
                           EXPECT_FALSE(target.toTensor().defined());
                           return output.toTensor().square().mean();
@@ -297,7 +296,7 @@ TEST(TorchRegressions, ZeroBubbleCallsTheHooksOfParameters) {
       return gradient * 2;
     });
   }
-  Pipeline pipeline = get_schedule_class("ZBVZeroBubble")(model.pipeline_stages(), 4, {.loss = squared_error});
+  Pipeline pipeline = get_schedule_class("ZBVZeroBubble")(model.build(), 4, {.loss = squared_error});
   pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
   EXPECT_EQ(*calls, 4 * 4);
   const auto sums = added_up(pipeline.schedule(), plain(perceptron(4), rows(8, "x"), rows(8, "y"), 4, {}));
@@ -329,7 +328,7 @@ TEST(TorchRegressions, ZeroBubbleRunsCustomFunctionsOnce) {
     };
   }
   CountsBackwards::calls = 0;
-  Pipeline pipeline = get_schedule_class("ZBVZeroBubble")(model.pipeline_stages(), 4, {.loss = squared_error});
+  Pipeline pipeline = get_schedule_class("ZBVZeroBubble")(model.build(), 4, {.loss = squared_error});
   pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
   EXPECT_EQ(CountsBackwards::calls, 4 * 4);
 }
@@ -344,7 +343,7 @@ TEST(TorchRegressions, LoopedBFSTakesChunkSpecs) {
   PipelineOptions options{.loss = squared_error};
   options.specs.args = tuple({TensorChunkSpec(1)});
   options.specs.kwargs = dict({{"factor", TensorChunkSpec(1)}});
-  Pipeline pipeline = get_schedule_class("LoopedBFS")(model.pipeline_stages(), 4, options);
+  Pipeline pipeline = get_schedule_class("LoopedBFS")(model.build(), 4, options);
   const at::Tensor x = rows(8, "x");
   const StepResult found = pipeline.step({x.t().contiguous()}, {{"factor", at::ones({1, 8})}}, rows(8, "y"));
   expect_equal({outputs_of(plain(perceptron(4), x, rows(8, "y"), 4, {}))}, {found.output.toTensor()});
@@ -361,7 +360,7 @@ TEST(TorchRegressions, FunctionsForActionsSeeTheKwargsOfTheLoss) {
     if (context.work().loss_kwargs.at("factor").toDouble() == 3.0 && !context.work().keep_outputs) ++seen;
     context.run(action);
   };
-  Schedule1F1B pipeline(model.pipeline_stages(), 2, options);
+  Schedule1F1B pipeline(model.build(), 2, options);
   StepOptions step;
   step.loss_kwargs = {{"factor", 3.0}};
   step.return_outputs = false;
@@ -381,7 +380,7 @@ TEST(TorchRegressions, GradientsThatDoNotExistAreNotSent) {
     return c10::ivalue::Tuple::create({y, y * 2, y * 3});
   };
   model.stages[1].forward = [last](const Args& args, const Kwargs& kwargs) { return last({args[1]}, kwargs); };
-  Schedule1F1B pipeline(model.pipeline_stages(), 4, {.loss = squared_error});
+  Schedule1F1B pipeline(model.build(), 4, {.loss = squared_error});
   pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
   constexpr std::int64_t kTensor = 2 * kWide * static_cast<std::int64_t>(sizeof(float));
   for (int rank = 0; rank < 2; ++rank) {
@@ -399,8 +398,7 @@ TEST(TorchRegressions, GradientsOfTheArgumentsAreKept) {
   const Model model = perceptron(4);
   for (const char* name : {"1F1B", "ZBVZeroBubble", "LoopedBFS"}) {
     const at::Tensor x = rows(8, "x").requires_grad_();
-    Pipeline pipeline =
-        get_schedule_class(name)(model.pipeline_stages(), 4, {.loss = squared_error}, name[0] == '1' ? 4 : 2);
+    Pipeline pipeline = get_schedule_class(name)(model.build(), 4, {.loss = squared_error}, name[0] == '1' ? 4 : 2);
     pipeline.step({x}, {}, rows(8, "y"));
 
     const at::Tensor expected = rows(8, "x").requires_grad_();

@@ -74,7 +74,7 @@ int run(const Plan& plan) {
     std::raise(plan.signal);
   };
   const auto own = schedule.placement().stages_of(transport->rank());
-  Pipeline pipeline(model.pipeline_stages({own.begin(), own.end()}), schedule, options);
+  Pipeline pipeline(model.build({own.begin(), own.end()}), schedule, options);
   try {
     for (; step < 1'000'000; ++step) pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
   } catch (const PipelineError& error) {

@@ -53,7 +53,7 @@ TEST(Writes, IntoAKeywordArgumentThatIsReturnedAreSeenByLaterMicrobatchesOnly) {
     options.specs.kwargs = replicated_by_name("count");
     options.specs.stage_kwargs = {{at, replicated_by_name("count")}};
     if (at != 0) options.specs.kwargs.reset();
-    Pipeline pipeline(model.pipeline_stages(), gpipe(), options);
+    Pipeline pipeline(model.build(), gpipe(), options);
     for (int i = 0; i < 20; ++i) {
       const Kwargs kwargs{{"count", at::zeros({1})}};
       StepOptions step;
@@ -71,14 +71,14 @@ TEST(Writes, IntoABufferOrAReplicatedArgumentThatIsReturnedAreSeenByLaterMicroba
     const at::Tensor buffer = at::zeros({1});
     Model model = counting(at, [buffer](const Args&, const Kwargs&) { return buffer; });
     model.stages[static_cast<std::size_t>(at)].buffers = {{"count", buffer}};
-    Pipeline pipeline(model.pipeline_stages(), gpipe());
+    Pipeline pipeline(model.build(), gpipe());
     const at::Tensor found = pipeline.eval({at::zeros({kMicrobatches})}).output.toTensor();
     EXPECT_TRUE(at::equal(counted(), found)) << found;
   }
   const Model model = counting(0, [](const Args& args, const Kwargs&) { return tensor(args, 1); });
   PipelineOptions options;
   options.specs.args = c10::ivalue::Tuple::create({TensorChunkSpec(0), Replicate()});
-  Pipeline pipeline(model.pipeline_stages(), gpipe(), options);
+  Pipeline pipeline(model.build(), gpipe(), options);
   const at::Tensor found = pipeline.eval({at::zeros({kMicrobatches}), at::zeros({1})}).output.toTensor();
   EXPECT_TRUE(at::equal(counted(), found)) << found;
 }
@@ -91,7 +91,7 @@ TEST(Writes, IntoATermOfTheLossAreSeenByLaterMicrobatchesOnly) {
                        return tensor(args, 0);
                      },
                      .buffers = {{"count", buffer}}};
-  Pipeline pipeline(model.pipeline_stages(), generate("GPipe", {.ranks = 1, .microbatches = kMicrobatches}));
+  Pipeline pipeline(model.build(), generate("GPipe", {.ranks = 1, .microbatches = kMicrobatches}));
   const StepResult result = pipeline.eval({at::zeros({kMicrobatches})});
   for (std::size_t i = 0; i < kMicrobatches; ++i) {
     EXPECT_EQ(result.loss_terms[i].at(0).item<double>(), static_cast<double>(i) + 1);
@@ -121,7 +121,7 @@ INSTANTIATE_TEST_SUITE_P(Threads, EveryScheduleOfWrites, ::testing::ValuesIn([] 
 TEST_P(EveryScheduleOfWrites, IntoTheBatchAreSeenByNobodyElse) {
   const Schedule schedule = generate(GetParam(), {.ranks = 2, .microbatches = kMicrobatches});
   const Model model = writing(schedule.stages());
-  Pipeline pipeline(model.pipeline_stages(), schedule, {.loss = squared_error});
+  Pipeline pipeline(model.build(), schedule, {.loss = squared_error});
   for (const bool needs_gradient : {false, true}) {
     SCOPED_TRACE(needs_gradient);
     const at::Tensor x = rows(9, "x").clone().requires_grad_(needs_gradient);
@@ -165,7 +165,7 @@ TEST(Writes, IntoAChunkCopyThatChunkAlone) {
     sizes.push_back(x.storage().nbytes());
     return x;
   };
-  Pipeline pipeline(model.pipeline_stages(), generate("GPipe", {.ranks = 1, .microbatches = kMicrobatches}));
+  Pipeline pipeline(model.build(), generate("GPipe", {.ranks = 1, .microbatches = kMicrobatches}));
   const at::Tensor x = at::arange(2 * kMicrobatches, at::kFloat).view({2, kMicrobatches}).t();
   EXPECT_TRUE(at::equal(pipeline.eval({x}).output.toTensor(), x + 1));
   // From the first to the last element of a row, which lie apart.

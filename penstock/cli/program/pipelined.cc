@@ -40,13 +40,8 @@ void Pipelined::start() {
 
 TensorsByName Pipelined::run_here(const TensorsByName& batch, std::shared_ptr<Transport> transport) {
   const Arguments arguments = arguments_from(pipe_.program(), batch);
-  std::vector<PipelineStage> stages;
-  if (transport == nullptr) {
-    stages = pipe_.build_stages();
-  } else {
-    for (const int stage : schedule_.placement().stages_of(transport->rank()))
-      stages.push_back(pipe_.build_stage(stage));
-  }
+  StagedModel model =
+      transport == nullptr ? pipe_.build() : pipe_.build_stages(schedule_.placement().stages_of(transport->rank()));
   std::vector<c10::IValue> outputs(static_cast<std::size_t>(schedule_.microbatches()));
   bool has_outputs = false;
   std::mutex mutex;
@@ -58,11 +53,10 @@ TensorsByName Pipelined::run_here(const TensorsByName& batch, std::shared_ptr<Tr
     has_outputs = true;
     return sum_of_means(output);
   };
-  options.shared = pipe_.shared_parameters();
   options.timeout = options_.timeout_in_milliseconds();
   options.intra_op_threads = options_.threads;
   options.seed = options_.seed;
-  Pipeline pipeline(std::move(stages), pipe_.wiring(), schedule_, std::move(options));
+  Pipeline pipeline(std::move(model), schedule_, std::move(options));
   const at::Tensor numbers = at::arange(schedule_.microbatches(), at::kLong);
   StepOptions step;
   step.return_outputs = false;
