@@ -3,7 +3,8 @@
 
 #include <cstdio>
 
-#include "penstock/runtime/schedules.h"
+#include "penstock/runtime/pipeline.h"
+#include "penstock/schedule/generators.h"
 #include "penstock/stage/modules.h"
 
 using torch::nn::Linear, torch::nn::Sequential, torch::nn::Tanh;
@@ -22,7 +23,8 @@ int main() {
     for (const at::Tensor& parameter : half->parameters()) parameters.push_back(parameter);
   }
   torch::optim::Adam optimizer(parameters, /*lr=*/1e-3);
-  penstock::Schedule1F1B pipeline(std::move(stages), /*n_microbatches=*/8, {.loss = squared_error});
+  const penstock::Schedule schedule = penstock::generate("1F1B", {.ranks = 2, .microbatches = 8});
+  penstock::Pipeline pipeline(std::move(stages), schedule, {.loss = squared_error});
   for (int step = 0; step <= 1000; ++step) {
     const at::Tensor x = at::rand({64, 1}) * 6 - 3;
     const penstock::StepResult result = pipeline.step({x}, {}, /*target=*/at::sin(x));

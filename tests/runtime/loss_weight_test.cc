@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "penstock/runtime/pipeline.h"
-#include "penstock/runtime/schedules.h"
 #include "penstock/schedule/generators.h"
+#include "penstock/torch_names.h"
 #include "penstock/transport/c10d.h"
 #include "tests/runtime/models.h"
 #include "tests/transport/ranks.h"

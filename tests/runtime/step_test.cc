@@ -12,11 +12,11 @@
 #include <vector>
 
 #include "penstock/runtime/pipeline.h"
-#include "penstock/runtime/schedules.h"
 #include "penstock/schedule/csv.h"
 #include "penstock/schedule/error.h"
 #include "penstock/schedule/generators.h"
 #include "penstock/tensor/autocast_scope.h"
+#include "penstock/torch_names.h"
 #include "tests/runtime/models.h"
 
 namespace penstock::testing {
@@ -292,13 +292,16 @@ TEST(Record, HasAllActionsInTheirOrder) {
   EXPECT_GT(simulate(pipeline.recorded_schedule(), costs).makespan, 0);
 }
 
-TEST(ScheduleClasses, RefuseStagesThatCannotBeDealtOut) {
+TEST(ScheduleClasses, RefuseStagesThatCannotBeDividedEvenly) {
   const Model model = perceptron(3);
   try {
     get_schedule_class("interleaved1f1b")(model.build(), 4, {}, 2);
     FAIL() << "no error";
   } catch (const ScheduleError& error) {
-    EXPECT_STREQ(error.what(), "Interleaved1F1B deals its stages out evenly, which 3 stages on 2 ranks cannot be.");
+    EXPECT_STREQ(
+        error.what(),
+        "Interleaved1F1B: 3 stages cannot be divided evenly among 2 ranks.\n  Hint: make the number of stages a "
+        "multiple of the number of ranks.");
   }
 }
 

@@ -11,11 +11,11 @@
 #include <vector>
 
 #include "penstock/runtime/pipeline.h"
-#include "penstock/runtime/schedules.h"
 #include "penstock/schedule/csv.h"
 #include "penstock/schedule/generators.h"
 #include "penstock/schedule/passes.h"
 #include "penstock/tensor/chunk_spec.h"
+#include "penstock/torch_names.h"
 #include "tests/runtime/models.h"
 #include "tests/tensor/values.h"
 
