@@ -1,5 +1,5 @@
-// A pipeline whose ranks are processes: each of them runs this program, has one stage, and trains it together with the
-// others. What starts them gives each its place in the environment, as torchrun does.
+// A pipeline of process ranks. Each process runs this program with one stage, and trains it together with the others. The
+// launcher gives each process its rank in the environment, as torchrun does.
 //
 //   torchrun --nproc-per-node 2 --no-python example_processes
 #include <torch/nn.h>
@@ -23,15 +23,15 @@ at::Tensor squared_error(const c10::IValue& output, const c10::IValue& target, c
 }
 
 int train() {
-  const penstock::Rendezvous place = penstock::rendezvous();
-  torch::manual_seed(place.rank);
+  const penstock::Rendezvous rendezvous = penstock::rendezvous();
+  torch::manual_seed(rendezvous.rank);
   const torch::nn::Sequential module(torch::nn::Linear(16, 16), torch::nn::Tanh());
 
-  std::vector<penstock::PipelineStage> own;
-  own.emplace_back(penstock::stage_module(module), /*stage_index=*/place.rank, /*num_stages=*/place.ranks);
-  const penstock::Schedule schedule = penstock::generate("1F1B", {.ranks = place.ranks, .microbatches = 8});
-  penstock::Pipeline pipeline(std::move(own), schedule,
-                              {.transport = penstock::c10d_transport(place), .loss = squared_error});
+  std::vector<penstock::PipelineStage> stages;
+  stages.emplace_back(penstock::stage_module(module), /*stage_index=*/rendezvous.rank, /*num_stages=*/rendezvous.ranks);
+  const penstock::Schedule schedule = penstock::generate("1F1B", {.ranks = rendezvous.ranks, .microbatches = 8});
+  penstock::Pipeline pipeline(std::move(stages), schedule,
+                              {.transport = penstock::c10d_transport(rendezvous), .loss = squared_error});
 
   torch::optim::SGD optimizer(module->parameters(), /*lr=*/0.5);
   torch::manual_seed(7);
@@ -41,7 +41,7 @@ int train() {
     optimizer.zero_grad();
     const penstock::StepResult result = pipeline.step({x}, {}, y);
     optimizer.step();
-    // The losses are those of the last stage.
+    // Only the process with the last stage has losses.
     if (!result.losses.empty() && step % 50 == 0) {
       std::printf("step %3d   loss %.4f\n", step, at::stack(result.losses).mean().item<double>());
     }
