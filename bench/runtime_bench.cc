@@ -137,7 +137,7 @@ void answer_by_processes(const std::string& schedule, int microbatches, int step
                       .ranks = 2,
                       .environment = {}});
   for (const ProcessEnd& end : ranks.wait(Clock::now() + std::chrono::minutes(5))) {
-    if (!end.is_good()) throw std::runtime_error("a rank " + to_string(end));
+    if (!end.succeeded()) throw std::runtime_error("a rank " + to_string(end));
   }
 }
 

@@ -10,7 +10,7 @@ endif()
 # What lies in folders inside a layer is its own.
 install(DIRECTORY ${penstock_layers} DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/penstock"
         FILES_MATCHING PATTERN "*.h" PATTERN "generators" EXCLUDE PATTERN "passes" EXCLUDE PATTERN "draw" EXCLUDE
-        PATTERN "verify" EXCLUDE PATTERN "attention" EXCLUDE)
+        PATTERN "verify" EXCLUDE PATTERN "attention" EXCLUDE PATTERN "gloo_headers" EXCLUDE)
 # One set of targets for each component, so that the one without libtorch can be found alone.
 set(penstock_package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/penstock")
 install(TARGETS penstock_schedule EXPORT penstock-schedule-targets)

@@ -11,7 +11,7 @@
 namespace penstock::internal {
 namespace {
 
-// Eight sizes from one power of two to the next, so that a block is at most an eighth too large.
+// Rounds a size up to one of eight sizes between two powers of two, so that a block is at most an eighth too large.
 std::size_t size_class(std::size_t size) {
   const std::size_t step = std::max<std::size_t>(64, std::bit_floor(std::max<std::size_t>(size, 1)) / 8);
   return (std::max<std::size_t>(size, 1) + step - 1) / step * step;
@@ -25,16 +25,16 @@ at::Tensor BlockPool::empty_bytes(std::size_t count) {
 
 at::Tensor BlockPool::empty(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype) {
   const auto elements = static_cast<std::size_t>(c10::multiply_integers(sizes));
-  auto block = std::make_shared<Block>(take(size_class(elements * c10::elementSize(dtype))));
+  auto block = std::make_shared<Block>(allocate(size_class(elements * c10::elementSize(dtype))));
   void* data = block->memory.get();
   return at::from_blob(
-      data, sizes, strides, [pool = shared_from_this(), block](void*) { pool->give_back(std::move(*block)); },
+      data, sizes, strides, [pool = shared_from_this(), block](void*) { pool->release(std::move(*block)); },
       at::TensorOptions(dtype));
 }
 
-BlockPool::Block BlockPool::take(std::size_t size) {
+BlockPool::Block BlockPool::allocate(std::size_t size) {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     std::vector<Block>& blocks = free_[size];
     if (!blocks.empty()) {
       Block block = std::move(blocks.back());
@@ -44,46 +44,46 @@ BlockPool::Block BlockPool::take(std::size_t size) {
     }
   }
   Block block{.memory = c10::GetCPUAllocator()->allocate(size), .size = size};
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   bytes_ += size;
   return block;
 }
 
-void BlockPool::give_back(Block block) {
-  const std::lock_guard lock(mutex_);
-  block.used_in = turn_;
+void BlockPool::release(Block block) {
+  const MutexLock lock(mutex_);
+  block.last_step = step_;
   bytes_free_ += block.size;
   std::vector<Block>& blocks = free_[block.size];
   blocks.push_back(std::move(block));
 }
 
-void BlockPool::turn() {
-  const std::lock_guard lock(mutex_);
-  drop_before(turn_);
-  ++turn_;
+void BlockPool::begin_step() {
+  const MutexLock lock(mutex_);
+  free_unused_since(step_);
+  ++step_;
 }
 
 void BlockPool::trim() {
-  const std::lock_guard lock(mutex_);
-  drop_before(turn_ + 1);
+  const MutexLock lock(mutex_);
+  free_unused_since(step_ + 1);
 }
 
-void BlockPool::drop_before(std::uint64_t turn) {
+void BlockPool::free_unused_since(std::uint64_t step) {
   for (auto& [size, blocks] : free_) {
-    const std::size_t dropped = std::erase_if(blocks, [turn](const Block& block) { return block.used_in < turn; });
-    bytes_ -= dropped * size;
-    bytes_free_ -= dropped * size;
+    const std::size_t freed = std::erase_if(blocks, [step](const Block& block) { return block.last_step < step; });
+    bytes_ -= freed * size;
+    bytes_free_ -= freed * size;
   }
   std::erase_if(free_, [](const auto& entry) { return entry.second.empty(); });
 }
 
 std::size_t BlockPool::bytes() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return bytes_;
 }
 
 std::size_t BlockPool::bytes_in_use() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return bytes_ - bytes_free_;
 }
 

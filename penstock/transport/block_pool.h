@@ -1,5 +1,6 @@
-// Memory for what is received. A tensor's block goes back when the last tensor that uses it is gone, and serves the next
-// one of about that size: there is as much of it as was ever in use at once, however many messages come.
+// A caching allocator for received tensors. A block returns to the pool when the last tensor that uses it is destroyed,
+// and is reused for the next tensor of about its size. The pool's size is bounded by what is in use at once, not by the
+// number of messages.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,47 +10,50 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <vector>
+
+#include "penstock/base/mutex.h"
 
 namespace penstock::internal {
 
-// May be used by several threads. It lives on while a tensor uses a block.
+// Thread-safe. Each tensor shares ownership of the pool, so that the pool outlives its tensors.
 class BlockPool : public std::enable_shared_from_this<BlockPool> {
  public:
   static std::shared_ptr<BlockPool> make() { return std::shared_ptr<BlockPool>(new BlockPool); }
 
-  // A tensor on the CPU with whatever is in its memory. The strides leave no gaps.
+  // Returns an uninitialised CPU tensor. The strides must leave no gaps.
   at::Tensor empty(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype);
   at::Tensor empty_bytes(std::size_t count);
 
-  // Says that a step ends: what was not used since the step before is given back to the system.
-  void turn();
-  // Gives back all that is not in use.
-  void trim();
+  // Begins a step: frees the blocks that were not used in the previous step.
+  void begin_step() PENSTOCK_EXCLUDES(mutex_);
+  // Frees all blocks that are not in use.
+  void trim() PENSTOCK_EXCLUDES(mutex_);
 
-  // All memory that the pool has, in use or not.
-  std::size_t bytes() const;
-  std::size_t bytes_in_use() const;
+  // Returns the size of all blocks, in use or not.
+  std::size_t bytes() const PENSTOCK_EXCLUDES(mutex_);
+  std::size_t bytes_in_use() const PENSTOCK_EXCLUDES(mutex_);
 
  private:
   struct Block {
     at::DataPtr memory;
     std::size_t size = 0;
-    std::uint64_t used_in = 0;
+    // The last step in which a tensor used the block.
+    std::uint64_t last_step = 0;
   };
 
   BlockPool() = default;
-  Block take(std::size_t size);
-  void give_back(Block block);
-  void drop_before(std::uint64_t turn);
+  Block allocate(std::size_t size) PENSTOCK_EXCLUDES(mutex_);
+  void release(Block block) PENSTOCK_EXCLUDES(mutex_);
+  void free_unused_since(std::uint64_t step) PENSTOCK_REQUIRES(mutex_);
 
-  mutable std::mutex mutex_;
-  std::uint64_t turn_ = 1;
-  std::size_t bytes_ = 0;
-  std::size_t bytes_free_ = 0;
-  // By size; the last one was used last.
-  std::map<std::size_t, std::vector<Block>> free_;
+  // A leaf lock: no other is acquired while it is held. Blocks are freed with it held.
+  mutable Mutex mutex_;
+  std::uint64_t step_ PENSTOCK_GUARDED_BY(mutex_) = 1;
+  std::size_t bytes_ PENSTOCK_GUARDED_BY(mutex_) = 0;
+  std::size_t bytes_free_ PENSTOCK_GUARDED_BY(mutex_) = 0;
+  // Unused blocks by size. The most recently used block is the last, and is reused first.
+  std::map<std::size_t, std::vector<Block>> free_ PENSTOCK_GUARDED_BY(mutex_);
 };
 
 }  // namespace penstock::internal

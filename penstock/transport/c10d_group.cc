@@ -11,13 +11,14 @@
 #include <string>
 #include <utility>
 
+#include "penstock/base/text.h"
 #include "penstock/transport/unprofiled.h"
 #include "penstock/transport/wire.h"
 
 namespace penstock::internal {
 namespace {
 
-// Up to here, one exchange of everything takes less time than a sum in parts.
+// Up to this size, gathering all contributions takes less time than a reduction in parts.
 constexpr std::size_t kSmallBytes = std::size_t{64} << 10U;
 
 // A tag that no collective uses.
@@ -41,7 +42,7 @@ at::Tensor part_of(const at::Tensor& whole, std::int64_t index, std::int64_t len
   return whole.narrow(0, index * length, length);
 }
 
-// The sum of `count` parts that lie one behind the other.
+// Returns the sum of `count` consecutive parts.
 at::Tensor sum_of(const at::Tensor& parts, std::int64_t count) {
   const std::int64_t length = parts.numel() / count;
   at::Tensor sum = part_of(parts, 0, length).clone();
@@ -53,14 +54,14 @@ at::Tensor flat(const at::Tensor& tensor) {
   return tensor.detach().contiguous().view(-1);
 }
 
-// Of the elements, whatever they are.
+// Returns the elements as bytes, so that backends transfer every dtype.
 at::Tensor flat_bytes(const at::Tensor& contiguous) {
   return contiguous.view(-1).view(at::kByte);
 }
 
 }  // namespace
 
-// What the backend does, and what is to be done with the result by whoever waits for it.
+// The backend's operations of one collective, and what wait() does with their results.
 class C10dGroup::Collective : public Work {
  public:
   explicit Collective(std::shared_ptr<C10dGroup> group) : group_(std::move(group)) {}
@@ -69,11 +70,11 @@ class C10dGroup::Collective : public Work {
     for (const auto& work : works) group_->wait(*work, deadline);
     works.clear();
     const c10::AutoGradMode no_grad(false);
-    for (const auto& act : std::exchange(afterwards, {})) act();
+    for (const auto& finish : std::exchange(on_complete, {})) finish();
   }
 
   std::vector<c10::intrusive_ptr<c10d::Work>> works;
-  std::vector<std::function<void()>> afterwards;
+  std::vector<std::function<void()>> on_complete;
 
  private:
   std::shared_ptr<C10dGroup> group_;
@@ -83,36 +84,36 @@ C10dGroup::C10dGroup(std::shared_ptr<ControlChannel> control, c10::intrusive_ptr
     : control_(std::move(control)), backend_(std::move(backend)) {}
 
 C10dGroup::~C10dGroup() {
-  // A backend waits for what is under way when it is dropped.
+  // A backend's destructor waits for the operations in flight.
   tear_down();
-  begun_.clear();
+  in_flight_.clear();
 }
 
 void C10dGroup::tear_down() noexcept {
-  const std::lock_guard lock(mutex_);
-  std::erase_if(begun_, [](const auto& work) { return work->isCompleted(); });
-  if (begun_.empty()) return;
+  const MutexLock lock(mutex_);
+  std::erase_if(in_flight_, [](const auto& work) { return work->isCompleted(); });
+  if (in_flight_.empty()) return;
   try {
-    // A receive that is late closes all connections of its group, and so ends what uses them.
-    std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
+    // A receive that times out closes all connections of its group, and so ends the operations that use them.
+    std::vector<at::Tensor> unused{at::empty({1}, at::kByte)};
     unprofiled([&] {
-      return backend_->recv(nothing, member() == 0 ? 1 : 0, kTearDownTag);
+      return backend_->recv(unused, member() == 0 ? 1 : 0, kTearDownTag);
     })->wait(std::chrono::milliseconds(1));
-  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): just that
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the timeout is intended
   }
 }
 
-template <class Begin>
-void C10dGroup::begin(Collective& collective, const Begin& begin_one) {
-  const std::lock_guard lock(mutex_);
+template <class Start>
+void C10dGroup::start(Collective& collective, const Start& start_on) {
+  const MutexLock lock(mutex_);
   control_->throw_if_aborted();
-  std::erase_if(begun_, [](const auto& work) { return work->isCompleted(); });
+  std::erase_if(in_flight_, [](const auto& work) { return work->isCompleted(); });
   try {
-    collective.works.push_back(unprofiled([&] { return begin_one(*backend_); }));
+    collective.works.push_back(unprofiled([&] { return start_on(*backend_); }));
   } catch (const std::exception& error) {
     control_->throw_connection_lost(TransportError::kNoPeer, error);
   }
-  begun_.push_back(collective.works.back());
+  in_flight_.push_back(collective.works.back());
 }
 
 void C10dGroup::wait(c10d::Work& work, Deadline deadline) {
@@ -123,7 +124,7 @@ void C10dGroup::wait(c10d::Work& work, Deadline deadline) {
     if (work.isCompleted()) control_->throw_connection_lost(TransportError::kNoPeer, error);
     control_->throw_if_aborted();
     throw TransportError(TransportError::Why::Timeout, TransportError::kNoPeer,
-                         "not all ranks of a group have come within the deadline");
+                         "not all ranks of a group have arrived within the deadline");
   }
 }
 
@@ -131,7 +132,7 @@ std::unique_ptr<Work> C10dGroup::all_reduce(std::vector<at::Tensor> tensors) {
   auto collective = std::make_unique<Collective>(shared_from_this());
   if (!backend_) return collective;
   const c10::AutoGradMode no_grad(false);
-  // Many small ones go together. All members find the same ones small.
+  // Small tensors are sent together. All members classify the tensors alike.
   std::map<at::ScalarType, std::vector<at::Tensor>> small;
   for (const at::Tensor& tensor : tensors) {
     if (tensor.nbytes() > kSmallBytes && has_sum(tensor.scalar_type())) {
@@ -140,51 +141,51 @@ std::unique_ptr<Work> C10dGroup::all_reduce(std::vector<at::Tensor> tensors) {
       small[tensor.scalar_type()].push_back(tensor);
     }
   }
-  for (auto& [dtype, some] : small) sum_by_gathering(*collective, std::move(some));
+  for (auto& [dtype, group] : small) sum_by_gathering(*collective, std::move(group));
   return collective;
 }
 
 void C10dGroup::sum_by_backend(Collective& collective, const at::Tensor& tensor) {
   at::Tensor sum = flat(tensor);
-  begin(collective, [&](c10d::Backend& backend) {
+  start(collective, [&](c10d::Backend& backend) {
     std::vector<at::Tensor> sums{sum};
     return backend.allreduce(sums);
   });
   if (sum.data_ptr() == tensor.data_ptr()) return;
-  collective.afterwards.emplace_back([tensor, sum] { tensor.detach().copy_(sum.view(tensor.sizes())); });
+  collective.on_complete.emplace_back([tensor, sum] { tensor.detach().copy_(sum.view(tensor.sizes())); });
 }
 
 void C10dGroup::sum_by_gathering(Collective& collective, std::vector<at::Tensor> tensors) {
-  std::vector<at::Tensor> own;
-  for (const at::Tensor& tensor : tensors) own.push_back(flat(tensor));
-  at::Tensor part = own.size() == 1 ? own.front() : at::cat(own);
+  std::vector<at::Tensor> flattened;
+  for (const at::Tensor& tensor : tensors) flattened.push_back(flat(tensor));
+  at::Tensor part = flattened.size() == 1 ? flattened.front() : at::cat(flattened);
   at::Tensor parts = at::empty({part.numel() * size()}, part.options());
-  begin(collective, [&](c10d::Backend& backend) {
+  start(collective, [&](c10d::Backend& backend) {
     at::Tensor to = flat_bytes(parts);
     at::Tensor from = flat_bytes(part);
     return backend._allgather_base(to, from);
   });
-  collective.afterwards.emplace_back([tensors = std::move(tensors), parts, count = size()] {
+  collective.on_complete.emplace_back([tensors = std::move(tensors), parts, count = size()] {
     const at::Tensor sum = sum_of(parts, count);
-    std::int64_t at = 0;
+    std::int64_t offset = 0;
     for (const at::Tensor& tensor : tensors) {
-      tensor.detach().copy_(sum.narrow(0, at, tensor.numel()).view(tensor.sizes()));
-      at += tensor.numel();
+      tensor.detach().copy_(sum.narrow(0, offset, tensor.numel()).view(tensor.sizes()));
+      offset += tensor.numel();
     }
   });
 }
 
 namespace {
 
-void require_parts(const char* what, const at::Tensor& whole, const at::Tensor& part, int size) {
+void require_parts(const char* collective, const at::Tensor& whole, const at::Tensor& part, int size) {
   if (whole.numel() == part.numel() * size && whole.scalar_type() == part.scalar_type() && whole.is_contiguous() &&
       part.is_contiguous()) {
     return;
   }
   const auto text = [](const at::Tensor& tensor) { return to_string(TensorMeta(tensor)); };
-  throw std::invalid_argument(std::string(what) + " over " + std::to_string(size) + " ranks: the whole is " +
-                              text(whole) + " and the part is " + text(part) +
-                              "; they should be contiguous, of one type, and the whole as large as all parts.");
+  throw std::invalid_argument(concat(collective, " over ", size, " ranks: the whole is ", text(whole),
+                                     " and the part is ", text(part),
+                                     "; they should be contiguous, of one type, and the whole as large as all parts."));
 }
 
 }  // namespace
@@ -197,7 +198,7 @@ std::unique_ptr<Work> C10dGroup::all_gather(at::Tensor whole, at::Tensor part) {
   part = part.detach();
   if (!backend_) whole.view(-1).copy_(part.view(-1));
   if (!backend_ || part.numel() == 0) return collective;
-  begin(*collective, [&](c10d::Backend& backend) {
+  start(*collective, [&](c10d::Backend& backend) {
     at::Tensor to = flat_bytes(whole);
     at::Tensor from = flat_bytes(part);
     return backend._allgather_base(to, from);
@@ -213,22 +214,22 @@ std::unique_ptr<Work> C10dGroup::reduce_scatter(at::Tensor part, at::Tensor whol
   part = part.detach();
   if (!backend_) part.view(-1).copy_(whole.view(-1));
   if (!backend_ || part.numel() == 0) return collective;
-  // Everybody's contributions to this member's part, to be added up here: as much travels as in a sum in parts.
+  // All members send their contributions to this member's part, which sums them. The amount of data is that of a
+  // reduction in parts.
   at::Tensor parts = at::empty({whole.numel()}, whole.options());
-  begin(*collective, [&](c10d::Backend& backend) {
+  start(*collective, [&](c10d::Backend& backend) {
     at::Tensor to = flat_bytes(parts);
     at::Tensor from = flat_bytes(whole);
     std::vector<std::int64_t> equal;
     return backend.alltoall_base(to, from, equal, equal);
   });
-  collective->afterwards.emplace_back([part, parts, count = size()] { part.view(-1).copy_(sum_of(parts, count)); });
+  collective->on_complete.emplace_back([part, parts, count = size()] { part.view(-1).copy_(sum_of(parts, count)); });
   return collective;
 }
 
 std::unique_ptr<Work> C10dGroup::broadcast(std::vector<at::Tensor> tensors, int root) {
   if (root < 0 || root >= size()) {
-    throw std::invalid_argument("broadcast: there is no member " + std::to_string(root) + " in a group of " +
-                                std::to_string(size()) + ".");
+    throw std::invalid_argument(concat("broadcast: there is no member ", root, " in a group of ", size(), "."));
   }
   auto collective = std::make_unique<Collective>(shared_from_this());
   if (!backend_) return collective;
@@ -236,21 +237,21 @@ std::unique_ptr<Work> C10dGroup::broadcast(std::vector<at::Tensor> tensors, int 
   for (const at::Tensor& tensor : tensors) {
     if (tensor.numel() == 0) continue;
     const at::Tensor contiguous = tensor.detach().contiguous();
-    begin(*collective, [&](c10d::Backend& backend) {
+    start(*collective, [&](c10d::Backend& backend) {
       std::vector<at::Tensor> bytes{flat_bytes(contiguous)};
       c10d::BroadcastOptions options;
       options.rootRank = root;
       return backend.broadcast(bytes, options);
     });
     if (member() == root || contiguous.data_ptr() == tensor.data_ptr()) continue;
-    collective->afterwards.emplace_back([tensor, contiguous] { tensor.detach().copy_(contiguous); });
+    collective->on_complete.emplace_back([tensor, contiguous] { tensor.detach().copy_(contiguous); });
   }
   return collective;
 }
 
 std::unique_ptr<Work> C10dGroup::barrier() {
   auto collective = std::make_unique<Collective>(shared_from_this());
-  if (backend_) begin(*collective, [](c10d::Backend& backend) { return backend.barrier(); });
+  if (backend_) start(*collective, [](c10d::Backend& backend) { return backend.barrier(); });
   return collective;
 }
 

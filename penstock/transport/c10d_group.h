@@ -1,19 +1,22 @@
-// The collectives of some ranks over a c10d::Backend of their own.
+// The collectives of a group of process ranks, over a c10d::Backend of the group.
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
+#include "penstock/base/mutex.h"
 #include "penstock/transport/control_channel.h"
 #include "penstock/transport/transport.h"
 
 namespace penstock::internal {
 
+// One thread starts and waits for collectives; tear_down() may be called from any thread.
+//
+// Lock order: mutex_ before the locks of the control channel.
 class C10dGroup : public Group, public std::enable_shared_from_this<C10dGroup> {
  public:
-  // `backend` is null for a group of one.
+  // `backend` is null for a group of one rank.
   C10dGroup(std::shared_ptr<ControlChannel> control, c10::intrusive_ptr<c10d::Backend> backend);
   ~C10dGroup() override;
   C10dGroup(const C10dGroup&) = delete;
@@ -22,32 +25,34 @@ class C10dGroup : public Group, public std::enable_shared_from_this<C10dGroup> {
   int size() const override { return backend_ ? backend_->getSize() : 1; }
   int member() const override { return backend_ ? backend_->getRank() : 0; }
 
-  // Small tensors, and those of types that the backend has no sum for, are added up in the order of members; others in
-  // an order of the backend's.
+  // Sums small tensors, and tensors of dtypes that the backend cannot sum, in the order of members; other tensors in
+  // the order of the backend's algorithm.
   std::unique_ptr<Work> all_reduce(std::vector<at::Tensor> tensors) override;
   std::unique_ptr<Work> all_gather(at::Tensor whole, at::Tensor part) override;
   std::unique_ptr<Work> reduce_scatter(at::Tensor part, at::Tensor whole) override;
   std::unique_ptr<Work> broadcast(std::vector<at::Tensor> tensors, int root) override;
   std::unique_ptr<Work> barrier() override;
 
-  // Ends the collectives that are under way, with an error on all members.
-  void tear_down() noexcept;
+  // Ends the collectives in flight with an error, on all members.
+  void tear_down() noexcept PENSTOCK_EXCLUDES(mutex_);
 
  private:
   class Collective;
 
-  template <class Begin>
-  void begin(Collective& collective, const Begin& begin_one);
+  // Starts one operation of the backend as part of the collective.
+  template <class Start>
+  void start(Collective& collective, const Start& start_on) PENSTOCK_EXCLUDES(mutex_);
   void sum_by_gathering(Collective& collective, std::vector<at::Tensor> tensors);
   void sum_by_backend(Collective& collective, const at::Tensor& tensor);
   void wait(c10d::Work& work, Deadline deadline);
 
   std::shared_ptr<ControlChannel> control_;
-  // A backend is for one thread at a time; tear_down is another's.
-  std::mutex mutex_;
-  c10::intrusive_ptr<c10d::Backend> backend_;
-  // Those that may not have ended.
-  std::vector<c10::intrusive_ptr<c10d::Work>> begun_;
+  // Serialises operations on the backend, which is not thread-safe: tear_down() may be called from another thread.
+  Mutex mutex_;
+  // The pointer is constant; its size and rank are read without the lock.
+  const c10::intrusive_ptr<c10d::Backend> backend_;
+  // Operations that may not have completed.
+  std::vector<c10::intrusive_ptr<c10d::Work>> in_flight_ PENSTOCK_GUARDED_BY(mutex_);
 };
 
 }  // namespace penstock::internal

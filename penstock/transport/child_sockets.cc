@@ -8,12 +8,12 @@
 
 #include <charconv>
 #include <filesystem>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <system_error>
 #include <vector>
 
+#include "penstock/base/mutex.h"
 #include "penstock/transport/sockets.h"
 
 namespace penstock::internal {
@@ -44,18 +44,18 @@ bool listens(int socket) {
   return option_of(socket, SO_ACCEPTCONN) == 1;
 }
 
-// The sockets that a forked child closes. A fork waits until the list is whole.
+// The sockets that a forked child closes. A fork waits while the list is changed.
 class ChildSockets {
  public:
   static ChildSockets& the() {
-    // Never destroyed, as a fork may come at any time.
+    // Never destroyed, as a thread may fork at any time.
     static auto* const kSockets = new ChildSockets;
     return *kSockets;
   }
 
-  void add(int descriptor, ino_t inode) {
-    const std::lock_guard lock(mutex_);
-    std::erase_if(sockets_, [](const Socket& one) { return inode_of_socket(one.descriptor) != one.inode; });
+  void add(int descriptor, ino_t inode) PENSTOCK_EXCLUDES(mutex_) {
+    const MutexLock lock(mutex_);
+    std::erase_if(sockets_, [](const Socket& socket) { return inode_of_socket(socket.descriptor) != socket.inode; });
     sockets_.push_back({.descriptor = descriptor, .inode = inode});
   }
 
@@ -65,32 +65,35 @@ class ChildSockets {
     ino_t inode;
   };
 
-  ChildSockets() {
-    ::pthread_atfork([] { the().mutex_.lock(); }, [] { the().mutex_.unlock(); },
-                     [] {
-                       the().replace_all();
-                       the().mutex_.unlock();
-                     });
+  ChildSockets() { ::pthread_atfork(lock_before_fork, unlock_in_parent, close_in_child); }
+
+  // The lock spans the fork, which the analysis cannot see.
+  static void lock_before_fork() PENSTOCK_NO_THREAD_SAFETY_ANALYSIS { the().mutex_.lock(); }
+  static void unlock_in_parent() PENSTOCK_NO_THREAD_SAFETY_ANALYSIS { the().mutex_.unlock(); }
+  static void close_in_child() PENSTOCK_NO_THREAD_SAFETY_ANALYSIS {
+    the().replace_all();
+    the().mutex_.unlock();
   }
 
-  void replace_all() {
+  void replace_all() PENSTOCK_REQUIRES(mutex_) {
     if (sockets_.empty()) return;
-    const int nothing = ::open("/dev/null", O_RDWR | O_CLOEXEC);
+    const int null_device = ::open("/dev/null", O_RDWR | O_CLOEXEC);
     for (const Socket& socket : sockets_) {
-      // Another file may have the number by now.
+      // The number may have been reused for another file.
       if (inode_of_socket(socket.descriptor) != socket.inode) continue;
-      if (nothing >= 0) {
-        ::dup3(nothing, socket.descriptor, O_CLOEXEC);
+      if (null_device >= 0) {
+        ::dup3(null_device, socket.descriptor, O_CLOEXEC);
       } else {
         ::close(socket.descriptor);
       }
     }
-    if (nothing >= 0) ::close(nothing);
+    if (null_device >= 0) ::close(null_device);
     sockets_.clear();
   }
 
-  std::mutex mutex_;
-  std::vector<Socket> sockets_;
+  // A leaf lock, held across fork().
+  Mutex mutex_;
+  std::vector<Socket> sockets_ PENSTOCK_GUARDED_BY(mutex_);
 };
 
 void keep_from_children(int descriptor, ino_t inode) {
@@ -114,13 +117,14 @@ void close_in_children(int socket) {
 
 void close_port_in_children(int port) {
   for (const auto& [descriptor, inode] : tcp_sockets()) {
-    if (own_port(descriptor) == port) keep_from_children(descriptor, inode);
+    if (local_port(descriptor) == port) keep_from_children(descriptor, inode);
   }
 }
 
 std::map<int, ino_t> sockets_listening_on(int port) {
   std::map<int, ino_t> found = tcp_sockets();
-  std::erase_if(found, [port](const auto& one) { return !listens(one.first) || own_port(one.first) != port; });
+  std::erase_if(found,
+                [port](const auto& socket) { return !listens(socket.first) || local_port(socket.first) != port; });
   return found;
 }
 
@@ -128,9 +132,9 @@ NewSockets::NewSockets() : before_(tcp_sockets()) {}
 
 std::map<int, ino_t> NewSockets::found() const {
   std::map<int, ino_t> now = tcp_sockets();
-  std::erase_if(now, [this](const auto& one) {
-    const auto earlier = before_.find(one.first);
-    return earlier != before_.end() && earlier->second == one.second;
+  std::erase_if(now, [this](const auto& socket) {
+    const auto earlier = before_.find(socket.first);
+    return earlier != before_.end() && earlier->second == socket.second;
   });
   return now;
 }
@@ -141,7 +145,7 @@ void NewSockets::close_in_children() const {
 
 std::map<int, ino_t> NewSockets::listening() const {
   std::map<int, ino_t> listening = found();
-  std::erase_if(listening, [](const auto& one) { return !listens(one.first); });
+  std::erase_if(listening, [](const auto& socket) { return !listens(socket.first); });
   return listening;
 }
 

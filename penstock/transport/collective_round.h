@@ -1,6 +1,6 @@
 // A CollectiveRound coordinates the collectives of a group of threads. Each member arrives with a contribution and may
-// continue; the last to arrive runs the collective on all contributions, and each member waits for it later. The members'
-// first arrivals form round 0, their second ones round 1, and so on.
+// continue; the last to arrive runs the collective on all contributions, and each member waits for it later. The
+// members' first arrivals form round 0, their second ones round 1, and so on.
 //
 //   CollectiveRound<Tensors> rounds(/*members=*/4, /*spin_time=*/30us, all_reduce);
 //   const std::uint64_t round = rounds.arrive(member, tensors);   // each member
@@ -29,8 +29,8 @@ class CollectiveRound {
   CollectiveRound(std::size_t members, Clock::duration spin_time, Collective collective)
       : collective_(std::move(collective)), monitor_(spin_time), next_round_(members, 0) {}
 
-  // Adds a contribution and returns the round to wait for. Runs the collective, without the lock, if all other members have
-  // arrived. The contribution must not be used before wait() has returned.
+  // Adds a contribution and returns the round to wait for. Runs the collective, without the lock, if all other members
+  // have arrived. The contribution must not be used before wait() has returned.
   std::uint64_t arrive(std::size_t member, Contribution contribution) PENSTOCK_EXCLUDES(monitor_) {
     MonitorLock lock(monitor_);
     const std::uint64_t number = next_round_[member]++;
@@ -53,8 +53,8 @@ class CollectiveRound {
     return number;
   }
 
-  // Blocks until the collective of this round has run. Rethrows its exception on every member. Each member waits for each
-  // of its rounds until one wait is Ready.
+  // Blocks until the collective of this round has run. Rethrows its exception on every member. Each member waits for
+  // each of its rounds until one wait is Ready.
   WaitResult wait(std::uint64_t number, Deadline deadline) PENSTOCK_EXCLUDES(monitor_) {
     const MonitorLock lock(monitor_);
     Round& round = rounds_[number];

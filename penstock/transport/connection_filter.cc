@@ -10,8 +10,8 @@
 namespace penstock::internal {
 namespace {
 
-// The kernel drops every packet that comes to a socket with this filter. To a listening socket come the requests to
-// connect: the connections that it has accepted are sockets of their own.
+// Makes the kernel drop every packet to this socket. A listening socket receives the requests to connect; the
+// connections that it has accepted are sockets of their own.
 void drop_all(int socket) {
   sock_filter drop{.code = BPF_RET | BPF_K, .jt = 0, .jf = 0, .k = 0};
   const sock_fprog filter{.len = 1, .filter = &drop};
@@ -37,7 +37,7 @@ void ConnectionFilter::apply(bool is_open) const {
 }
 
 void ConnectionFilter::change(int openings) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const bool was_open = openings_ > 0;
   openings_ += openings;
   const bool is_open = openings_ > 0;

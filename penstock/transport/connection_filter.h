@@ -1,5 +1,5 @@
-// Keeps strangers out of listening sockets that a library owns: they take connections only while ranks are expected.
-// Connections that have been accepted stay as they are.
+// Lets the listening sockets of a library accept connections only while ranks connect. Connections that have been
+// accepted are not affected.
 //
 //   const NewSockets sockets;
 //   auto device = listen_by_some_library();
@@ -13,20 +13,21 @@
 #include <sys/types.h>
 
 #include <map>
-#include <mutex>
+
+#include "penstock/base/mutex.h"
 
 namespace penstock::internal {
 
-// Thread-safe. Where the system has no socket filters, the sockets stay open.
+// Thread-safe. On systems without socket filters, the sockets stay open.
 class ConnectionFilter {
  public:
-  // Takes the inodes of listening sockets by their descriptors, and refuses connections from now on. A descriptor that is
-  // given to another file later is left alone.
+  // Takes the listening sockets as inodes by descriptor, and refuses connections from now on. A descriptor whose number
+  // is reused for another file is ignored. The filter stays in force after the destructor.
   explicit ConnectionFilter(std::map<int, ino_t> listening);
   ConnectionFilter(const ConnectionFilter&) = delete;
   ConnectionFilter& operator=(const ConnectionFilter&) = delete;
 
-  // Connections are taken as long as an object of this class lives.
+  // Accepts connections for as long as it lives. The filter must outlive it.
   class Opening {
    public:
     explicit Opening(ConnectionFilter& filter) : filter_(filter) { filter_.change(+1); }
@@ -39,12 +40,14 @@ class ConnectionFilter {
   };
 
  private:
-  void change(int openings);
+  void change(int openings) PENSTOCK_EXCLUDES(mutex_);
   void apply(bool is_open) const;
 
-  std::mutex mutex_;
-  int openings_ = 0;
-  std::map<int, ino_t> listening_;
+  // A leaf lock, held while the filters are changed.
+  Mutex mutex_;
+  // Number of Opening objects.
+  int openings_ PENSTOCK_GUARDED_BY(mutex_) = 0;
+  const std::map<int, ino_t> listening_;
 };
 
 }  // namespace penstock::internal

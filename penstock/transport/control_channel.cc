@@ -8,6 +8,7 @@
 #include <cstring>
 #include <utility>
 
+#include "penstock/base/text.h"
 #include "penstock/tensor/reason.h"
 #include "penstock/transport/start_thread.h"
 #include "penstock/transport/unprofiled.h"
@@ -15,42 +16,44 @@
 namespace penstock::internal {
 namespace {
 
-// All messages are of one size, as a receive is posted before there is anything to say.
+// All control messages have one size, as receives are posted before there is a message.
 constexpr std::size_t kMessageBytes = 4096;
 constexpr int kTag = 0;
 
-}  // namespace
+// A lost connection may be detected shortly before the peer's abort message is read, so errors wait this long for the
+// reason.
+constexpr Clock::duration kGracePeriod = std::chrono::seconds(1);
+// Peers have their receives posted, so a control message is sent at once. A peer that takes longer cannot process it
+// anyway.
+constexpr std::chrono::milliseconds kBroadcastTimeout{200};
+// Minimum time for a wait whose deadline has passed, so that a message that has arrived is found.
+constexpr Clock::duration kMinimumWait = std::chrono::milliseconds(2);
 
-// What a rank says to another, once.
-struct ControlChannel::Word {
-  enum class MessageKind : std::uint8_t { GoodBye, Verdict } kind = MessageKind::GoodBye;
-  TransportError::Why why = TransportError::Why::Aborted;
-  int peer = TransportError::kNoPeer;
-  // Both end with a zero.
-  std::array<char, 2000> what = {};
-  std::array<char, 2000> report = {};
-};
+using Text = std::array<char, 2000>;
 
-namespace {
-
-// A connection breaks a moment before the other side's last word is read, or the other way round.
-constexpr Clock::duration kGrace = std::chrono::seconds(1);
-// The others' receives are posted, so that a word is gone at once; else its rank is in no state to hear it.
-constexpr std::chrono::milliseconds kLastWord{200};
-// To find what is there already when the deadline has passed.
-constexpr Clock::duration kLook = std::chrono::milliseconds(2);
-
-void put(std::array<char, 2000>& to, const std::string& text) {
-  std::copy_n(text.begin(), std::min(text.size(), to.size() - 1), to.begin());
+// Copies the text, truncated if necessary. `buffer` is filled with zeros.
+void copy_text(Text& buffer, const std::string& text) {
+  std::copy_n(text.begin(), std::min(text.size(), buffer.size() - 1), buffer.begin());
 }
 
 }  // namespace
 
-ControlChannel::ControlChannel(c10::intrusive_ptr<c10d::Backend> backend, std::function<void()> on_verdict)
-    : backend_(std::move(backend)), on_verdict_(std::move(on_verdict)) {
+// The only message that a rank sends to each peer, copied byte by byte.
+struct ControlChannel::ControlMessage {
+  enum class Kind : std::uint8_t { Goodbye, Abort } kind = Kind::Goodbye;
+  TransportError::Why why = TransportError::Why::Aborted;
+  int peer = TransportError::kNoPeer;
+  // Both texts end with a zero.
+  Text what = {};
+  Text report = {};
+};
+
+ControlChannel::ControlChannel(c10::intrusive_ptr<c10d::Backend> backend, std::function<void()> on_aborted)
+    : backend_(std::move(backend)), on_aborted_(std::move(on_aborted)) {
   if (!backend_) return;
   own_message_ = at::zeros({static_cast<std::int64_t>(kMessageBytes)}, at::kByte);
   peers_.resize(static_cast<std::size_t>(backend_->getSize()));
+  peer_states_.resize(peers_.size());
   for (std::size_t i = 0; i < peers_.size(); ++i) {
     Peer& peer = peers_[i];
     peer.rank = static_cast<int>(i);
@@ -59,7 +62,7 @@ ControlChannel::ControlChannel(c10::intrusive_ptr<c10d::Backend> backend, std::f
     std::vector<at::Tensor> messages{peer.message};
     peer.receive = unprofiled([&] { return backend_->recv(messages, peer.rank, kTag); });
   }
-  // Those who have left by now are noticed here.
+  // A peer that has left in the meantime is detected by its thread.
   try {
     for (Peer& peer : peers_) {
       if (peer.receive) peer.thread = start_thread([this, &peer] { watch(peer); });
@@ -76,24 +79,24 @@ ControlChannel::~ControlChannel() {
 
 void ControlChannel::leave() {
   stop();
-  // What is posted goes before its group.
+  // Posted receives refer to the group, so they are destroyed first.
   for (Peer& peer : peers_) peer.receive.reset();
   backend_.reset();
 }
 
 void ControlChannel::stop() {
-  bool failed = false;
+  bool is_aborted = false;
   {
     const MonitorLock lock(monitor_);
-    failed = verdict_.has_value();
+    is_aborted = abort_reason_.has_value();
   }
-  if (failed) {
-    say_verdict();
+  if (is_aborted) {
+    broadcast_abort();
   } else {
-    const std::lock_guard lock(word_mutex_);
-    say({});
+    const MutexLock lock(message_mutex_);
+    broadcast({.kind = ControlMessage::Kind::Goodbye});
   }
-  conclude(TransportError::Why::Aborted, TransportError::kNoPeer, "this rank has left");
+  set_abort_reason(TransportError::Why::Aborted, TransportError::kNoPeer, "this rank has left");
   for (Peer& peer : peers_) {
     if (peer.receive) peer.receive->abort();
   }
@@ -102,136 +105,148 @@ void ControlChannel::stop() {
   }
 }
 
-void ControlChannel::watch(Peer& peer) {
+void ControlChannel::watch(const Peer& peer) {
   try {
-    if (peer.receive->wait(kForever)) hear(peer);
+    if (peer.receive->wait(kForever)) on_message(peer);
   } catch (const std::exception&) {
-    conclude(TransportError::Why::PeerLost, peer.rank, "connection to rank " + std::to_string(peer.rank) + " lost");
-    say_verdict();
+    set_abort_reason(TransportError::Why::PeerLost, peer.rank, concat("connection to rank ", peer.rank, " lost"));
+    broadcast_abort();
   }
   const MonitorLock lock(monitor_);
-  peer.silent = true;
+  peer_states_[static_cast<std::size_t>(peer.rank)].is_finished = true;
   monitor_.notify_all();
 }
 
-void ControlChannel::hear(Peer& peer) {
-  Word word;
-  std::memcpy(&word, peer.message.const_data_ptr(), sizeof word);
+void ControlChannel::on_message(const Peer& peer) {
+  ControlMessage message;
+  std::memcpy(&message, peer.message.const_data_ptr(), sizeof message);
   {
     const MonitorLock lock(monitor_);
-    peer.left = word.kind == Word::MessageKind::GoodBye;
-    if (peer.left) return;
-    peer.report = word.report.data();
+    PeerState& state = peer_states_[static_cast<std::size_t>(peer.rank)];
+    state.left = message.kind == ControlMessage::Kind::Goodbye;
+    if (state.left) return;
+    state.report = message.report.data();
   }
-  conclude(word.why, word.peer, word.what.data());
-  say_verdict();
+  set_abort_reason(message.why, message.peer, message.what.data());
+  broadcast_abort();
 }
 
-void ControlChannel::conclude(TransportError::Why why, int peer, const std::string& what) {
+void ControlChannel::set_abort_reason(TransportError::Why why, int peer, const std::string& what) {
   {
     const MonitorLock lock(monitor_);
-    if (verdict_) return;
-    verdict_.emplace(why, peer, what);
+    if (abort_reason_) return;
+    abort_reason_.emplace(why, peer, what);
     monitor_.notify_all();
   }
-  alarms_.close();
-  on_verdict_();
+  timer_.close();
+  on_aborted_();
 }
 
 void ControlChannel::abort(const std::string& why) noexcept {
   try {
-    conclude(TransportError::Why::Aborted, TransportError::kNoPeer, why);
-    say_verdict();
-  } catch (...) {  // NOLINT(bugprone-empty-catch): out of memory, and the others will see that this rank is gone
+    set_abort_reason(TransportError::Why::Aborted, TransportError::kNoPeer, why);
+    broadcast_abort();
+  } catch (...) {  // NOLINT(bugprone-empty-catch): out of memory; the peers will detect the lost connection
   }
 }
 
 void ControlChannel::on_abort(std::function<std::string()> report) {
-  const std::lock_guard lock(word_mutex_);
+  const MutexLock lock(message_mutex_);
   report_ = std::move(report);
 }
 
-void ControlChannel::say_verdict() {
-  const std::lock_guard word_lock(word_mutex_);
-  if (spoken_) return;
+void ControlChannel::broadcast_abort() {
+  const MutexLock message_lock(message_mutex_);
+  if (has_broadcast_) return;
   const std::string report = report_ ? report_() : "";
-  Word word{.kind = Word::MessageKind::Verdict};
-  put(word.report, report);
+  ControlMessage message{.kind = ControlMessage::Kind::Abort};
+  copy_text(message.report, report);
   {
     const MonitorLock lock(monitor_);
-    word.why = verdict_->why();
-    word.peer = verdict_->peer();
-    put(word.what, verdict_->what());
+    message.why = abort_reason_->why();
+    message.peer = abort_reason_->peer();
+    copy_text(message.what, abort_reason_->what());
     own_report_ = report;
   }
-  say(word);
+  broadcast(message);
 }
 
-void ControlChannel::say(const Word& word) {
-  static_assert(sizeof(Word) <= kMessageBytes);
-  if (std::exchange(spoken_, true) || !backend_) return;
-  std::memcpy(own_message_.data_ptr(), &word, sizeof word);
+void ControlChannel::broadcast(const ControlMessage& message) {
+  static_assert(sizeof(ControlMessage) <= kMessageBytes);
+  if (std::exchange(has_broadcast_, true) || !backend_) return;
+  std::memcpy(own_message_.data_ptr(), &message, sizeof message);
   std::vector<at::Tensor> messages{own_message_};
   std::vector<c10::intrusive_ptr<c10d::Work>> sends;
-  const auto to_each = [](const auto& act) {
+  const auto ignore_lost_peer = [](const auto& act) {
     try {
       act();
-    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): who is not there any more hears nothing
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): a lost peer needs no message
     }
   };
   for (const Peer& peer : peers_) {
     if (!peer.receive) continue;
-    to_each([&] { sends.push_back(unprofiled([&] { return backend_->send(messages, peer.rank, kTag); })); });
+    ignore_lost_peer([&] { sends.push_back(unprofiled([&] { return backend_->send(messages, peer.rank, kTag); })); });
   }
-  for (const auto& send : sends) to_each([&] { send->wait(kLastWord); });
+  for (const auto& send : sends) ignore_lost_peer([&] { send->wait(kBroadcastTimeout); });
 }
 
 std::vector<std::optional<std::string>> ControlChannel::reports(Deadline deadline) {
-  // Another thread may be just about to.
-  say_verdict();
-  MonitorLock lock(monitor_);
-  monitor_.wait(deadline, [this] {
-    return std::all_of(peers_.begin(), peers_.end(), [](const Peer& one) { return !one.receive || one.silent; });
+  // The thread that has set the abort reason may not have called this yet, and own_report_ is set by it.
+  broadcast_abort();
+  const MonitorLock lock(monitor_);
+  monitor_.wait(deadline, [this]() PENSTOCK_REQUIRES(monitor_) {
+    for (std::size_t i = 0; i < peers_.size(); ++i) {
+      if (peers_[i].receive && !peer_states_[i].is_finished) return false;
+    }
+    return true;
   });
-  std::vector<std::optional<std::string>> all;
-  for (const Peer& peer : peers_) all.push_back(peer.receive ? peer.report : own_report_);
-  if (all.empty()) all.push_back(own_report_);
-  return all;
+  std::vector<std::optional<std::string>> reports;
+  for (std::size_t i = 0; i < peers_.size(); ++i) {
+    reports.push_back(peers_[i].receive ? peer_states_[i].report : own_report_);
+  }
+  if (reports.empty()) reports.push_back(own_report_);
+  return reports;
 }
 
 void ControlChannel::throw_if_aborted() {
   const MonitorLock lock(monitor_);
-  if (verdict_) throw TransportError(*verdict_);
+  if (abort_reason_) throw TransportError(*abort_reason_);
 }
 
 void ControlChannel::wait(c10d::Work& work, Deadline deadline, int peer, const std::string& what) {
-  bool done = false;
+  bool is_done = false;
   try {
-    const DeadlineTimer::Alarm alarm(alarms_, std::max(deadline, Clock::now() + kLook), [&work] { work.abort(); });
-    done = work.wait(kForever);
+    const DeadlineTimer::Alarm alarm(timer_, std::max(deadline, Clock::now() + kMinimumWait),
+                                     [&work] { work.abort(); });
+    is_done = work.wait(kForever);
   } catch (const std::exception& error) {
     throw_connection_lost(peer, error);
   }
-  if (done) return;
+  if (is_done) return;
   throw_if_aborted();
   throw TransportError(TransportError::Why::Timeout, peer, what + " within the deadline");
 }
 
-void ControlChannel::throw_connection_lost(int peer, const std::exception& how) {
-  MonitorLock lock(monitor_);
-  const auto left = [this, peer] {
-    return std::find_if(peers_.begin(), peers_.end(), [peer](const Peer& one) {
-      return one.left && (peer == TransportError::kNoPeer || one.rank == peer);
-    });
+void ControlChannel::throw_connection_lost(int peer, const std::exception& cause) {
+  const MonitorLock lock(monitor_);
+  // Returns the rank that has left and explains the lost connection, or kNoPeer.
+  const auto rank_that_left = [this, peer]() PENSTOCK_REQUIRES(monitor_) {
+    for (std::size_t i = 0; i < peer_states_.size(); ++i) {
+      const int rank = static_cast<int>(i);
+      if (peer_states_[i].left && (peer == TransportError::kNoPeer || rank == peer)) return rank;
+    }
+    return TransportError::kNoPeer;
   };
-  monitor_.wait(Clock::now() + kGrace, [&] { return verdict_ || left() != peers_.end(); });
-  if (verdict_) throw TransportError(*verdict_);
-  if (const auto found = left(); found != peers_.end()) {
-    throw TransportError(TransportError::Why::PeerLost, found->rank,
-                         "rank " + std::to_string(found->rank) + " has ended");
+  monitor_.wait(Clock::now() + kGracePeriod, [&]() PENSTOCK_REQUIRES(monitor_) {
+    return abort_reason_ || rank_that_left() != TransportError::kNoPeer;
+  });
+  if (abort_reason_) throw TransportError(*abort_reason_);
+  if (const int rank = rank_that_left(); rank != TransportError::kNoPeer) {
+    throw TransportError(TransportError::Why::PeerLost, rank, concat("rank ", rank, " has ended"));
   }
-  const std::string whom = peer == TransportError::kNoPeer ? "a rank of a group" : "rank " + std::to_string(peer);
-  throw TransportError(TransportError::Why::PeerLost, peer, "connection to " + whom + " lost: " + brief_reason_of(how));
+  const std::string lost = peer == TransportError::kNoPeer ? "a rank of a group" : concat("rank ", peer);
+  throw TransportError(TransportError::Why::PeerLost, peer,
+                       concat("connection to ", lost, " lost: ", brief_reason_of(cause)));
 }
 
 }  // namespace penstock::internal

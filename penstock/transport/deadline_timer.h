@@ -1,5 +1,5 @@
-// Ends waits that cannot observe a deadline themselves, such as c10d::Work::wait. An alarm calls a function that wakes the
-// waiter, at its deadline or when the timer is closed. One thread serves all alarms.
+// Ends waits that cannot observe a deadline themselves, such as c10d::Work::wait. An alarm calls a function that wakes
+// the waiter, at its deadline or when the timer is closed. One thread serves all alarms.
 //
 //   {
 //     const DeadlineTimer::Alarm alarm(timer, deadline, [&] { work->abort(); });
@@ -34,9 +34,9 @@ class DeadlineTimer {
   DeadlineTimer(const DeadlineTimer&) = delete;
   DeadlineTimer& operator=(const DeadlineTimer&) = delete;
 
-  // Calls `on_fire` at most once, at the deadline, at close(), or at once if the timer is closed already. The destructor
-  // cancels the alarm, and blocks while `on_fire` runs on another thread. `on_fire` is called with the timer's lock held, so
-  // it must neither block nor construct or destroy alarms of this timer.
+  // Calls `on_fire` at most once, at the deadline, at close(), or at once if the timer is closed already. The
+  // destructor cancels the alarm, and blocks while `on_fire` runs on another thread. `on_fire` is called with the
+  // timer's lock held, so it must neither block nor construct or destroy alarms of this timer.
   class Alarm {
    public:
     Alarm(DeadlineTimer& timer, Deadline deadline, std::function<void()> on_fire)

@@ -6,26 +6,32 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
-#include <mutex>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "penstock/base/mutex.h"
+
 namespace penstock::internal {
 namespace {
 
+// Waits use std::condition_variable_any, which takes a Mutex; nothing here is on a hot path.
 struct Hooks {
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::vector<const std::function<void()>*> stops;
-  // The one that runs, and the thread that exits.
-  const std::function<void()>* running = nullptr;
-  std::thread::id runner;
+  // A leaf lock that is released while a hook runs.
+  Mutex mutex;
+  // Notified when a hook has returned.
+  std::condition_variable_any changed;
+  // Not owned: a hook removes its function in its destructor.
+  std::vector<const std::function<void()>*> stops PENSTOCK_GUARDED_BY(mutex);
+  // The function that runs now, or nullptr.
+  const std::function<void()>* running PENSTOCK_GUARDED_BY(mutex) = nullptr;
+  // The thread that exits. Written before `exiting` is set.
+  std::thread::id exiting_thread;
   std::atomic<bool> exiting = false;
   const pid_t process = ::getpid();
 };
 
-// Never destroyed: hooks may end after all static objects.
+// Never destroyed, as hooks may be destroyed after all static objects.
 Hooks& hooks() {
   static auto* const kHooks = new Hooks;
   return *kHooks;
@@ -33,20 +39,25 @@ Hooks& hooks() {
 
 void call_hooks() {
   Hooks& all = hooks();
-  // In a forked child, the mutex may be held by a thread that is not there.
+  // In a forked child, the mutex may be held by a thread that does not exist there.
   if (::getpid() != all.process) return;
-  std::unique_lock lock(all.mutex);
-  all.runner = std::this_thread::get_id();
-  all.exiting = true;
+  // Each registration calls this once; other threads read exiting_thread once `exiting` is set.
+  if (!all.exiting) {
+    all.exiting_thread = std::this_thread::get_id();
+    all.exiting = true;
+  }
+  all.mutex.lock();
   while (!all.stops.empty()) {
-    all.running = all.stops.back();
+    const std::function<void()>* const stop = all.stops.back();
+    all.running = stop;
     all.stops.pop_back();
-    lock.unlock();
-    (*all.running)();
-    lock.lock();
+    all.mutex.unlock();
+    (*stop)();
+    all.mutex.lock();
     all.running = nullptr;
     all.changed.notify_all();
   }
+  all.mutex.unlock();
 }
 
 }  // namespace
@@ -54,7 +65,7 @@ void call_hooks() {
 ExitHook::ExitHook(std::function<void()> stop) : stop_(std::move(stop)) {
   Hooks& all = hooks();
   {
-    const std::lock_guard lock(all.mutex);
+    const MutexLock lock(all.mutex);
     all.stops.push_back(&stop_);
   }
   reregister();
@@ -63,13 +74,13 @@ ExitHook::ExitHook(std::function<void()> stop) : stop_(std::move(stop)) {
 ExitHook::~ExitHook() {
   Hooks& all = hooks();
   if (::getpid() != all.process) return;
-  std::unique_lock lock(all.mutex);
+  const MutexLock lock(all.mutex);
   std::erase(all.stops, &stop_);
-  all.changed.wait(lock, [&] { return all.running != &stop_ || all.runner == std::this_thread::get_id(); });
+  while (all.running == &stop_ && !is_exiting_thread()) all.changed.wait(all.mutex);
 }
 
 void ExitHook::reregister() {
-  // Functions that are registered last are called first. It fails only when there is no memory for it, or no time any more.
+  // Functions that are registered last are called first. Registration fails only for lack of memory, or during exit.
   std::atexit(call_hooks);
 }
 
@@ -78,7 +89,7 @@ bool ExitHook::is_exiting() {
 }
 
 bool ExitHook::is_exiting_thread() {
-  return hooks().exiting && hooks().runner == std::this_thread::get_id();
+  return hooks().exiting && hooks().exiting_thread == std::this_thread::get_id();
 }
 
 }  // namespace penstock::internal

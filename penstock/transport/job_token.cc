@@ -11,6 +11,8 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
+#include "penstock/base/text.h"
+
 namespace penstock::internal {
 namespace {
 
@@ -38,7 +40,7 @@ class SignedStore final : public c10d::PrefixStore {
   using Store::set;
   void set(const std::string& key, const Bytes& value) override { PrefixStore::set(key, with_signature(key, value)); }
 
-  // An empty value is one that is not there.
+  // An empty expected value stands for a key that is not set, as in c10d.
   using Store::compareSet;
   Bytes compareSet(const std::string& key, const Bytes& expected, const Bytes& desired) override {
     return verified(key, PrefixStore::compareSet(key, expected.empty() ? expected : with_signature(key, expected),
@@ -47,7 +49,7 @@ class SignedStore final : public c10d::PrefixStore {
 
   Bytes get(const std::string& key) override { return verified(key, PrefixStore::get(key)); }
 
-  // Callers that ask use set and get instead of what follows, which is not signed.
+  // The calls below are not signed. Callers that query hasExtendedApi() use set and get instead.
   bool hasExtendedApi() const override { return false; }
   void append(const std::string&, const Bytes&) override { refuse("append"); }
   std::vector<Bytes> multiGet(const std::vector<std::string>&) override { refuse("multiGet"); }
@@ -56,8 +58,8 @@ class SignedStore final : public c10d::PrefixStore {
   Bytes queuePop(const std::string&, bool) override { refuse("queuePop"); }
 
  private:
-  [[noreturn]] static void refuse(const char* what) {
-    throw std::logic_error(std::string(what) + " is not signed, so a store whose values are signed does not have it.");
+  [[noreturn]] static void refuse(const char* call) {
+    throw std::logic_error(concat(call, " cannot be signed, so a signed store does not support it."));
   }
   std::string signature_of(const std::string& key, const Bytes& value) const {
     return token_.sign(std::array{key, std::string(value.begin(), value.end())});
@@ -75,7 +77,7 @@ class SignedStore final : public c10d::PrefixStore {
       const std::string signature(bytes.begin(), bytes.begin() + kSize);
       if (token_.verifies(std::array{key, std::string(value.begin(), value.end())}, signature)) return value;
     }
-    throw UnsignedValueError("'" + key + "' in the store was not written by a rank of this job.");
+    throw UnsignedValueError(concat("'", key, "' in the store was not written by a rank of this job."));
   }
 
   JobToken token_;
@@ -86,7 +88,7 @@ class SignedStore final : public c10d::PrefixStore {
 JobToken JobToken::random() {
   std::array<unsigned char, 32> bytes{};
   if (RAND_bytes(bytes.data(), static_cast<int>(bytes.size())) != 1) {
-    throw std::runtime_error("a job token cannot be made: the system has no random numbers.");
+    throw std::runtime_error("a job token cannot be created: the system provides no random numbers.");
   }
   return JobToken(hexadecimal(bytes));
 }
@@ -109,7 +111,7 @@ bool JobToken::verifies(std::span<const std::string> texts, std::string_view sig
 
 std::string join_texts(std::span<const std::string> texts) {
   std::string joined;
-  for (const std::string& text : texts) joined += std::to_string(text.size()) + ":" + text;
+  for (const std::string& text : texts) joined += concat(text.size(), ':', text);
   return joined;
 }
 
@@ -120,7 +122,7 @@ std::vector<std::string> split_texts(std::string_view joined) {
     const auto [end, error] = std::from_chars(joined.data(), joined.data() + joined.size(), size);
     const auto digits = static_cast<std::size_t>(end - joined.data());
     if (error != std::errc() || digits >= joined.size() || *end != ':' || size > joined.size() - digits - 1) {
-      throw std::invalid_argument("texts in one, each preceded by its length, are expected.");
+      throw std::invalid_argument("expected texts that are each preceded by their length.");
     }
     texts.emplace_back(joined.substr(digits + 1, size));
     joined.remove_prefix(digits + 1 + size);

@@ -47,7 +47,8 @@ class Mailbox {
     return result;
   }
 
-  // Blocks until there is a value of this key, and moves it into `value`. Leaves `value` as it is unless the result is Ready.
+  // Blocks until there is a value of this key, and moves it into `value`. Leaves `value` as it is unless the result is
+  // Ready.
   WaitResult take(Key key, Value& value, Deadline deadline) PENSTOCK_EXCLUDES(monitor_) {
     const MonitorLock lock(monitor_);
     const WaitResult result = monitor_.wait(deadline, [this, key]() PENSTOCK_REQUIRES(monitor_) {

@@ -1,9 +1,9 @@
-// The first thing that the ranks of a transport do: each publishes itself in the store, and waits there until all others
-// have done so. A rank that is missing is known by its number. A process of another job, which has another token, and a
-// rank with other options end before anything else is sent.
+// The handshake of process ranks. Each rank publishes a value in the store and waits for the values of all others, so
+// that missing ranks can be named. A process of another job, which has another token, and a rank with other options are
+// refused before anything else is sent.
 //
-// All values that ranks publish are signed with the job token. At the end each rank signs what all have published, with
-// a random number of every rank in it, so that values of an earlier run are of no use to a stranger.
+// All published values are signed with the job token. At the end each rank signs a transcript of all values, which
+// contains a nonce of every rank, so that an attacker cannot replay values of an earlier run.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -13,14 +13,14 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "penstock/base/deadline.h"
 #include "penstock/transport/job_token.h"
 #include "penstock/transport/rank_options.h"
+#include "penstock/transport/rendezvous.h"
 
 namespace penstock::internal {
 
-// Receives a line of text from time to time while ranks are waited for.
-using WaitingFunction = std::function<void(const std::string& line)>;
-
+// One rank's part in the handshake.
 struct Membership {
   int rank = 0;
   int ranks = 1;
@@ -31,30 +31,30 @@ struct Membership {
   WaitingFunction on_waiting = {};
 };
 
-// Blocks until all ranks have called it on this store. Returns a part of the store that belongs to these ranks alone and
-// whose values are signed. Ranks may call it several times, all equally often.
+// Blocks until all ranks have called it on this store. Returns a part of the store for these ranks alone, whose values
+// are signed. Ranks may call it several times, all equally often.
 //
-// Throws TransportError on all ranks that are there, with the same message: Late when ranks are missing at the timeout,
-// whose peer is the first of them, and Aborted when a rank has other options than rank 0 or cannot prove that it knows the
-// token, whose peer is that rank. Throws Aborted at once on a rank whose token is not that of rank 0; the others go on to
-// wait for the right one.
-c10::intrusive_ptr<c10d::Store> require_all_ranks(const c10::intrusive_ptr<c10d::Store>& store, const Membership& own);
+// Throws TransportError with the same message on all ranks that have called it: Timeout if ranks are missing at the
+// timeout, with the first of them as peer; Aborted if a rank has other options than rank 0 or cannot prove that it
+// knows the token, with that rank as peer. Throws Aborted at once on a rank whose token is not that of rank 0; the
+// others continue to wait.
+c10::intrusive_ptr<c10d::Store> require_all_ranks(const c10::intrusive_ptr<c10d::Store>& store, const Membership& self);
 
-// "5 s", "0.25 s"
+// Returns a text such as "5 s" or "0.25 s".
 std::string seconds_text(std::chrono::milliseconds time);
 
-// Tells a WaitingFunction how long something has been waited for: not at once, and then from time to time.
+// Reports the progress of a wait to a WaitingFunction: first after a while, and then from time to time.
 class WaitingLines {
  public:
   WaitingLines(WaitingFunction on_waiting, std::chrono::milliseconds timeout);
-  // Passes "`what` (3 s of 60 s)" on when it is time for it.
+  // Passes on "`what` (3 s of 60 s)" if a report is due.
   void waiting(const std::function<std::string()>& what);
 
  private:
   WaitingFunction on_waiting_;
   std::chrono::milliseconds timeout_;
-  std::chrono::steady_clock::time_point began_;
-  std::chrono::steady_clock::time_point next_;
+  Deadline began_;
+  Deadline next_;
 };
 
 }  // namespace penstock::internal

@@ -1,5 +1,5 @@
-// A Monitor is a mutex with one condition, for threads that wait for each other for microseconds: a waiter first spins for a
-// while and sleeps only then. Every wait has a deadline, and closing the monitor ends all of them.
+// A Monitor is a mutex with one condition, for threads that wait for each other for microseconds: a waiter first spins
+// for a while and sleeps only then. Every wait has a deadline, and closing the monitor ends all of them.
 //
 //   class Flag {
 //    public:
@@ -45,8 +45,8 @@ enum class WaitResult {
 // predicates of its waits with PENSTOCK_REQUIRES.
 class PENSTOCK_CAPABILITY("monitor") Monitor {
  public:
-  // A waiter spins for `spin_time` before it sleeps. Pass zero where there are more threads than cores: a spinning waiter
-  // would keep its core from the thread that it waits for.
+  // A waiter spins for `spin_time` before it sleeps. Pass zero where there are more threads than cores: a spinning
+  // waiter would keep its core from the thread that it waits for.
   explicit Monitor(Clock::duration spin_time) : spin_time_(spin_time) {}
   Monitor(const Monitor&) = delete;
   Monitor& operator=(const Monitor&) = delete;
@@ -56,8 +56,9 @@ class PENSTOCK_CAPABILITY("monitor") Monitor {
   void unlock() PENSTOCK_RELEASE() { mutex_.unlock(); }
   bool try_lock() PENSTOCK_TRY_ACQUIRE(true) { return mutex_.try_lock(); }
 
-  // Blocks until ready() returns true, the deadline passes or the monitor is closed. Calls ready() with the monitor locked
-  // and releases it while it waits. A condition that holds is Ready even if the monitor is closed or the deadline is past.
+  // Blocks until ready() returns true, the deadline passes or the monitor is closed. Calls ready() with the monitor
+  // locked and releases it while it waits. A condition that holds is Ready even if the monitor is closed or the
+  // deadline is past.
   //
   // The analysis cannot connect the capability that `ready` requires with this object, so the body is exempt from it.
   template <class Ready>
@@ -80,8 +81,8 @@ class PENSTOCK_CAPABILITY("monitor") Monitor {
     return ready() ? WaitResult::Ready : WaitResult::Closed;
   }
 
-  // Wakes all waiters, which evaluate their conditions again. Call it after each change that a condition depends on, before
-  // the monitor is unlocked.
+  // Wakes all waiters, which evaluate their conditions again. Call it after each change that a condition depends on,
+  // before the monitor is unlocked.
   void notify_all() PENSTOCK_REQUIRES(this) {
     changes_.fetch_add(1, std::memory_order_release);
     if (sleepers_ > 0) condition_.notify_all();

@@ -1,6 +1,6 @@
-// Ranks that are processes of this machine: the same program, started once for each rank with the environment that
-// rendezvous() reads. They are started by exec and never by fork alone, as a fork of a process with threads can do
-// little.
+// Starts process ranks on this machine: the same program once for each rank, with the environment that rendezvous()
+// reads. They are started with posix_spawn, as a fork without exec of a multithreaded process cannot use most
+// libraries.
 //
 //   ProcessRanks ranks({.program = "build/bin/train", .ranks = 4});
 //   const std::vector<ProcessEnd> ends = ranks.wait(Clock::now() + std::chrono::hours(1));
@@ -10,87 +10,74 @@
 
 #include <chrono>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "penstock/base/deadline.h"
-#include "penstock/transport/sockets.h"
 
 namespace penstock {
 
-namespace internal {
-class JobToken;
-}
-
 struct ProcessOptions {
-  // A path, or a name that is looked for in PATH.
+  // Path of the program, or a name that is looked up in PATH.
   std::string program;
   std::vector<std::string> arguments;
   int ranks = 1;
-  // Besides this process's own and those that rendezvous() reads.
+  // Variables in addition to this process's own and those that rendezvous() reads.
   std::map<std::string, std::string> environment;
-  // How long the others may go on after one has failed: they notice it, and say why they end.
-  Clock::duration grace = std::chrono::seconds(5);
+  // Time that the other ranks have after one has failed, so that they can detect it and report why they end.
+  Clock::duration grace_period = std::chrono::seconds(5);
 };
 
+// The end of a process: its exit code or signal.
 struct ProcessEnd {
   enum class How {
     Running,
-    // By itself, with `code`.
+    // The process exited with `code`.
     Exited,
-    // By signal `code`.
+    // Signal `code` ended the process.
     Signalled,
-    // By us, as another had failed or the deadline had passed.
+    // ProcessRanks killed the process, because another had failed or the deadline had passed.
     Killed,
   };
   How how = How::Running;
   int code = 0;
 
-  bool is_good() const { return how == How::Exited && code == 0; }
+  bool succeeded() const { return how == How::Exited && code == 0; }
   friend bool operator==(const ProcessEnd&, const ProcessEnd&) = default;
 };
-// "exited with 3", "ended by signal 11 (Segmentation fault)", "was killed".
+// Returns a text such as "exited with 3", "ended by signal 11 (Segmentation fault)" or "was killed".
 std::string to_string(const ProcessEnd& end);
 
-// Lets the system kill this process when the thread ends whose ProcessRanks has started it, if one has; rendezvous() does
-// so.
+// Makes the system kill this process when the thread that has started it through ProcessRanks ends. Does nothing in a
+// process that ProcessRanks has not started. rendezvous() calls it.
 void terminate_with_parent();
 
+// Owns the processes: none is left, running or unreaped, when it is destroyed. One thread uses it at a time, and has to
+// live as long as the processes.
 class ProcessRanks {
  public:
-  // Starts them with a random job token. They meet at a port of loopback that nobody else can take, as rank 0 inherits its
-  // socket. Throws std::runtime_error when the program cannot be started, and leaves none running.
+  // Starts the ranks with a random job token. Their rendezvous is at a loopback port that no other process can take, as
+  // rank 0 inherits its listening socket. Throws std::runtime_error if the program cannot be started, and leaves none
+  // running.
   explicit ProcessRanks(const ProcessOptions& options);
-  // Kills those that still run. None is left, neither running nor unreaped.
+  // Kills the ranks that still run.
   ~ProcessRanks();
   ProcessRanks(const ProcessRanks&) = delete;
   ProcessRanks& operator=(const ProcessRanks&) = delete;
 
-  int size() const { return static_cast<int>(processes_.size()); }
-  pid_t pid(int rank) const { return processes_.at(static_cast<std::size_t>(rank)).pid; }
+  int size() const;
+  pid_t pid(int rank) const;
 
-  // Returns when all have ended. When one has failed, the others have the grace; at the deadline, nobody has. Ends are
-  // in the order of ranks.
+  // Blocks until all ranks have ended, and returns how, in the order of ranks. Kills the remaining ranks at the
+  // deadline, or when the grace period after a failure is over.
   std::vector<ProcessEnd> wait(Deadline deadline);
-  // Kills all that still run, and reaps them.
+  // Kills and reaps the ranks that still run.
   void kill();
 
  private:
-  struct Process {
-    pid_t pid = 0;
-    // Becomes readable when the process has ended.
-    Descriptor handle;
-    ProcessEnd end;
-  };
-
-  void start(const ProcessOptions& options, int rank, const Descriptor& socket, const JobToken& token);
-  // Waits until one of them ends, or the deadline.
-  void wait_for_one(Deadline deadline);
-  // Takes note of those that have ended.
-  void reap(bool killed);
-
-  std::vector<Process> processes_;
-  Clock::duration grace_;
+  class Processes;
+  std::unique_ptr<Processes> processes_;
 };
 
 }  // namespace penstock

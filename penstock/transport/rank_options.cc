@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <vector>
 
+#include "penstock/base/text.h"
+
 namespace penstock::internal {
 namespace {
 
@@ -27,15 +29,14 @@ std::optional<RankOptionsDifference> difference_between(std::span<const RankOpti
       const std::string found = value_in(by_rank[rank], name);
       if (found == expected) continue;
       if (lines.empty()) first_rank = static_cast<int>(rank);
-      lines.push_back("\n  " + name + ": " + found + " on rank " + std::to_string(rank) + ", " + expected +
-                      " on rank 0");
+      lines.push_back(concat("\n  ", name, ": ", found, " on rank ", rank, ", ", expected, " on rank 0"));
     }
   }
   if (lines.empty()) return std::nullopt;
   std::string message = "the ranks have different options.";
   for (std::size_t i = 0; i < std::min(lines.size(), kMostDifferences); ++i) message += lines[i];
   if (lines.size() > kMostDifferences) {
-    message += "\n  … and " + std::to_string(lines.size() - kMostDifferences) + " more";
+    message += concat("\n  … and ", lines.size() - kMostDifferences, " more");
   }
   message += "\n  Hint: start all ranks with the same command line and configuration file.";
   return RankOptionsDifference{.rank = first_rank, .message = std::move(message)};

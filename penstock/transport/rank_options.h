@@ -12,13 +12,13 @@ namespace penstock::internal {
 using RankOptions = std::map<std::string, std::string>;
 
 struct RankOptionsDifference {
-  // The first rank whose options are not those of rank 0.
+  // The first rank whose options differ from those of rank 0.
   int rank = 0;
-  // Lists what differs on all ranks, at most ten lines of it, and ends with a hint.
+  // Lists at most ten differences of all ranks, and ends with a hint.
   std::string message;
 };
 
-// Takes the options of each rank, by rank. Returns nothing if all are the same.
+// Compares the options of all ranks, which are given in the order of ranks. Returns nullopt if they are the same.
 std::optional<RankOptionsDifference> difference_between(std::span<const RankOptions> by_rank);
 
 }  // namespace penstock::internal

@@ -1,11 +1,10 @@
 #include "penstock/transport/receive_queue.h"
 
-#include <c10/core/GradMode.h>
-
 #include <stdexcept>
 #include <string>
 #include <string_view>
 
+#include "penstock/base/text.h"
 #include "penstock/transport/unprofiled.h"
 
 namespace penstock::internal {
@@ -19,32 +18,32 @@ std::string_view text_of(const at::Tensor& bytes) {
 
 ReceiveQueue::Channel& ReceiveQueue::channel_of(int from, Tag tag) {
   const auto [found, is_new] = channels_.try_emplace({from, tag.channel});
-  if (is_new) found->second.headers = step_.at_begin();
+  if (is_new) found->second.headers = step_.initial_headers();
   return found->second;
 }
 
 void ReceiveQueue::begin_step() {
-  ended_.clear();
+  completed_.clear();
   for (auto& [key, channel] : channels_) {
     if (!channel.incoming.empty()) {
       throw std::logic_error(
           name_of({.channel = key.second, .number = channel.incoming.begin()->first}, "from", key.first) +
           " was posted and not received before the next step.");
     }
-    channel.headers = step_.at_begin();
-    channel.learnt.begin_step();
+    channel.headers = step_.initial_headers();
+    channel.shapes.begin_step();
   }
 }
 
 void ReceiveQueue::post(int from, Tag tag) {
   control_.throw_if_aborted();
-  ended_.clear();
+  completed_.clear();
   Channel& channel = channel_of(from, tag);
   if (channel.headers == Headers::Unknown && !channel.opening.work) {
     channel.opening = post(from, tag, MessageKind::Opening, pool_->empty_bytes(1));
   }
   Incoming incoming;
-  if (const Metas* metas = channel.learnt.next(tag.number))
+  if (const Metas* metas = channel.shapes.next(tag.number))
     incoming.expected = post_data(*metas, from, tag, MessageKind::Data);
   if (channel.headers == Headers::On) post_header(incoming, from, tag);
   channel.incoming[tag.number].push_back(std::move(incoming));
@@ -81,9 +80,9 @@ ReceiveQueue::Arrival ReceiveQueue::post_data(const Metas& metas, int from, Tag 
 
 void ReceiveQueue::wait(Posted& posted, int from, Deadline deadline) {
   step_.waiting_for.store(from, std::memory_order_relaxed);
-  control_.wait(*posted.work, deadline, from, "no message came from rank " + std::to_string(from));
+  control_.wait(*posted.work, deadline, from, concat("no message came from rank ", from));
   step_.waiting_for.store(TransportError::kNoPeer, std::memory_order_relaxed);
-  ended_.push_back({.bytes = {}, .work = std::move(posted.work)});
+  completed_.push_back({.bytes = {}, .work = std::move(posted.work)});
 }
 
 void ReceiveQueue::wait(Arrival& arrival, int from, Deadline deadline) {
@@ -99,7 +98,7 @@ void ReceiveQueue::read_opening(Channel& channel, int from, Tag tag, Deadline de
   channel.opening = {};
   if (channel.headers != Headers::On) return;
   step_.changed = true;
-  // These were posted before it was known.
+  // Messages that were posted before the opening was read have no receive for their headers yet.
   for (auto& [number, all] : channel.incoming) {
     for (Incoming& incoming : all) post_header(incoming, from, {.channel = tag.channel, .number = number});
   }
@@ -107,31 +106,32 @@ void ReceiveQueue::read_opening(Channel& channel, int from, Tag tag, Deadline de
 
 void ReceiveQueue::read_header(Channel& channel, Incoming& incoming, int from, Tag tag, Deadline deadline) {
   if (incoming.header.work) wait(incoming.header, from, deadline);
-  const std::size_t rest = rest_of_header(text_of(incoming.header.bytes));
+  const std::size_t rest = internal::rest_of_header(text_of(incoming.header.bytes));
   if (rest > 0) {
-    if (!incoming.long_header.bytes.defined()) {
-      incoming.long_header = post(from, tag, MessageKind::FreshData, pool_->empty_bytes(rest));
+    if (!incoming.rest_of_header.bytes.defined()) {
+      incoming.rest_of_header = post(from, tag, MessageKind::FreshData, pool_->empty_bytes(rest));
     }
-    if (incoming.long_header.work) wait(incoming.long_header, from, deadline);
+    if (incoming.rest_of_header.work) wait(incoming.rest_of_header, from, deadline);
   }
   Metas metas = decode_header(text_of(incoming.header.bytes),
-                              rest > 0 ? text_of(incoming.long_header.bytes) : std::string_view());
+                              rest > 0 ? text_of(incoming.rest_of_header.bytes) : std::string_view());
   incoming.fresh = post_data(metas, from, tag, MessageKind::FreshData);
-  if (step_.learns()) channel.learnt.add(tag.number, std::move(metas));
+  if (step_.caches_shapes()) channel.shapes.add(tag.number, std::move(metas));
 }
 
 Message ReceiveQueue::receive(int from, Tag tag, Deadline deadline) {
   control_.throw_if_aborted();
-  ended_.clear();
+  completed_.clear();
   Channel& channel = channel_of(from, tag);
   if (!channel.incoming.contains(tag.number)) post(from, tag);
   if (channel.headers == Headers::Unknown) read_opening(channel, from, tag, deadline);
-  const auto lane = channel.incoming.find(tag.number);
-  Incoming& incoming = lane->second.front();
+  const auto messages = channel.incoming.find(tag.number);
+  Incoming& incoming = messages->second.front();
   if (channel.headers == Headers::Off && !incoming.expected) {
-    throw PipeliningShapeError(name_of(tag, "from", from) +
-                               " was not there in the step that the shapes were learnt in.\n  Hint: with "
-                               "dynamic_shapes every message tells its shapes.");
+    throw PipeliningShapeError(
+        concat(name_of(tag, "from", from),
+               " was not sent in the step whose shapes are cached.\n  Hint: set dynamic_shapes to "
+               "send shapes with every message."));
   }
   if (incoming.expected) wait(*incoming.expected, from, deadline);
   if (channel.headers == Headers::On) {
@@ -139,8 +139,8 @@ Message ReceiveQueue::receive(int from, Tag tag, Deadline deadline) {
     wait(*incoming.fresh, from, deadline);
   }
   Message message = std::move((incoming.fresh ? incoming.fresh : incoming.expected)->tensors);
-  lane->second.pop_front();
-  if (lane->second.empty()) channel.incoming.erase(lane);
+  messages->second.pop_front();
+  if (messages->second.empty()) channel.incoming.erase(messages);
   return message;
 }
 

@@ -1,4 +1,4 @@
-// The receiving side of a rank's channels. A receive is posted as soon as its size is known, into memory of the pool.
+// The receiving side of a process rank. A receive is posted as soon as its size is known, into memory of the pool.
 #pragma once
 
 #include <deque>
@@ -16,15 +16,18 @@
 
 namespace penstock::internal {
 
+// Used by the rank's thread only.
 class ReceiveQueue {
  public:
+  // `control` and `step` must outlive the queue. Both belong to the transport that the queue is a member of.
   ReceiveQueue(ControlChannel& control, DataBackends backends, Step& step, std::shared_ptr<BlockPool> pool)
       : control_(control), backends_(std::move(backends)), step_(step), pool_(std::move(pool)) {}
 
   void post(int from, Tag tag);
-  // The message that was posted first, once it has come. When the deadline passes, it can be asked for again.
+  // Blocks until the message of this tag that was posted first has arrived. Posts it if none was. After a timeout the
+  // call may be repeated. Throws TransportError.
   Message receive(int from, Tag tag, Deadline deadline);
-  // Throws std::logic_error while a message that was posted has not been received.
+  // Throws std::logic_error if a message was posted and has not been received.
   void begin_step();
 
  private:
@@ -32,25 +35,25 @@ class ReceiveQueue {
     at::Tensor bytes;
     c10::intrusive_ptr<c10d::Work> work;
   };
-  // Tensors, and the data that still has to come for them.
+  // The tensors of a message, and the receives that have not completed.
   struct Arrival {
     Message tensors;
     std::deque<Posted> data;
   };
   struct Incoming {
-    // Of the sizes of an earlier step, when it was there in that.
+    // Receives of the cached shapes, if there are any.
     std::optional<Arrival> expected;
-    // While headers are on.
+    // The header and the data that it describes. Used only if the channel has headers in this step.
     Posted header;
-    Posted long_header;
+    Posted rest_of_header;
     std::optional<Arrival> fresh;
   };
   struct Channel {
     Headers headers = Headers::On;
-    // While headers are Unknown.
+    // Posted while `headers` is Unknown.
     Posted opening;
-    ShapeCache learnt;
-    // By number.
+    ShapeCache shapes;
+    // Messages by number, in the order in which they were posted.
     std::map<std::uint32_t, std::deque<Incoming>> incoming;
   };
 
@@ -67,10 +70,10 @@ class ReceiveQueue {
   DataBackends backends_;
   Step& step_;
   std::shared_ptr<BlockPool> pool_;
-  // What was waited for, until the next call. Gloo's thread lets go of a receive a moment after it has ended it; whoever
-  // drops it in that moment yields the core, and gets it back late on a busy machine.
-  std::vector<Posted> ended_;
-  // What is received goes before the memory that it is received into.
+  // Completed receives, kept until the next call. Gloo's thread releases a receive shortly after it has completed it; a
+  // destructor that runs in that moment yields the core, and gets it back much later on a busy machine.
+  std::vector<Posted> completed_;
+  // Channels by sender and number. Declared after the pool, as its receives use memory of the pool.
   std::map<std::pair<int, std::uint32_t>, Channel> channels_;
 };
 

@@ -3,39 +3,41 @@
 #include <ATen/ops/empty.h>
 
 #include <cstring>
+#include <exception>
 
+#include "penstock/base/text.h"
 #include "penstock/transport/start_thread.h"
 #include "penstock/transport/unprofiled.h"
 
 namespace penstock::internal {
 namespace {
 
-// When more than this is under way, a send waits.
-constexpr std::size_t kManySends = 128;
-constexpr std::size_t kManyBytes = std::size_t{64} << 20U;
+// send() blocks while more than this is in flight.
+constexpr std::size_t kMostSends = 128;
+constexpr std::size_t kMostBytes = std::size_t{64} << 20U;
 
 std::string text_of(const std::optional<TensorMeta>& meta) {
   return meta ? to_string(*meta) : "None";
 }
 
-// A receiver that expects something else must not get this: what is shorter would be taken for whole, and what is longer
-// ends its process.
+// Throws unless the message has the shapes that the receiver has posted its receives with: a shorter message would be
+// taken for a complete one, and a longer one would end the receiver's process.
 void require_expected(const std::vector<Packed>& parts, const Metas* expected, int to, Tag tag) {
-  const std::string hint =
-      "\n  Hint: with dynamic_shapes every message tells its shapes; without, they may change with the batch only.";
+  constexpr const char* kHint =
+      "\n  Hint: set dynamic_shapes to send shapes with every message; otherwise they may change only when the batch's "
+      "do.";
+  const auto name = [&] { return name_of(tag, "to", to); };
   if (expected == nullptr) {
-    throw PipeliningShapeError(name_of(tag, "to", to) + " was not there in the step that the shapes were learnt in." +
-                               hint);
+    throw PipeliningShapeError(concat(name(), " was not sent in the step whose shapes are cached.", kHint));
   }
   if (parts.size() != expected->size()) {
-    throw PipeliningShapeError(name_of(tag, "to", to) + " has " + std::to_string(parts.size()) + " tensors, and had " +
-                               std::to_string(expected->size()) + " when the shapes were learnt." + hint);
+    throw PipeliningShapeError(concat(name(), " has ", parts.size(), " tensors, expected ", expected->size(),
+                                      " as in the step whose shapes are cached.", kHint));
   }
   for (std::size_t i = 0; i < parts.size(); ++i) {
-    if (parts[i].looks_like((*expected)[i])) continue;
-    throw PipeliningShapeError("tensor " + std::to_string(i) + " of " + name_of(tag, "to", to) + " is " +
-                               text_of(parts[i].meta()) + ", and was " + text_of((*expected)[i]) +
-                               " when the shapes were learnt." + hint);
+    if (parts[i].matches((*expected)[i])) continue;
+    throw PipeliningShapeError(concat("tensor ", i, " of ", name(), " is ", text_of(parts[i].meta()), ", expected ",
+                                      text_of((*expected)[i]), " as in the step whose shapes are cached.", kHint));
   }
 }
 
@@ -57,7 +59,7 @@ SendQueue::SendQueue(ControlChannel& control, DataBackends backends, Step& step)
 
 SendQueue::~SendQueue() {
   stop();
-  under_way_.clear();
+  in_flight_.clear();
 }
 
 void SendQueue::stop() {
@@ -71,20 +73,20 @@ void SendQueue::stop() {
 
 void SendQueue::begin_step() {
   for (auto& [key, channel] : channels_) {
-    channel.headers = step_.at_begin();
-    channel.learnt.begin_step();
+    channel.headers = step_.initial_headers();
+    channel.shapes.begin_step();
   }
   headers_sent_ = false;
 }
 
 SendQueue::Channel& SendQueue::channel_of(int to, Tag tag) {
   const auto [found, is_new] = channels_.try_emplace({to, tag.channel});
-  if (is_new) found->second.headers = step_.at_begin();
+  if (is_new) found->second.headers = step_.initial_headers();
   return found->second;
 }
 
-void SendQueue::open(Channel& channel, int to, Tag tag) {
-  channel.headers = step_.changed || channel.learnt.empty() ? Headers::On : Headers::Off;
+void SendQueue::send_opening(Channel& channel, int to, Tag tag) {
+  channel.headers = step_.changed || channel.shapes.empty() ? Headers::On : Headers::Off;
   start(to, tag, MessageKind::Opening, std::string(1, static_cast<char>(channel.headers)));
 }
 
@@ -92,8 +94,8 @@ void SendQueue::send(int to, Tag tag, const Message& message, Deadline deadline)
   control_.throw_if_aborted();
   const std::vector<Packed> parts = packed(message);
   Channel& channel = channel_of(to, tag);
-  if (channel.headers == Headers::Unknown) open(channel, to, tag);
-  const Metas* expected = channel.learnt.next(tag.number);
+  if (channel.headers == Headers::Unknown) send_opening(channel, to, tag);
+  const Metas* expected = channel.shapes.next(tag.number);
   if (channel.headers == Headers::On) {
     send_with_header(channel, parts, expected, to, tag);
   } else {
@@ -101,26 +103,23 @@ void SendQueue::send(int to, Tag tag, const Message& message, Deadline deadline)
     send_parts(parts, to, tag, MessageKind::Data);
   }
 
-  MonitorLock lock(monitor_);
-  if (is_much()) monitor_.notify_all();
-  // With headers, data is taken when the message is and not when its receive is posted: two ranks could wait for one
-  // another here, where the schedule says that they cannot.
-  const auto is_too_much = [this] {
-    return !under_way_.empty() && (under_way_.size() > kManySends || bytes_under_way_ > kManyBytes);
-  };
-  while (!headers_sent_ && is_too_much()) wait_here_for_oldest(lock, deadline);
+  const MonitorLock lock(monitor_);
+  if (needs_reaping()) monitor_.notify_all();
+  // With headers, the receiver posts receives of the data when it receives the message, not when it posts it.
+  // Backpressure could then deadlock two ranks that the verified schedule keeps free of deadlock.
+  while (!headers_sent_ && is_over_limit()) wait_for_oldest_on_rank_thread(deadline);
 }
 
 void SendQueue::send_with_header(Channel& channel, const std::vector<Packed>& parts, const Metas* expected, int to,
                                  Tag tag) {
   headers_sent_ = true;
   if (expected != nullptr) {
-    // For the receives that are posted already.
-    std::vector<Packed> anything;
+    // The receiver has posted receives of the cached shapes.
+    std::vector<Packed> filler;
     for (const std::optional<TensorMeta>& meta : *expected) {
-      anything.emplace_back(meta ? at::empty(meta->shape, meta->dtype) : at::Tensor());
+      filler.emplace_back(meta ? at::empty(meta->shape, meta->dtype) : at::Tensor());
     }
-    send_parts(anything, to, tag, MessageKind::Data);
+    send_parts(filler, to, tag, MessageKind::Data);
   }
   Metas metas;
   for (const Packed& part : parts) metas.push_back(part.meta());
@@ -128,18 +127,18 @@ void SendQueue::send_with_header(Channel& channel, const std::vector<Packed>& pa
   start(to, tag, MessageKind::Header, header.first);
   if (!header.rest.empty()) start(to, tag, MessageKind::FreshData, header.rest);
   send_parts(parts, to, tag, MessageKind::FreshData);
-  if (step_.learns()) channel.learnt.add(tag.number, std::move(metas));
+  if (step_.caches_shapes()) channel.shapes.add(tag.number, std::move(metas));
 }
 
 void SendQueue::send_parts(const std::vector<Packed>& parts, int to, Tag tag, MessageKind kind) {
-  bool empty = true;
+  bool is_empty = true;
   for (const Packed& part : parts) {
     if (!part.tensor.defined() || part.tensor.numel() == 0) continue;
     start(to, tag, kind, bytes_of(part.tensor));
-    empty = false;
+    is_empty = false;
   }
-  // Something has to come.
-  if (empty) start(to, tag, kind, std::string(1, '\0'));
+  // The receiver expects at least one send, so send a single byte.
+  if (is_empty) start(to, tag, kind, std::string(1, '\0'));
 }
 
 void SendQueue::start(int to, Tag tag, MessageKind kind, const std::string& bytes) {
@@ -159,65 +158,67 @@ void SendQueue::start(int to, Tag tag, MessageKind kind, const at::Tensor& bytes
     control_.throw_connection_lost(to, error);
   }
   const MonitorLock lock(monitor_);
-  under_way_.push_back({.to = to, .bytes = bytes.nbytes(), .work = std::move(work)});
-  bytes_under_way_ += bytes.nbytes();
+  in_flight_.push_back({.to = to, .bytes = bytes.nbytes(), .work = std::move(work)});
+  bytes_in_flight_ += bytes.nbytes();
 }
 
-bool SendQueue::is_much() const {
-  return under_way_.size() > kReapSends || bytes_under_way_ > kReapBytes;
+bool SendQueue::needs_reaping() const {
+  return in_flight_.size() > kReapSends || bytes_in_flight_ > kReapBytes;
 }
 
-void SendQueue::wait_for_oldest(MonitorLock& lock, Deadline deadline) {
-  const Sent oldest = std::move(under_way_.front());
-  under_way_.pop_front();
+bool SendQueue::is_over_limit() const {
+  return !in_flight_.empty() && (in_flight_.size() > kMostSends || bytes_in_flight_ > kMostBytes);
+}
+
+void SendQueue::wait_for_oldest(Deadline deadline) {
+  const Sent oldest = std::move(in_flight_.front());
+  in_flight_.pop_front();
   ++waited_for_;
-  lock.unlock();
-  const auto end = [&](bool taken) {
-    lock.lock();
-    --waited_for_;
-    if (taken) {
-      bytes_under_way_ -= oldest.bytes;
-    } else {
-      under_way_.push_front(oldest);
-    }
-    monitor_.notify_all();
-  };
+  monitor_.unlock();
+  std::exception_ptr error;
   try {
-    control_.wait(*oldest.work, deadline, oldest.to, "no receive was posted on rank " + std::to_string(oldest.to));
+    control_.wait(*oldest.work, deadline, oldest.to, concat("no receive was posted on rank ", oldest.to));
   } catch (...) {
-    end(false);
-    throw;
+    error = std::current_exception();
   }
-  end(true);
+  monitor_.lock();
+  --waited_for_;
+  if (error) {
+    in_flight_.push_front(oldest);
+  } else {
+    bytes_in_flight_ -= oldest.bytes;
+  }
+  monitor_.notify_all();
+  if (error) std::rethrow_exception(error);
 }
 
-void SendQueue::wait_here_for_oldest(MonitorLock& lock, Deadline deadline) {
-  step_.waiting_for.store(under_way_.front().to, std::memory_order_relaxed);
-  wait_for_oldest(lock, deadline);
+void SendQueue::wait_for_oldest_on_rank_thread(Deadline deadline) {
+  step_.waiting_for.store(in_flight_.front().to, std::memory_order_relaxed);
+  wait_for_oldest(deadline);
   step_.waiting_for.store(TransportError::kNoPeer, std::memory_order_relaxed);
 }
 
 void SendQueue::drain(Deadline deadline) {
   control_.throw_if_aborted();
-  MonitorLock lock(monitor_);
-  while (!under_way_.empty()) wait_here_for_oldest(lock, deadline);
-  // The one that the reaper has.
-  const WaitResult waited = monitor_.wait(deadline, [this] { return waited_for_ == 0; });
-  // It gives it back when it fails.
-  while (!under_way_.empty()) wait_here_for_oldest(lock, deadline);
-  if (waited == WaitResult::Timeout) {
+  const MonitorLock lock(monitor_);
+  while (!in_flight_.empty()) wait_for_oldest_on_rank_thread(deadline);
+  // The reaper may be waiting for one more send, and puts it back if its wait fails.
+  const WaitResult result = monitor_.wait(deadline, [this]() PENSTOCK_REQUIRES(monitor_) { return waited_for_ == 0; });
+  while (!in_flight_.empty()) wait_for_oldest_on_rank_thread(deadline);
+  if (result == WaitResult::Timeout) {
     throw TransportError(TransportError::Why::Timeout, TransportError::kNoPeer,
-                         "not all that was sent was taken within the deadline");
+                         "not all messages were received within the deadline");
   }
 }
 
 void SendQueue::reap() {
-  MonitorLock lock(monitor_);
+  const MonitorLock lock(monitor_);
   for (;;) {
-    monitor_.wait(Deadline::max(), [this] { return ending_ || (is_much() && !under_way_.empty()); });
+    monitor_.wait(Deadline::max(),
+                  [this]() PENSTOCK_REQUIRES(monitor_) { return ending_ || (needs_reaping() && !in_flight_.empty()); });
     if (ending_) return;
     try {
-      wait_for_oldest(lock, Deadline::max());
+      wait_for_oldest(Deadline::max());
     } catch (const TransportError&) {
       return;
     }

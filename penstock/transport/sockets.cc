@@ -18,20 +18,22 @@
 #include <system_error>
 #include <thread>
 
+#include "penstock/base/text.h"
+
 namespace penstock::internal {
 namespace {
 
 constexpr int kBacklog = 1024;
-constexpr Clock::duration kBetweenAttempts = std::chrono::milliseconds(20);
-constexpr Clock::duration kBetweenLooks = std::chrono::milliseconds(50);
-constexpr Clock::duration kConnecting = std::chrono::seconds(2);
+constexpr Clock::duration kRetryInterval = std::chrono::milliseconds(20);
+constexpr Clock::duration kPollInterval = std::chrono::milliseconds(50);
+constexpr Clock::duration kConnectTimeout = std::chrono::seconds(2);
 
 struct FreeAddresses {
   void operator()(addrinfo* list) const { freeaddrinfo(list); }
 };
 using Addresses = std::unique_ptr<addrinfo, FreeAddresses>;
 
-// All that a name stands for; `why` is set when there is nothing.
+// Returns the addresses of a host name. If there are none, sets `why`.
 Addresses resolve(const std::string& address, int port, int kind, std::string& why) {
   addrinfo hints{};
   hints.ai_family = AF_UNSPEC;
@@ -54,17 +56,17 @@ std::chrono::milliseconds until(Deadline deadline) {
 
 using OnWaiting = std::function<void(const std::string& why)>;
 
-// Returns why a connection cannot be made, or nothing when it is there. An address that does not answer has a while, so
-// that other addresses of the same name are tried in time.
+// Returns why no connection can be made, or an empty text if there is one. Gives up after kConnectTimeout, so that
+// other addresses of the same name are tried before the deadline.
 std::string try_to_connect(const Descriptor& socket, const addrinfo& address, Deadline deadline,
                            const OnWaiting& on_waiting) {
   if (!socket.is_open()) return system_reason(errno);
   if (::connect(socket.number(), address.ai_addr, address.ai_addrlen) == 0) return "";
   if (errno != EINPROGRESS) return system_reason(errno);
-  const Deadline end = std::min<Deadline>(deadline, Clock::now() + kConnecting);
+  const Deadline end = std::min<Deadline>(deadline, Clock::now() + kConnectTimeout);
   pollfd waiting{.fd = socket.number(), .events = POLLOUT, .revents = 0};
   for (;;) {
-    const Deadline look = std::min<Deadline>(end, Clock::now() + kBetweenLooks);
+    const Deadline look = std::min<Deadline>(end, Clock::now() + kPollInterval);
     if (::poll(&waiting, 1, static_cast<int>(until(look).count())) > 0) break;
     if (Clock::now() >= end) return system_reason(ETIMEDOUT);
     on_waiting(system_reason(ETIMEDOUT));
@@ -81,9 +83,9 @@ void read_answer(const Descriptor& socket, std::size_t size, Deadline deadline, 
   std::array<char, 64> buffer{};
   while (answer.bytes.size() < size) {
     pollfd waiting{.fd = socket.number(), .events = POLLIN, .revents = 0};
-    const Deadline look = std::min<Deadline>(deadline, Clock::now() + kBetweenLooks);
+    const Deadline look = std::min<Deadline>(deadline, Clock::now() + kPollInterval);
     if (::poll(&waiting, 1, static_cast<int>(until(look).count())) <= 0) {
-      answer.why = "it accepts connections and says nothing";
+      answer.why = "it accepts connections and does not answer";
       if (Clock::now() >= deadline) return;
       on_waiting(answer.why);
       continue;
@@ -111,14 +113,15 @@ void Descriptor::reset(int number) {
 
 Descriptor listen_on(const std::string& address, int port) {
   std::string why;
-  const Addresses all = resolve(address, port, SOCK_STREAM, why);
-  for (const addrinfo* one = all.get(); one != nullptr; one = one->ai_next) {
-    Descriptor socket = socket_for(*one);
+  const Addresses addresses = resolve(address, port, SOCK_STREAM, why);
+  for (const addrinfo* candidate = addresses.get(); candidate != nullptr; candidate = candidate->ai_next) {
+    Descriptor socket = socket_for(*candidate);
     if (socket.is_open()) {
-      // A port whose last connections are only just over can be had again.
+      // Allows a port whose last connections are in TIME_WAIT.
       const int yes = 1;
       ::setsockopt(socket.number(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
-      if (::bind(socket.number(), one->ai_addr, one->ai_addrlen) == 0 && ::listen(socket.number(), kBacklog) == 0) {
+      if (::bind(socket.number(), candidate->ai_addr, candidate->ai_addrlen) == 0 &&
+          ::listen(socket.number(), kBacklog) == 0) {
         return socket;
       }
     }
@@ -127,7 +130,7 @@ Descriptor listen_on(const std::string& address, int port) {
   throw std::runtime_error(why);
 }
 
-std::optional<int> own_port(int socket) {
+std::optional<int> local_port(int socket) {
   sockaddr_storage address{};
   socklen_t size = sizeof address;
   if (::getsockname(socket, reinterpret_cast<sockaddr*>(&address), &size) != 0) return std::nullopt;
@@ -137,7 +140,7 @@ std::optional<int> own_port(int socket) {
 }
 
 int port_of(const Descriptor& socket) {
-  const std::optional<int> port = own_port(socket.number());
+  const std::optional<int> port = local_port(socket.number());
   if (!port) throw std::runtime_error(system_reason(errno));
   return *port;
 }
@@ -154,50 +157,49 @@ void require_descriptors(int count) {
   const bool are_none_left =
       error == std::errc::too_many_files_open || error == std::errc::too_many_files_open_in_system;
   if (error && !are_none_left) return;
-  // One of those is the iterator's own.
+  // One of the descriptors belongs to the iterator.
   const std::int64_t left = are_none_left ? 0 : static_cast<std::int64_t>(limit.rlim_cur) - (open - 1);
   if (left >= count) return;
-  throw std::runtime_error("connections need " + std::to_string(count) + " file descriptors, and of " +
-                           std::to_string(limit.rlim_cur) + " this process has " +
-                           std::to_string(std::max<std::int64_t>(left, 0)) +
-                           " left.\n  Hint: `ulimit -n N` allows more.");
+  throw std::runtime_error(concat("connections need ", count, " file descriptors, and of ", limit.rlim_cur,
+                                  " this process has ", std::max<std::int64_t>(left, 0),
+                                  " left.\n  Hint: `ulimit -n N` allows more."));
 }
 
-Answer ask(const std::string& address, int port, const std::string& question, std::size_t size, Deadline deadline,
+Answer ask(const std::string& address, int port, const std::string& request, std::size_t size, Deadline deadline,
            const std::function<void(const std::string& why)>& on_waiting) {
   Answer answer;
   for (;;) {
-    const Addresses all = resolve(address, port, SOCK_STREAM, answer.why);
-    for (const addrinfo* one = all.get(); one != nullptr; one = one->ai_next) {
-      const Descriptor socket = socket_for(*one);
-      answer.why = try_to_connect(socket, *one, deadline, on_waiting);
+    const Addresses addresses = resolve(address, port, SOCK_STREAM, answer.why);
+    for (const addrinfo* candidate = addresses.get(); candidate != nullptr; candidate = candidate->ai_next) {
+      const Descriptor socket = socket_for(*candidate);
+      answer.why = try_to_connect(socket, *candidate, deadline, on_waiting);
       if (!answer.why.empty()) continue;
       answer.connected = true;
-      // The few bytes of a question fit into the buffer of a new connection.
-      ::send(socket.number(), question.data(), question.size(), MSG_NOSIGNAL);
+      // A short request fits into the buffer of a new connection, so this does not block.
+      ::send(socket.number(), request.data(), request.size(), MSG_NOSIGNAL);
       read_answer(socket, size, deadline, answer, on_waiting);
       if (!answer.bytes.empty()) return answer;
     }
-    if (Clock::now() + kBetweenAttempts >= deadline) return answer;
+    if (Clock::now() + kRetryInterval >= deadline) return answer;
     on_waiting(answer.why);
-    std::this_thread::sleep_for(kBetweenAttempts);
+    std::this_thread::sleep_for(kRetryInterval);
   }
 }
 
 std::string address_towards(const std::string& address, int port) {
   std::string why;
-  const Addresses all = resolve(address, port, SOCK_DGRAM, why);
-  for (const addrinfo* one = all.get(); one != nullptr; one = one->ai_next) {
-    // Nothing is sent: a socket of this kind only looks up the way when it is connected.
-    const Descriptor socket = socket_for(*one);
-    sockaddr_storage own{};
-    socklen_t size = sizeof own;
-    if (!socket.is_open() || ::connect(socket.number(), one->ai_addr, one->ai_addrlen) != 0 ||
-        ::getsockname(socket.number(), reinterpret_cast<sockaddr*>(&own), &size) != 0) {
+  const Addresses addresses = resolve(address, port, SOCK_DGRAM, why);
+  for (const addrinfo* candidate = addresses.get(); candidate != nullptr; candidate = candidate->ai_next) {
+    // Nothing is sent: connecting a datagram socket only looks up the route.
+    const Descriptor socket = socket_for(*candidate);
+    sockaddr_storage local{};
+    socklen_t size = sizeof local;
+    if (!socket.is_open() || ::connect(socket.number(), candidate->ai_addr, candidate->ai_addrlen) != 0 ||
+        ::getsockname(socket.number(), reinterpret_cast<sockaddr*>(&local), &size) != 0) {
       continue;
     }
     std::array<char, NI_MAXHOST> text{};
-    if (::getnameinfo(reinterpret_cast<const sockaddr*>(&own), size, text.data(), text.size(), nullptr, 0,
+    if (::getnameinfo(reinterpret_cast<const sockaddr*>(&local), size, text.data(), text.size(), nullptr, 0,
                       NI_NUMERICHOST) == 0) {
       return text.data();
     }

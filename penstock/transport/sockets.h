@@ -1,4 +1,4 @@
-// The few things that we do with sockets ourselves: everything else is c10d's.
+// The few socket operations that c10d does not provide.
 #pragma once
 
 #include <cstddef>
@@ -13,10 +13,10 @@ namespace penstock::internal {
 
 inline constexpr const char* kLoopback = "127.0.0.1";
 
-// What the system says of an errno.
+// Returns the system's message for an errno.
 std::string system_reason(int error);
 
-// A file descriptor that is closed when this ends.
+// Owns a file descriptor, and closes it in its destructor.
 class Descriptor {
  public:
   explicit Descriptor(int number = -1) : number_(number) {}
@@ -38,31 +38,31 @@ class Descriptor {
   int number_;
 };
 
-// A socket that listens on this address alone, which is not inherited by programs that are started. Port 0 is any that
-// is free. Throws std::runtime_error with the system's reason.
+// Returns a socket that listens on this address only, and is closed on exec. Port 0 stands for any free port. Throws
+// std::runtime_error with the system's reason.
 Descriptor listen_on(const std::string& address, int port);
 int port_of(const Descriptor& socket);
-// Returns the port of the own end of a TCP socket; none for anything else.
-std::optional<int> own_port(int socket);
+// Returns the local port of a TCP socket; nullopt for other descriptors.
+std::optional<int> local_port(int socket);
 
-// Throws std::runtime_error unless this process may open so many more descriptors.
+// Throws std::runtime_error unless this process may open `count` more descriptors.
 void require_descriptors(int count);
 
-// What came back for a question, and why it is not more.
+// The answer to a request, and why it is incomplete.
 struct Answer {
   std::string bytes;
-  // Somebody listened there.
+  // True if a program has accepted a connection.
   bool connected = false;
-  // What the last attempt failed with.
+  // Why the last attempt failed.
   std::string why;
 };
-// Connects, sends the question and waits for `size` bytes. Tries again until the deadline while nobody listens there, or
-// the connection is closed without an answer; any answer ends it. Calls `on_waiting` with the reason between attempts and
-// while it waits.
-Answer ask(const std::string& address, int port, const std::string& question, std::size_t size, Deadline deadline,
+// Connects, sends the request and waits for an answer of `size` bytes. Tries again until the deadline while nothing
+// listens there, or if the connection is closed without an answer. Calls `on_waiting` with the reason between attempts
+// and while it waits.
+Answer ask(const std::string& address, int port, const std::string& request, std::size_t size, Deadline deadline,
            const std::function<void(const std::string& why)>& on_waiting);
 
-// This machine's address on the way there; empty when there is no way.
+// Returns the local address of the route to this address; empty if there is no route.
 std::string address_towards(const std::string& address, int port);
 
 }  // namespace penstock::internal

@@ -1,4 +1,4 @@
-// Starts a thread, or says why there is none.
+// Starts a thread, with a helpful error if the system does not allow one more.
 #pragma once
 
 #include <stdexcept>
@@ -9,8 +9,8 @@
 
 namespace penstock::internal {
 
-// Throws std::runtime_error when the system does not allow one more. Who calls this in a constructor joins the threads that
-// it has started before the error goes on.
+// Throws std::runtime_error if the system does not allow one more thread. A constructor that starts several threads has
+// to join those that it has started before it rethrows the error.
 template <class Act>
 std::thread start_thread(Act&& act) {
   try {

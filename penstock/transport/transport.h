@@ -1,5 +1,5 @@
-// Point-to-point messages and collectives between ranks. A Transport is one rank's endpoint. Every wait has a deadline, and a
-// rank that fails ends the waits of all ranks.
+// Point-to-point messages and collectives between ranks. A Transport is one rank's endpoint. Every wait has a deadline,
+// and a rank that fails ends the waits of all ranks.
 //
 //   transport.post_receive(/*from=*/0, tag);                 // rank 1
 //   transport.send(/*to=*/1, tag, {activation}, deadline);   // rank 0
@@ -22,8 +22,8 @@
 
 namespace penstock {
 
-// Identifies a message between two ranks: the channel that it is sent through, and its number in the channel. Process ranks
-// accept both up to 32767, thread ranks up to 16777215; they throw std::invalid_argument for larger ones.
+// Identifies a message between two ranks: the channel that it is sent through, and its number in the channel. Process
+// ranks accept both up to 32767, thread ranks up to 16777215; they throw std::invalid_argument for larger ones.
 struct Tag {
   std::uint32_t channel = 0;
   std::uint32_t number = 0;
@@ -83,11 +83,11 @@ class Work {
   virtual void wait(Deadline deadline) = 0;
 };
 
-// A process group: ranks that take part in collectives together. All members call the same collectives in the same order,
-// with tensors of equal sizes and dtypes; each call returns at once. One thread uses a member at a time.
+// A process group: ranks that take part in collectives together. All members call the same collectives in the same
+// order, with tensors of equal sizes and dtypes; each call returns at once. One thread uses a member at a time.
 //
-// Thread ranks sum in the order of members, so that results are reproducible. Process ranks do so for small tensors, and
-// let the backend choose the order otherwise.
+// Thread ranks sum in the order of members, so that results are reproducible. Process ranks do so for small tensors,
+// and let the backend choose the order otherwise.
 class Group {
  public:
   virtual ~Group() = default;
@@ -119,19 +119,19 @@ class Transport {
 
   // Begins a step. Either all ranks call it for a step, or none. All receives that were posted have completed.
   //
-  // Process ranks send shapes only in the first step and after a change: later messages are expected to have the shapes of
-  // the previous step. They send shapes again when the signature of any rank differs from that of its previous step. The
-  // signature hashes what this rank knows of the step's sizes: shapes of its inputs, number of microbatches, and whether
-  // there are backwards.
+  // Process ranks send shapes only in the first step and after a change: later messages are expected to have the shapes
+  // of the previous step. They send shapes again when the signature of any rank differs from that of its previous step.
+  // The signature hashes what this rank knows of the step's sizes: shapes of its inputs, number of microbatches, and
+  // whether there are backwards.
   virtual void begin_step(std::uint64_t signature) = 0;
   // Ends a step: blocks until all messages that were sent have been received. Throws TransportError.
   virtual void end_step(Deadline deadline) = 0;
 
   // Announces that a message will be received. Does not block.
   virtual void post_receive(int from, Tag tag) = 0;
-  // Sends a message, including each tensor's requires_grad. May block until the receive is posted. The tensors belong to the
-  // receiver afterwards, and the sender must not access them. Throws TransportError; process ranks throw UnsendableTensor
-  // before anything is sent.
+  // Sends a message, including each tensor's requires_grad. May block until the receive is posted. The tensors belong
+  // to the receiver afterwards, and the sender must not access them. Throws TransportError; process ranks throw
+  // UnsendableTensor before anything is sent.
   virtual void send(int to, Tag tag, Message message, Deadline deadline) = 0;
   // Blocks until the message has arrived, and returns it. Throws TransportError.
   virtual Message receive(int from, Tag tag, Deadline deadline) = 0;
@@ -139,19 +139,21 @@ class Transport {
   // Returns the rank that a call waits for now, or that the last one failed to wait for; kNoPeer otherwise.
   virtual int waiting_for() const = 0;
 
-  // Creates a group of these ranks, with this rank among them; the list gives the order of members. All members call it, and
-  // groups that share a rank are created in the same order on all of them.
+  // Creates a group of these ranks, with this rank among them; the list gives the order of members. All members call
+  // it, and groups that share a rank are created in the same order on all of them.
   virtual std::shared_ptr<Group> group(const std::vector<int>& ranks) = 0;
 
-  // Ends all current and future waits on all ranks with TransportError and this reason. Only the first call has an effect.
+  // Ends all current and future waits on all ranks with TransportError and this reason. Only the first call has an
+  // effect.
   virtual void abort(const std::string& why) noexcept = 0;
-  // Sets the function that describes this rank's state when the transport is aborted or a peer is lost; nullptr removes it.
-  // It is called by whichever thread detects the failure, possibly while the rank computes. Call this while no step runs.
+  // Sets the function that describes this rank's state when the transport is aborted or a peer is lost; nullptr removes
+  // it. It is called by whichever thread detects the failure, possibly while the rank computes. Call this while no step
+  // runs.
   virtual void on_abort(std::function<std::string()> report) = 0;
   // Time that a rank which has failed gives the others to send their reports.
   static constexpr Clock::duration kReportTime = std::chrono::milliseconds(500);
-  // Returns the reports of all ranks after an abort, by rank. A report is nullopt if it has not arrived by the deadline, and
-  // empty if the rank had none.
+  // Returns the reports of all ranks after an abort, by rank. A report is nullopt if it has not arrived by the
+  // deadline, and empty if the rank had none.
   virtual std::vector<std::optional<std::string>> reports(Deadline deadline) = 0;
 };
 

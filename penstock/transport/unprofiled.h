@@ -1,16 +1,16 @@
-// Begins work of c10d without a range in libtorch's profiler. A c10d::Work opens its range on the thread that begins it and
-// closes it when it completes. Receives of the control channel complete after the profile has ended, or never: the range
-// would be closed in memory that the profiler has freed.
+// Starts a c10d::Work without a range in libtorch's profiler. A Work opens its range on the thread that starts it and
+// closes the range when it completes. Receives of the control channel complete after the profile has ended, or never:
+// the range would be closed in memory that the profiler has freed.
 #pragma once
 
 #include <ATen/record_function.h>
 
 namespace penstock::internal {
 
-template <class Begin>
-auto unprofiled(const Begin& begin) {
+template <class Start>
+auto unprofiled(const Start& start) {
   const at::DisableRecordFunctionGuard guard;
-  return begin();
+  return start();
 }
 
 }  // namespace penstock::internal

@@ -10,23 +10,26 @@
 #include <stdexcept>
 #include <utility>
 
+#include "penstock/base/text.h"
 #include "penstock/tensor/nested.h"
 
 namespace penstock::internal {
 namespace {
 
-// c10d takes 31 bits: 14 of the channel without the bit that chooses the group, 15 of the number, 2 of the kind.
-constexpr std::uint32_t kChannels = 1U << 15U;
-constexpr std::uint32_t kNumbers = 1U << 15U;
+// A c10d tag has 31 bits: 14 for the channel without its lowest bit, which selects the process group, 15 for the number
+// and 2 for the kind.
+constexpr std::uint32_t kLargest = (1U << 15U) - 1;
 
 }  // namespace
 
+void require_tag_within(Tag tag, std::uint32_t limit) {
+  if (tag.channel <= limit && tag.number <= limit) return;
+  throw std::invalid_argument(concat("a message has number ", tag.number, " in channel ", tag.channel,
+                                     "; numbers and channels go from 0 to ", limit, "."));
+}
+
 int wire_tag(Tag tag, MessageKind kind) {
-  if (tag.channel >= kChannels || tag.number >= kNumbers) {
-    throw std::invalid_argument("a message has number " + std::to_string(tag.number) + " in channel " +
-                                std::to_string(tag.channel) + "; numbers and channels go from 0 to " +
-                                std::to_string(kNumbers - 1) + ".");
-  }
+  require_tag_within(tag, kLargest);
   const std::uint32_t number = kind == MessageKind::Opening ? 0 : tag.number;
   return static_cast<int>(((tag.channel / 2) << 17U) | (number << 2U) | static_cast<std::uint32_t>(kind));
 }
@@ -47,18 +50,18 @@ HeaderBytes encode_header(const Metas& metas) {
   const auto size = static_cast<std::uint32_t>(bytes.size());
   HeaderBytes header{.first = std::string(sizeof size, '\0'), .rest = {}};
   std::memcpy(header.first.data(), &size, sizeof size);
-  const std::size_t room = kHeaderBytes - sizeof size;
-  header.first += bytes.substr(0, room);
+  const std::size_t capacity = kHeaderBytes - sizeof size;
+  header.first += bytes.substr(0, capacity);
   header.first.resize(kHeaderBytes);
-  if (bytes.size() > room) header.rest = bytes.substr(room);
+  if (bytes.size() > capacity) header.rest = bytes.substr(capacity);
   return header;
 }
 
 std::size_t rest_of_header(std::string_view first) {
   std::uint32_t size = 0;
   std::memcpy(&size, first.data(), sizeof size);
-  const std::size_t room = kHeaderBytes - sizeof size;
-  return size > room ? size - room : 0;
+  const std::size_t capacity = kHeaderBytes - sizeof size;
+  return size > capacity ? size - capacity : 0;
 }
 
 Metas decode_header(std::string_view first, std::string_view rest) {
@@ -71,8 +74,8 @@ Metas decode_header(std::string_view first, std::string_view rest) {
 
 namespace {
 
-// False for wrappers of other tensors, such as those of subclasses and of functorch, and for freed parameters, whose
-// storage is smaller than their sizes say.
+// Returns false for wrappers of other tensors, such as subclasses and functorch's, and for freed parameters, whose
+// storage is smaller than their sizes require.
 bool has_memory(const at::Tensor& tensor) {
   if (tensor._is_zerotensor() || tensor.numel() == 0) return true;
   if (!tensor.unsafeGetTensorImpl()->has_storage()) return false;
@@ -82,13 +85,13 @@ bool has_memory(const at::Tensor& tensor) {
                at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize(),
                                                 static_cast<std::size_t>(tensor.storage_offset()));
   } catch (const c10::Error&) {
-    // A fake tensor's storage throws when its memory is asked for.
+    // The storage of a fake tensor throws when its memory is accessed.
     return false;
   }
 }
 
-// Returns the kind of a tensor that has no elements in the CPU's memory, and an empty text for one that has.
-std::string kind_of(const at::Tensor& tensor) {
+// Returns a description of a tensor that has no elements in CPU memory, and an empty text for one that has.
+std::string unsendable_kind(const at::Tensor& tensor) {
   if (tensor.is_nested()) return "a nested tensor";
   if (tensor.is_sparse()) return "a sparse " + describe(tensor);
   if (tensor.is_quantized()) return "a quantized " + describe(tensor);
@@ -106,7 +109,7 @@ std::string kind_of(const at::Tensor& tensor) {
 }  // namespace
 
 std::string why_unsendable(const at::Tensor& tensor) {
-  const std::string kind = tensor.defined() ? kind_of(tensor) : "";
+  const std::string kind = tensor.defined() ? unsendable_kind(tensor) : "";
   return kind.empty() ? "" : kind + "; only dense tensors in the CPU's memory can be sent between processes.";
 }
 
@@ -114,7 +117,7 @@ Packed::Packed(const at::Tensor& given) {
   if (!given.defined()) return;
   requires_grad = given.requires_grad();
   const c10::AutoGradMode no_grad(false);
-  // Zeros that autograd made without memory.
+  // Autograd represents some zero gradients by tensors without memory.
   if (given._is_zerotensor()) {
     tensor = at::zeros(given.sizes(), given.options().requires_grad(false));
     return;
@@ -128,7 +131,7 @@ std::optional<TensorMeta> Packed::meta() const {
   return TensorMeta(tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type(), at::kCPU, requires_grad);
 }
 
-bool Packed::looks_like(const std::optional<TensorMeta>& expected) const {
+bool Packed::matches(const std::optional<TensorMeta>& expected) const {
   if (!expected || !tensor.defined()) return expected.has_value() == tensor.defined();
   return tensor.sizes() == at::IntArrayRef(expected->shape) && tensor.strides() == at::IntArrayRef(expected->strides) &&
          tensor.scalar_type() == expected->dtype && requires_grad == expected->requires_grad;
@@ -136,14 +139,13 @@ bool Packed::looks_like(const std::optional<TensorMeta>& expected) const {
 
 at::Tensor bytes_of(const at::Tensor& tensor) {
   if (tensor.is_contiguous()) return tensor;
-  // Only read when it is sent, and received into when it is nobody else's.
+  // A send only reads the memory, and a receive writes only to tensors of which there is no other owner.
   void* data = const_cast<void*>(tensor.const_data_ptr());  // NOLINT(cppcoreguidelines-pro-type-const-cast)
   return at::from_blob(data, {static_cast<std::int64_t>(tensor.nbytes())}, [tensor](void*) {}, at::kByte);
 }
 
-std::string name_of(Tag tag, const char* way, int peer) {
-  return "message " + std::to_string(tag.number) + " of channel " + std::to_string(tag.channel) + " " + way + " rank " +
-         std::to_string(peer);
+std::string name_of(Tag tag, const char* direction, int peer) {
+  return concat("message ", tag.number, " of channel ", tag.channel, ' ', direction, " rank ", peer);
 }
 
 }  // namespace penstock::internal

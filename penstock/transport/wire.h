@@ -1,10 +1,11 @@
-// What goes over a connection between two ranks. A message is its tensors, one after the other, those without bytes left
-// out. How they look is told in a header ahead of them, or known from an earlier step: see begin_step in transport.h.
-// Then each channel opens a step with one small message that says which of the two it is.
+// The format of messages between two process ranks. A message is the bytes of its tensors, one send for each tensor
+// that has any. Their metadata is sent in a header before them, or known from an earlier step (see
+// Transport::begin_step). In the latter case each channel begins a step with a one-byte opening, which announces if its
+// messages have headers.
 //
-// A receiver does not wait for that: it posts receives for what it knows at once, so that a message is on its way in one
-// go when nothing has changed. When something has, the sender fills these receives with anything, as they cannot be taken
-// back, and the message follows with a header.
+// A receiver does not wait for the opening: it posts receives of the cached shapes at once, so that nothing but the
+// data is on the critical path while shapes stay the same. If they have changed, the sender fills these receives with
+// filler bytes, as a posted receive cannot be cancelled, and sends the message with a header.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,6 +16,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "penstock/tensor/metadata.h"
@@ -22,95 +24,109 @@
 
 namespace penstock::internal {
 
+// Metadata of the tensors of a message; nullopt for None.
 using Metas = std::vector<std::optional<TensorMeta>>;
 
 enum class MessageKind : std::uint8_t {
+  // Announces if the messages of a channel have headers in this step.
   Opening,
   Header,
-  // Of known sizes.
+  // Tensors, or filler, in the cached shapes.
   Data,
-  // Of sizes that a header has told, and what of a header did not fit into it.
+  // Tensors in the shapes of a header, and the rest of a header that does not fit into kHeaderBytes.
   FreshData,
 };
 
-// The number that c10d matches a send and its receive by. Throws std::invalid_argument when the tag does not fit in it.
+// Throws std::invalid_argument if the tag's channel or number is greater than `limit`.
+void require_tag_within(Tag tag, std::uint32_t limit);
+
+// Returns the number by which c10d matches a send and its receive. Throws std::invalid_argument if the tag does not
+// fit.
 int wire_tag(Tag tag, MessageKind kind);
 
-// Whether the messages of a channel have headers in this step.
+// States of a channel: its messages in this step have headers, have none, or it is not known yet.
 enum class Headers : std::uint8_t {
-  // It is said when the first message is sent, and not read yet.
+  // The channel's opening has not been sent, or not been received.
   Unknown,
   Off,
   On,
 };
 
-// What this rank knows of the step that runs.
+// State of the current step that the send and receive queues share. Used by the rank's thread, except for waiting_for.
 struct Step {
-  // 0 until begin_step is called; headers are on until then and in the first step.
+  // 0 until begin_step is called. Headers are on until then and in the first step.
   std::uint64_t number = 0;
   std::uint64_t signature = 0;
   bool dynamic_shapes = false;
-  // This rank's sizes are others than in the step before, or it was told that somebody's are.
+  // This rank's signature differs from that of the previous step, or a peer's opening has announced that its signature
+  // does.
   bool changed = false;
-  // The rank that it waits for, or -1.
-  std::atomic<int> waiting_for = -1;
+  // The rank that this one waits for, or kNoPeer. Read by any thread.
+  std::atomic<int> waiting_for = TransportError::kNoPeer;
 
-  Headers at_begin() const { return dynamic_shapes || number <= 1 ? Headers::On : Headers::Unknown; }
-  // Whether there is anything to learn for.
-  bool learns() const { return !dynamic_shapes && number > 0; }
+  // Returns the state of a channel when the step begins.
+  Headers initial_headers() const { return dynamic_shapes || number <= 1 ? Headers::On : Headers::Unknown; }
+  // Returns true if shapes are cached for later steps.
+  bool caches_shapes() const { return !dynamic_shapes && number > 0; }
 };
 
-// How the messages of one channel looked in its last step with headers: by their number, and as there may be several of
-// one number, in their order. Sender and receiver learn the same, and use it in the next step.
+// Metadata of the messages of one channel in its last step with headers, by message number. Several messages of one
+// number are kept in their order. Sender and receiver fill their caches alike, and use them from the next step on.
 class ShapeCache {
  public:
   bool empty() const { return metas_.empty(); }
+  // Adds the metadata of a message of this step.
   void add(std::uint32_t number, Metas metas) { fresh_[number].push_back(std::move(metas)); }
+  // Replaces the cache by what was added in the previous step, if anything was.
   void begin_step();
-  // The next one of this number in this step, or nullptr.
+  // Returns the metadata that the next message of this number is expected to have in this step; nullptr if unknown. The
+  // pointer is valid until begin_step().
   const Metas* next(std::uint32_t number);
 
  private:
   using ByNumber = std::map<std::uint32_t, std::vector<Metas>>;
   ByNumber metas_;
   ByNumber fresh_;
+  // Number of messages of this step that next() has returned.
   std::map<std::uint32_t, std::size_t> next_;
 };
 
-// A header has a fixed size and what does not fit follows in a second one.
+// Size of a header's first part. It is fixed, as the receive is posted before the header's size is known; what does not
+// fit is sent in a second part.
 inline constexpr std::size_t kHeaderBytes = 256;
 struct HeaderBytes {
   std::string first;
-  // Empty most often.
+  // Empty for most messages.
   std::string rest;
 };
 HeaderBytes encode_header(const Metas& metas);
-// How many bytes follow the first part.
+// Returns the size of the second part, 0 if there is none.
 std::size_t rest_of_header(std::string_view first);
 Metas decode_header(std::string_view first, std::string_view rest);
 
-// Says what a tensor is that cannot be sent as bytes, and what can be; empty for one that can. Only dense tensors with
-// elements in the CPU's memory can: no tensors of subclasses, wrappers, sparse, nested or opaque ones.
+// Returns why a tensor cannot be sent as bytes, and what can be sent; empty if it can. Only dense tensors with elements
+// in CPU memory can: no tensor subclasses, wrappers, sparse, nested or opaque tensors.
 std::string why_unsendable(const at::Tensor& tensor);
 
-// A tensor as it is sent: its elements without gaps, in the order that they have in memory, so that a transposed one
-// arrives transposed. The tensor can be sent.
+// A tensor in the form in which it is sent: its elements without gaps, in the order of memory, so that a transposed
+// tensor arrives transposed.
 struct Packed {
+  // Requires a tensor that can be sent. Copies it only if it has gaps.
   explicit Packed(const at::Tensor& given);
 
   std::optional<TensorMeta> meta() const;
-  // The same as meta() == expected, without making one.
-  bool looks_like(const std::optional<TensorMeta>& expected) const;
+  // Returns meta() == expected, without the cost of building one.
+  bool matches(const std::optional<TensorMeta>& expected) const;
 
   // Undefined for None.
   at::Tensor tensor;
   bool requires_grad = false;
 };
 
-// The bytes of a tensor without gaps, in the same memory.
+// Returns the bytes of a tensor without gaps, in the same memory.
 at::Tensor bytes_of(const at::Tensor& tensor);
 
-// "message 3 of channel 4 to rank 1"
-std::string name_of(Tag tag, const char* way, int peer);
+// Returns a name for errors: "message 3 of channel 4 to rank 1". `direction` is "to" or "from".
+std::string name_of(Tag tag, const char* direction, int peer);
 
 }  // namespace penstock::internal

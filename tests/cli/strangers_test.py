@@ -99,7 +99,7 @@ class OtherJobs(Strangers):
         port = free_port()
         first = self.rank(0, port, "--timeout", 8)
         self.end_of(self.rank(1, port, token="theirs"), 2)
-        self.assertIn("rank 1 of 2 has not connected within 8 s.\n  a process with another job token has come as rank 1.\n",
+        self.assertIn("rank 1 of 2 has not connected within 8 s.\n  a process with another job token was refused as rank 1.\n",
                       self.end_of(first, 2))
 
     def test_two_jobs_on_one_port_do_not_mix(self):

@@ -79,7 +79,7 @@ def main(penstock, python):
         assert took < 4 * TIMEOUT, f"it took {took:.1f} s until all had noticed"
         for rank, text in enumerate(texts):
             # In a step; or between two of them, where each rank says what it knows itself.
-            known = re.search("no message came|no receive was posted|not all ranks of a group have come|rank [0-9] has failed", text)
+            known = re.search("no message came|no receive was posted|not all ranks of a group have arrived|rank [0-9] has failed", text)
             missing = range(4, 6) if rank < 4 else range(4)
             names_one = any(f"rank {one}: did not answer" in text for one in missing)
             assert text.startswith("penstock: rank ") and known and names_one, f"rank {rank} said:\n{text}"

@@ -30,7 +30,7 @@ class Lifetime : public ::testing::TestWithParam<const char*> {
                         .ranks = carrier == "gloo" ? 2 : 1,
                         // Freed memory is filled, so that a write into it is seen.
                         .environment = {{"MALLOC_PERTURB_", "165"}},
-                        .grace = std::chrono::seconds(30)});
+                        .grace_period = std::chrono::seconds(30)});
     for (const ProcessEnd& end : ranks.wait(Clock::now() + std::chrono::seconds(120))) {
       EXPECT_EQ(to_string(end), "exited with 0");
     }

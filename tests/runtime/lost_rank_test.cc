@@ -51,7 +51,7 @@ TEST(LostRank, IsNoticedByAllOthersWhateverItWasDoing) {
                         .ranks = kRanks,
                         .environment = {},
                         // The others end by themselves; one that is stopped does not.
-                        .grace = std::chrono::seconds(4)});
+                        .grace_period = std::chrono::seconds(4)});
     const std::vector<ProcessEnd> ends = ranks.wait(Clock::now() + std::chrono::seconds(60));
     for (int rank = 0; rank < kRanks; ++rank) {
       const ProcessEnd& end = ends[static_cast<std::size_t>(rank)];

@@ -1,4 +1,4 @@
-// What holds between processes alone: shapes that are learnt, memory that is used again, connections that break.
+// Properties of process ranks only: cached shapes, reused memory, lost connections.
 #include "penstock/transport/c10d.h"
 
 #include <ATen/ATen.h>
@@ -16,6 +16,8 @@
 
 #include "penstock/tensor/metadata.h"
 #include "penstock/transport/block_pool.h"
+#include "penstock/transport/gloo.h"
+#include "penstock/transport/membership.h"
 #include "penstock/transport/wire.h"
 #include "tests/tensor/values.h"
 #include "tests/transport/ranks.h"
@@ -23,18 +25,25 @@
 namespace penstock::testing {
 namespace {
 
+using internal::BlockPool;
+using internal::HeaderBytes;
+using internal::kHeaderBytes;
+using internal::MessageKind;
+using internal::Metas;
+
 constexpr Tag kTag{.channel = 4, .number = 2};
 constexpr const char* kHint =
-    "\n  Hint: with dynamic_shapes every message tells its shapes; without, they may change with the batch only.";
+    "\n  Hint: set dynamic_shapes to send shapes with every message; otherwise they may change only when the batch's "
+    "do.";
 
-TEST(BlockPool, UsesABlockAgainWhenItsTensorIsGone) {
+TEST(BlockPool, ReusesABlockWhenItsTensorIsDestroyed) {
   const auto pool = BlockPool::make();
   const void* first = nullptr;
   for (int i = 0; i < 100; ++i) {
     at::Tensor tensor = pool->empty({10, 10}, {10, 1}, at::kFloat);
     if (i == 0) first = tensor.data_ptr();
     EXPECT_EQ(tensor.data_ptr(), first);
-    // A view keeps the block.
+    // A view keeps the block in use.
     const at::Tensor view = tensor.narrow(0, 2, 3);
     tensor.reset();
     EXPECT_EQ(pool->bytes_in_use(), 448U);
@@ -53,17 +62,17 @@ TEST(BlockPool, MakesBlocksThatAreAtMostAnEighthTooLarge) {
   }
 }
 
-TEST(BlockPool, GivesBackWhatWasNotUsedForAStep) {
+TEST(BlockPool, FreesBlocksThatWereNotUsedInAStep) {
   const auto pool = BlockPool::make();
   {
     const at::Tensor large = pool->empty_bytes(1 << 20);
   }
-  pool->turn();
+  pool->begin_step();
   EXPECT_EQ(pool->bytes(), 1U << 20U);
   {
     const at::Tensor small = pool->empty_bytes(1 << 10);
   }
-  pool->turn();
+  pool->begin_step();
   EXPECT_EQ(pool->bytes(), 1U << 10U);
   pool->trim();
   EXPECT_EQ(pool->bytes(), 0U);
@@ -77,44 +86,44 @@ TEST(BlockPool, LivesAsLongAsItsTensors) {
   EXPECT_TRUE(same(at::full({5}, 3, at::kDouble), tensor));
 }
 
-TEST(Header, BringsTheMetadataOfAnyNumberOfTensors) {
+TEST(Header, CarriesTheMetadataOfAnyNumberOfTensors) {
   for (const int count : {0, 1, 30, 3000}) {
     Metas metas;
     for (int i = 0; i < count; ++i) {
       metas.push_back(i % 5 == 4 ? std::nullopt : std::optional(TensorMeta(at::zeros({i % 7, 300}))));
     }
-    const HeaderBytes header = encode_header(metas);
+    const HeaderBytes header = internal::encode_header(metas);
     EXPECT_EQ(header.first.size(), kHeaderBytes);
-    EXPECT_EQ(rest_of_header(header.first), header.rest.size());
-    EXPECT_EQ(decode_header(header.first, header.rest), metas);
+    EXPECT_EQ(internal::rest_of_header(header.first), header.rest.size());
+    EXPECT_EQ(internal::decode_header(header.first, header.rest), metas);
   }
 }
 
-TEST(WireTag, IsAnotherOneForEachMessageOfAGroup) {
+TEST(WireTag, IsUniqueForEachMessageOfAGroup) {
   std::vector<int> tags;
   for (const std::uint32_t channel : {0U, 2U, 4U, 32766U}) {
     for (const std::uint32_t number : {0U, 1U, 2U, 32767U}) {
       for (const MessageKind kind : {MessageKind::Header, MessageKind::Data, MessageKind::FreshData}) {
-        tags.push_back(wire_tag({.channel = channel, .number = number}, kind));
+        tags.push_back(internal::wire_tag({.channel = channel, .number = number}, kind));
       }
     }
-    tags.push_back(wire_tag({.channel = channel, .number = 5}, MessageKind::Opening));
+    tags.push_back(internal::wire_tag({.channel = channel, .number = 5}, MessageKind::Opening));
   }
   EXPECT_GE(*std::min_element(tags.begin(), tags.end()), 0);
   std::sort(tags.begin(), tags.end());
   EXPECT_EQ(std::adjacent_find(tags.begin(), tags.end()), tags.end());
 }
 
-TEST(WireTag, SaysHowManyMessagesThereMayBe) {
+TEST(WireTag, NamesTheLargestNumberAndChannel) {
   expect_error<std::invalid_argument>(
-      [] { wire_tag({.channel = 3, .number = 32768}, MessageKind::Data); },
+      [] { internal::wire_tag({.channel = 3, .number = 32768}, MessageKind::Data); },
       "a message has number 32768 in channel 3; numbers and channels go from 0 to 32767.");
   expect_error<std::invalid_argument>(
-      [] { wire_tag({.channel = 40000, .number = 1}, MessageKind::Data); },
+      [] { internal::wire_tag({.channel = 40000, .number = 1}, MessageKind::Data); },
       "a message has number 1 in channel 40000; numbers and channels go from 0 to 32767.");
 }
 
-// The second of two steps, which have the same signature everywhere; the sender's error.
+// Sends a message in each of two steps with the same signature, and returns the sender's error in the second.
 std::string error_of_second(const Message& first, Tag first_tag, const Message& second, Tag second_tag) {
   World world(Carrier::Gloo, 2);
   const auto send = [&](Transport& transport, const Message& message, Tag tag) {
@@ -140,32 +149,34 @@ std::string error_of_second(const Message& first, Tag first_tag, const Message& 
   return found;
 }
 
-TEST(LearntShapes, MayNotChangeUnannounced) {
+TEST(ShapeCache, RefusesShapesThatChangeWithoutANewSignature) {
   const Message expected{counting({2, 3}), at::Tensor()};
   const std::string tensor = "tensor 0 of message 2 of channel 4 to rank 1 is ";
-  const std::string was = ", and was float32[2, 3] when the shapes were learnt." + std::string(kHint);
+  const std::string expectation =
+      ", expected float32[2, 3] as in the step whose shapes are cached." + std::string(kHint);
   const auto error_of = [&](const Message& message) { return error_of_second(expected, kTag, message, kTag); };
-  EXPECT_EQ(error_of({counting({2, 4}), at::Tensor()}), tensor + "float32[2, 4]" + was);
-  EXPECT_EQ(error_of({counting({6}), at::Tensor()}), tensor + "float32[6]" + was);
-  EXPECT_EQ(error_of({counting({2, 3}, at::kInt), at::Tensor()}), tensor + "int32[2, 3]" + was);
-  EXPECT_EQ(error_of({counting({2, 3}).requires_grad_(), at::Tensor()}), tensor + "float32[2, 3], requires grad" + was);
-  EXPECT_EQ(error_of({counting({3, 2}).t(), at::Tensor()}), tensor + "float32[2, 3] with strides [1, 2]" + was);
-  EXPECT_EQ(error_of({at::Tensor(), at::Tensor()}), tensor + "None" + was);
+  EXPECT_EQ(error_of({counting({2, 4}), at::Tensor()}), tensor + "float32[2, 4]" + expectation);
+  EXPECT_EQ(error_of({counting({6}), at::Tensor()}), tensor + "float32[6]" + expectation);
+  EXPECT_EQ(error_of({counting({2, 3}, at::kInt), at::Tensor()}), tensor + "int32[2, 3]" + expectation);
+  EXPECT_EQ(error_of({counting({2, 3}).requires_grad_(), at::Tensor()}),
+            tensor + "float32[2, 3], requires grad" + expectation);
+  EXPECT_EQ(error_of({counting({3, 2}).t(), at::Tensor()}), tensor + "float32[2, 3] with strides [1, 2]" + expectation);
+  EXPECT_EQ(error_of({at::Tensor(), at::Tensor()}), tensor + "None" + expectation);
   EXPECT_EQ(error_of({counting({2, 3}), counting({1})}),
-            "tensor 1 of message 2 of channel 4 to rank 1 is float32[1], and was None when the shapes were learnt." +
+            "tensor 1 of message 2 of channel 4 to rank 1 is float32[1], expected None as in the step whose shapes are "
+            "cached." +
                 std::string(kHint));
-  EXPECT_EQ(
-      error_of({counting({2, 3})}),
-      "message 2 of channel 4 to rank 1 has 1 tensors, and had 2 when the shapes were learnt." + std::string(kHint));
+  EXPECT_EQ(error_of({counting({2, 3})}),
+            "message 2 of channel 4 to rank 1 has 1 tensors, expected 2 as in the step whose shapes are cached." +
+                std::string(kHint));
 }
 
-TEST(LearntShapes, AreThoseOfTheMessagesThatThereWere) {
+TEST(ShapeCache, RefusesAMessageThatWasNotSentBefore) {
   EXPECT_EQ(error_of_second({counting({2})}, kTag, {counting({2})}, {.channel = 4, .number = 3}),
-            "message 3 of channel 4 to rank 1 was not there in the step that the shapes were learnt in." +
-                std::string(kHint));
+            "message 3 of channel 4 to rank 1 was not sent in the step whose shapes are cached." + std::string(kHint));
 }
 
-TEST(C10dTransport, SaysWhatWasPostedAndNotReceivedBeforeTheNextStep) {
+TEST(C10dTransport, NamesAMessageThatWasPostedAndNotReceived) {
   World world(Carrier::Gloo, 2);
   world[1].begin_step(1);
   world[1].post_receive(0, kTag);
@@ -190,7 +201,7 @@ TEST(C10dTransport, KeepsTheStridesOfTensorsWithoutGaps) {
   });
 }
 
-TEST(C10dTransport, GivesTensorsThatCanBeChangedAndLearnt) {
+TEST(C10dTransport, DeliversTensorsThatCanBeChangedAndDifferentiated) {
   World world(Carrier::Gloo, 2);
   world.run([&](Transport& transport) {
     if (transport.rank() == 0) {
@@ -207,7 +218,7 @@ TEST(C10dTransport, GivesTensorsThatCanBeChangedAndLearnt) {
   });
 }
 
-// A tensor as Python's wrapper subclasses are: sizes and a storage without memory.
+// Returns a tensor like Python's wrapper subclasses: it has sizes, and a storage without memory.
 at::Tensor subclass_of(const at::Tensor& tensor) {
   c10::Storage storage(c10::Storage::use_byte_size_t{}, tensor.nbytes(), at::DataPtr(nullptr, at::kCPU),
                        /*allocator=*/nullptr, /*resizable=*/false);
@@ -218,7 +229,7 @@ at::Tensor subclass_of(const at::Tensor& tensor) {
   return made;
 }
 
-TEST(C10dTransport, SaysWhichTensorsItDoesNotCarry) {
+TEST(C10dTransport, DescribesTensorsThatCannotBeSent) {
   World world(Carrier::Gloo, 2);
   const auto expect_unsendable = [&](const at::Tensor& tensor, const std::string& what) {
     expect_error<UnsendableTensor>([&] { world[0].send(1, kTag, {at::ones(1), tensor}, far()); },
@@ -231,14 +242,14 @@ TEST(C10dTransport, SaysWhichTensorsItDoesNotCarry) {
   expect_unsendable(at::zeros({2, 2}).to_mkldnn(), "a float32 tensor of shape [2, 2] with layout Mkldnn");
   expect_unsendable(at::quantize_per_tensor(at::zeros({2}), 1, 0, at::kQInt8), "a quantized qint8 tensor of shape [2]");
   expect_unsendable(at::_nested_tensor_from_tensor_list({at::ones({2}), at::ones({3})}), "a nested tensor");
-  // Its storage was freed, as that of a shard's whole parameter is.
+  // A tensor whose storage was freed, like a sharded parameter that is not gathered.
   const at::Tensor freed = at::ones({2});
   freed.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(at::DataPtr());
   freed.storage().unsafeGetStorageImpl()->set_nbytes(0);
   expect_unsendable(freed, "a float32 tensor of shape [2] without memory of its own");
   expect_unsendable(subclass_of(at::ones({2, 3})),
                     "a float32 tensor of shape [2, 3] of a tensor subclass, without memory of its own");
-  // Nothing of them was sent.
+  // Nothing of the refused messages was sent.
   world.run([](Transport& transport) {
     if (transport.rank() == 0) {
       transport.send(1, kTag, {at::ones(3)}, far());
@@ -248,7 +259,7 @@ TEST(C10dTransport, SaysWhichTensorsItDoesNotCarry) {
   });
 }
 
-TEST(C10dTransport, SaysWhichRanksItHasAConnectionTo) {
+TEST(C10dTransport, RefusesRanksWithoutAConnection) {
   World world(Carrier::Gloo, 2);
   expect_error<std::invalid_argument>([&] { world[0].send(0, kTag, {}, far()); },
                                       "rank 0 of 2 has no connection to rank 0.");
@@ -256,21 +267,21 @@ TEST(C10dTransport, SaysWhichRanksItHasAConnectionTo) {
                                       "rank 1 of 2 has no connection to rank 2.");
 }
 
-TEST(C10dTransport, IsThereForOneRankAlone) {
+TEST(C10dTransport, WorksWithOneRank) {
   World world(Carrier::Gloo, 1);
   world[0].begin_step(1);
   world[0].end_step(far());
-  world[0].abort("nobody hears it");
+  world[0].abort("there is no peer");
 }
 
-// One that publishes itself and then makes no connection, such as one that is killed there.
-TEST(C10dTransport, KeepsItsTimeoutWhileGlooConnects) {
+// Rank 1 completes the handshake and makes no connection, as if it were killed in between.
+TEST(C10dTransport, ObservesItsTimeoutWhileGlooConnects) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   constexpr std::chrono::milliseconds kTimeout(300);
   Thrown found;
   on_threads(2, [&](int rank) {
     if (rank == 1) {
-      require_all_ranks(store, {.rank = 1, .ranks = 2});
+      internal::require_all_ranks(store, {.rank = 1, .ranks = 2});
     } else {
       found = thrown_by([&] { c10d_transport(store, 0, 2, {.timeout = kTimeout}); });
     }
@@ -279,7 +290,7 @@ TEST(C10dTransport, KeepsItsTimeoutWhileGlooConnects) {
   EXPECT_TRUE(found.what.starts_with("rank 0 has not connected to the other 1 ranks of control: ")) << found.what;
 }
 
-TEST(Gloo, SaysWhichAddressOrInterfaceThereIsNot) {
+TEST(Gloo, NamesAnAddressOrInterfaceThatDoesNotExist) {
   const std::string hint = "'.\n  Hint: name one that this machine has; `ip address` lists them.";
   expect_error<std::runtime_error>([] { gloo_backends({.interface = "wlan7"}); },
                                    "Gloo cannot listen on the interface 'wlan7" + hint);
@@ -287,7 +298,7 @@ TEST(Gloo, SaysWhichAddressOrInterfaceThereIsNot) {
                                    "Gloo cannot listen on the address '192.0.2.1" + hint);
 }
 
-TEST(C10dTransport, TellsThatARankHasEnded) {
+TEST(C10dTransport, ReportsARankThatHasEnded) {
   World world(Carrier::Gloo, 3);
   std::vector<Thrown> found(3);
   on_threads(3, [&](int rank) {
@@ -297,9 +308,9 @@ TEST(C10dTransport, TellsThatARankHasEnded) {
       found[static_cast<std::size_t>(rank)] = thrown_by([&] { world[rank].receive(1, kTag, far()); });
     }
   });
-  EXPECT_EQ(found[0], gone(1, "rank 1 has ended"));
-  EXPECT_EQ(found[2], gone(1, "rank 1 has ended"));
-  // Which is no reason for the others to end.
+  EXPECT_EQ(found[0], peer_lost(1, "rank 1 has ended"));
+  EXPECT_EQ(found[2], peer_lost(1, "rank 1 has ended"));
+  // The other ranks can still send to each other.
   on_threads(3, [&](int rank) {
     if (rank == 0) world[0].send(2, kTag, {counting({3})}, far());
     if (rank == 2) found[2] = thrown_by([&] { world[2].receive(0, kTag, far()); });
@@ -307,7 +318,7 @@ TEST(C10dTransport, TellsThatARankHasEnded) {
   EXPECT_EQ(found[2], Thrown{});
 }
 
-TEST(C10dTransport, BringsWhatWasSentBeforeARankEnded) {
+TEST(C10dTransport, DeliversWhatWasSentBeforeARankEnded) {
   World world(Carrier::Gloo, 2);
   world[1].post_receive(0, kTag);
   std::string error;
@@ -322,9 +333,9 @@ TEST(C10dTransport, BringsWhatWasSentBeforeARankEnded) {
   });
 }
 
-TEST(C10dTransport, UsesItsMemoryAgain) {
+TEST(C10dTransport, ReusesReceiveMemory) {
   const auto pool = BlockPool::make();
-  World world(Carrier::Gloo, 2, {.pool = pool});
+  World world(Carrier::Gloo, 2, {}, pool);
   constexpr std::uint32_t kInFlight = 4;
   constexpr std::uint32_t kMessages = 1000;
   constexpr std::size_t kBytes = std::size_t{64} << 10U;
@@ -349,13 +360,13 @@ TEST(C10dTransport, UsesItsMemoryAgain) {
       transport.end_step(far());
     }
   });
-  // Those in flight, the one that was just received, and headers.
+  // The messages in flight, the one that was just received, and headers.
   EXPECT_LE(most, (kInFlight + 2) * kBytes + 16 * 320);
 }
 
-std::size_t entries_of(const char* folder) {
+std::size_t entries_of(const char* directory) {
   return static_cast<std::size_t>(
-      std::distance(std::filesystem::directory_iterator(folder), std::filesystem::directory_iterator()));
+      std::distance(std::filesystem::directory_iterator(directory), std::filesystem::directory_iterator()));
 }
 
 TEST(C10dTransport, LeavesNoThreadAndNoSocket) {
@@ -370,7 +381,7 @@ TEST(C10dTransport, LeavesNoThreadAndNoSocket) {
       transport.receive((transport.rank() + 1) % 3, {.channel = 1, .number = 1}, soon());
     });
   };
-  // What is started once and stays.
+  // The first world starts threads that stay for the whole process.
   use_and_end(false);
   const std::size_t threads = entries_of("/proc/self/task");
   const std::size_t files = entries_of("/proc/self/fd");

@@ -22,7 +22,7 @@ class EveryGroup : public ::testing::TestWithParam<WorldCase> {
 };
 INSTANTIATE_TEST_SUITE_P(Transport, EveryGroup, ::testing::ValuesIn(worlds(/*fewest_ranks=*/1)), case_name);
 
-// All of the ranks that there are some of, and one in another order.
+// Returns all groups of the ranks, and one in reverse order.
 std::vector<std::vector<int>> groups_of(int ranks) {
   std::vector<std::vector<int>> groups;
   for (unsigned chosen = 1; chosen < 1U << static_cast<unsigned>(ranks); ++chosen) {
@@ -36,41 +36,41 @@ std::vector<std::vector<int>> groups_of(int ranks) {
   return groups;
 }
 
-// Calls act(group) for each group that a rank is in.
+// Calls act(group) for each group that the rank is a member of.
 void for_each_group(Transport& transport, const std::function<void(Group&)>& act) {
   for (const std::vector<int>& ranks : groups_of(transport.ranks())) {
-    const auto own = std::find(ranks.begin(), ranks.end(), transport.rank());
-    if (own == ranks.end()) continue;
+    const auto self = std::find(ranks.begin(), ranks.end(), transport.rank());
+    if (self == ranks.end()) continue;
     const auto group = transport.group(ranks);
     EXPECT_EQ(group->size(), static_cast<int>(ranks.size()));
-    EXPECT_EQ(group->member(), own - ranks.begin());
+    EXPECT_EQ(group->member(), self - ranks.begin());
     act(*group);
-    // Nobody leaves before all have what they came for.
+    // No member leaves before all have completed.
     group->barrier()->wait(far());
   }
 }
 
-// What member `member` brings: small whole numbers, whose sums are exact in every type.
-at::Tensor brought(at::IntArrayRef shape, at::ScalarType dtype, int member) {
+// Returns the tensor that a member contributes: small integers, whose sums are exact in every dtype.
+at::Tensor contribution_of(at::IntArrayRef shape, at::ScalarType dtype, int member) {
   return (at::arange(c10::multiply_integers(shape), at::kLong) % 5 + member).view(shape).to(dtype);
 }
 at::Tensor sum(at::IntArrayRef shape, at::ScalarType dtype, int members) {
-  at::Tensor all = brought(shape, dtype, 0);
-  for (int member = 1; member < members; ++member) all = all + brought(shape, dtype, member);
+  at::Tensor all = contribution_of(shape, dtype, 0);
+  for (int member = 1; member < members; ++member) all = all + contribution_of(shape, dtype, member);
   return all;
 }
 
-// Some small, some large, and one with nothing in it.
+// Small and large tensors, and one without elements.
 const std::vector<std::vector<std::int64_t>> kShapes = {{3}, {2, 5}, {}, {0, 3}, {300, 257}, {1}};
 
-TEST_P(EveryGroup, AddsUpTensorsOfEveryType) {
+TEST_P(EveryGroup, SumsTensorsOfEveryType) {
   world().run([](Transport& transport) {
     for_each_group(transport, [](Group& group) {
       for (const at::ScalarType dtype : kDtypes) {
         if (dtype == at::kBool) continue;
         SCOPED_TRACE(c10::toString(dtype));
         std::vector<at::Tensor> tensors;
-        for (const auto& shape : kShapes) tensors.push_back(brought(shape, dtype, group.member()));
+        for (const auto& shape : kShapes) tensors.push_back(contribution_of(shape, dtype, group.member()));
         group.all_reduce(tensors)->wait(far());
         for (std::size_t i = 0; i < tensors.size(); ++i) {
           EXPECT_TRUE(same(sum(kShapes[i], dtype, group.size()), tensors[i]));
@@ -80,13 +80,13 @@ TEST_P(EveryGroup, AddsUpTensorsOfEveryType) {
   });
 }
 
-TEST_P(EveryGroup, AddsUpTensorsOfSeveralTypesAndLayoutsAtOnce) {
+TEST_P(EveryGroup, SumsTensorsOfSeveralTypesAndLayoutsAtOnce) {
   world().run([](Transport& transport) {
     for_each_group(transport, [](Group& group) {
-      const at::Tensor first = brought({4}, at::kFloat, group.member());
-      const at::Tensor transposed = brought({600, 300}, at::kDouble, group.member()).t();
-      const at::Tensor small_transposed = brought({6, 3}, at::kDouble, group.member()).t();
-      const at::Tensor whole_numbers = brought({4}, at::kLong, group.member());
+      const at::Tensor first = contribution_of({4}, at::kFloat, group.member());
+      const at::Tensor transposed = contribution_of({600, 300}, at::kDouble, group.member()).t();
+      const at::Tensor small_transposed = contribution_of({6, 3}, at::kDouble, group.member()).t();
+      const at::Tensor whole_numbers = contribution_of({4}, at::kLong, group.member());
       group.all_reduce({first, transposed, small_transposed, whole_numbers})->wait(far());
       EXPECT_TRUE(same(sum({4}, at::kFloat, group.size()), first));
       EXPECT_TRUE(same(sum({600, 300}, at::kDouble, group.size()).t(), transposed));
@@ -96,8 +96,8 @@ TEST_P(EveryGroup, AddsUpTensorsOfSeveralTypesAndLayoutsAtOnce) {
   });
 }
 
-// Numbers whose sum depends on the order.
-TEST_P(EveryGroup, AddsUpSmallTensorsInTheOrderOfMembers) {
+// The sums of these numbers depend on the order.
+TEST_P(EveryGroup, SumsSmallTensorsInTheOrderOfMembers) {
   world().run([](Transport& transport) {
     for_each_group(transport, [](Group& group) {
       const auto rounded = [](int member) { return (at::arange(100, at::kFloat) + 0.1).pow(member + 1.3); };
@@ -120,9 +120,10 @@ TEST_P(EveryGroup, GathersTheParts) {
       for (const at::ScalarType dtype : kDtypes) {
         for (const auto& shape : kShapes) {
           std::vector<at::Tensor> parts;
-          for (int member = 0; member < group.size(); ++member) parts.push_back(brought(shape, dtype, member).view(-1));
+          for (int member = 0; member < group.size(); ++member)
+            parts.push_back(contribution_of(shape, dtype, member).view(-1));
           const at::Tensor whole = at::empty({parts.front().numel() * group.size()}, dtype);
-          group.all_gather(whole, brought(shape, dtype, group.member()))->wait(far());
+          group.all_gather(whole, contribution_of(shape, dtype, group.member()))->wait(far());
           EXPECT_TRUE(same(at::cat(parts), whole)) << c10::toString(dtype);
         }
       }
@@ -130,14 +131,14 @@ TEST_P(EveryGroup, GathersTheParts) {
   });
 }
 
-TEST_P(EveryGroup, GivesEachMemberItsPartOfTheSum) {
+TEST_P(EveryGroup, ScattersTheSum) {
   world().run([](Transport& transport) {
     for_each_group(transport, [](Group& group) {
       for (const at::ScalarType dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kInt, at::kComplexFloat}) {
         for (const std::int64_t length : {1, 7, 0, 30000}) {
           const std::vector<std::int64_t> shape{group.size(), length};
           const at::Tensor part = at::empty({length}, dtype);
-          group.reduce_scatter(part, brought(shape, dtype, group.member()))->wait(far());
+          group.reduce_scatter(part, contribution_of(shape, dtype, group.member()))->wait(far());
           EXPECT_TRUE(same(sum(shape, dtype, group.size())[group.member()], part)) << c10::toString(dtype);
         }
       }
@@ -145,33 +146,33 @@ TEST_P(EveryGroup, GivesEachMemberItsPartOfTheSum) {
   });
 }
 
-TEST_P(EveryGroup, GivesAllMembersTheTensorsOfOne) {
+TEST_P(EveryGroup, BroadcastsTheTensorsOfTheRoot) {
   world().run([](Transport& transport) {
     for_each_group(transport, [](Group& group) {
       for (int root = 0; root < group.size(); ++root) {
         std::vector<at::Tensor> tensors;
-        for (const at::ScalarType dtype : kDtypes) tensors.push_back(brought({3, 4}, dtype, group.member()));
-        tensors.push_back(brought({6, 3}, at::kFloat, group.member()).t());
-        tensors.push_back(brought({0}, at::kFloat, group.member()));
-        tensors.push_back(brought({300, 300}, at::kFloat, group.member()));
+        for (const at::ScalarType dtype : kDtypes) tensors.push_back(contribution_of({3, 4}, dtype, group.member()));
+        tensors.push_back(contribution_of({6, 3}, at::kFloat, group.member()).t());
+        tensors.push_back(contribution_of({0}, at::kFloat, group.member()));
+        tensors.push_back(contribution_of({300, 300}, at::kFloat, group.member()));
         group.broadcast(tensors, root)->wait(far());
         for (std::size_t i = 0; i < kDtypes.size(); ++i) {
-          EXPECT_TRUE(same(brought({3, 4}, kDtypes[i], root), tensors[i]));
+          EXPECT_TRUE(same(contribution_of({3, 4}, kDtypes[i], root), tensors[i]));
         }
-        EXPECT_TRUE(same(brought({6, 3}, at::kFloat, root).t(), tensors[kDtypes.size()]));
-        EXPECT_TRUE(same(brought({300, 300}, at::kFloat, root), tensors.back()));
+        EXPECT_TRUE(same(contribution_of({6, 3}, at::kFloat, root).t(), tensors[kDtypes.size()]));
+        EXPECT_TRUE(same(contribution_of({300, 300}, at::kFloat, root), tensors.back()));
       }
     });
   });
 }
 
-TEST_P(EveryGroup, RunsCollectivesBesideOneAnother) {
+TEST_P(EveryGroup, RunsSeveralCollectivesAtOnce) {
   world().run([](Transport& transport) {
     for_each_group(transport, [](Group& group) {
       std::vector<at::Tensor> tensors;
       std::vector<std::unique_ptr<Work>> works;
       for (int i = 0; i < 8; ++i) {
-        tensors.push_back(brought({100 * i + 1, 60}, at::kFloat, group.member()));
+        tensors.push_back(contribution_of({100 * i + 1, 60}, at::kFloat, group.member()));
         works.push_back(group.all_reduce({tensors.back()}));
       }
       for (std::size_t i = works.size(); i-- > 0;) works[i]->wait(far());
@@ -184,29 +185,29 @@ TEST_P(EveryGroup, RunsCollectivesBesideOneAnother) {
 
 TEST_P(EveryGroup, KeepsTwoGroupsOfTheSameRanksApart) {
   world().run([](Transport& transport) {
-    std::vector<int> everybody;
-    for (int rank = 0; rank < transport.ranks(); ++rank) everybody.push_back(rank);
-    const auto one = transport.group(everybody);
-    const auto other = transport.group(everybody);
-    const at::Tensor first = brought({5}, at::kFloat, one->member());
-    const at::Tensor second = brought({9}, at::kFloat, one->member());
-    // Each member in an order of its own.
+    std::vector<int> all_ranks;
+    for (int rank = 0; rank < transport.ranks(); ++rank) all_ranks.push_back(rank);
+    const auto first_group = transport.group(all_ranks);
+    const auto second_group = transport.group(all_ranks);
+    const at::Tensor first = contribution_of({5}, at::kFloat, first_group->member());
+    const at::Tensor second = contribution_of({9}, at::kFloat, first_group->member());
+    // Members start the collectives in different orders.
     std::vector<std::unique_ptr<Work>> works;
     if (transport.rank() % 2 == 0) {
-      works.push_back(one->all_reduce({first}));
-      works.push_back(other->all_reduce({second}));
+      works.push_back(first_group->all_reduce({first}));
+      works.push_back(second_group->all_reduce({second}));
     } else {
-      works.push_back(other->all_reduce({second}));
-      works.push_back(one->all_reduce({first}));
+      works.push_back(second_group->all_reduce({second}));
+      works.push_back(first_group->all_reduce({first}));
     }
     for (const auto& work : works) work->wait(far());
-    EXPECT_TRUE(same(sum({5}, at::kFloat, one->size()), first));
-    EXPECT_TRUE(same(sum({9}, at::kFloat, one->size()), second));
-    one->barrier()->wait(far());
+    EXPECT_TRUE(same(sum({5}, at::kFloat, first_group->size()), first));
+    EXPECT_TRUE(same(sum({9}, at::kFloat, first_group->size()), second));
+    first_group->barrier()->wait(far());
   });
 }
 
-TEST(C10dGroup, SaysWhatAWholeAndAPartShouldBe) {
+TEST(C10dGroup, NamesTheSizesOfTheWholeAndThePart) {
   World world(Carrier::Gloo, 2);
   world.run([](Transport& transport) {
     const auto group = transport.group({0, 1});
@@ -233,13 +234,13 @@ TEST(C10dGroup, OutlivesItsTransport) {
   EXPECT_EQ(thrown_by([&] { groups[0]->barrier()->wait(far()); }), aborted("this rank has left"));
 }
 
-TEST(C10dGroup, EndsWhileACollectiveIsUnderWay) {
+TEST(C10dGroup, CanBeDestroyedWithACollectiveInFlight) {
   World world(Carrier::Gloo, 2);
   const at::Tensor tensor = at::zeros({100'000});
   std::vector<std::shared_ptr<Group>> groups(2);
   world.run(
       [&](Transport& transport) { groups[static_cast<std::size_t>(transport.rank())] = transport.group({0, 1}); });
-  // Nobody waits for it, and the other never comes.
+  // No member waits for the collective, and the other one never joins it.
   groups[0]->all_reduce({tensor});
   groups.clear();
 }

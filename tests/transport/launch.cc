@@ -20,11 +20,11 @@ int main(int argc, char** argv) {
                                   .arguments = std::vector<std::string>(argv + 3, argv + argc),
                                   .ranks = std::atoi(argv[1]),
                                   .environment = {},
-                                  .grace = std::chrono::seconds(30)});
+                                  .grace_period = std::chrono::seconds(30)});
     int failed = 0;
     const auto ends = ranks.wait(penstock::Clock::now() + std::chrono::minutes(30));
     for (std::size_t rank = 0; rank < ends.size(); ++rank) {
-      if (ends[rank].is_good()) continue;
+      if (ends[rank].succeeded()) continue;
       std::cerr << "rank " << rank << " " << to_string(ends[rank]) << "\n";
       failed = 1;
     }

@@ -1,4 +1,5 @@
-// The monitor, the mailbox, the rounds and the alarms, alone: nothing here needs libtorch, so that all of it can run under TSan.
+// Tests of Monitor, Mailbox, CollectiveRound and DeadlineTimer. None of them needs libtorch, so that ThreadSanitizer
+// sees all of their code.
 #include "penstock/transport/mailbox.h"
 
 #include <gtest/gtest.h>
@@ -26,12 +27,17 @@
 namespace penstock::testing {
 namespace {
 
+using internal::CollectiveRound;
+using internal::DeadlineTimer;
+using internal::Mailbox;
+using internal::Monitor;
+using internal::MonitorLock;
+using internal::WaitResult;
 using namespace std::chrono_literals;  // NOLINT(google-build-using-namespace): made for it
 
 constexpr Mailbox<int>::Key kKey = 7;
 
-// Far beyond what any of these tests takes, so that a wake-up that was lost shows as an error and not as a test that
-// does not end.
+// A deadline far beyond the duration of any test: a lost wake-up fails a test instead of blocking it for ever.
 Deadline far() {
   return Clock::now() + 120s;
 }
@@ -53,7 +59,7 @@ void on_threads(std::size_t count, const Act& act) {
   for (std::thread& thread : threads) thread.join();
 }
 
-TEST(Monitor, IsLateAtOnceWhenTheDeadlineHasPassed) {
+TEST(Monitor, TimesOutAtOnceWhenTheDeadlineHasPassed) {
   Monitor monitor(0us);
   MonitorLock lock(monitor);
   EXPECT_EQ(monitor.wait(past(), [] { return false; }), WaitResult::Timeout);
@@ -61,13 +67,13 @@ TEST(Monitor, IsLateAtOnceWhenTheDeadlineHasPassed) {
   on_threads(1, [&](std::size_t) { EXPECT_FALSE(monitor.try_lock()); });
 }
 
-TEST(Monitor, IsReadyWhateverTheDeadlineWhenThereIsNothingToWaitFor) {
+TEST(Monitor, IsReadyAfterTheDeadlineWhenTheConditionHolds) {
   Monitor monitor(50us);
   MonitorLock lock(monitor);
   EXPECT_EQ(monitor.wait(past(), [] { return true; }), WaitResult::Ready);
 }
 
-TEST(Monitor, StaysOpenForWhatIsThereWhenItIsClosed) {
+TEST(Monitor, IsReadyAlthoughClosedWhenTheConditionHolds) {
   Monitor monitor(0us);
   monitor.close();
   MonitorLock lock(monitor);
@@ -75,13 +81,13 @@ TEST(Monitor, StaysOpenForWhatIsThereWhenItIsClosed) {
   EXPECT_EQ(monitor.wait(far(), [] { return false; }), WaitResult::Closed);
 }
 
-// Each waits awake, asleep or first one and then the other.
-class AwakeFor : public ::testing::TestWithParam<Clock::duration> {};
-INSTANTIATE_TEST_SUITE_P(Monitor, AwakeFor, ::testing::Values(0us, 2us, 50us), [](const auto& awake) {
-  return std::to_string(std::chrono::duration_cast<std::chrono::microseconds>(awake.param).count()) + "_us";
+// Waiters sleep at once, after a short spin, or mostly spin.
+class SpinTime : public ::testing::TestWithParam<Clock::duration> {};
+INSTANTIATE_TEST_SUITE_P(Monitor, SpinTime, ::testing::Values(0us, 2us, 50us), [](const auto& spin_time) {
+  return std::to_string(std::chrono::duration_cast<std::chrono::microseconds>(spin_time.param).count()) + "_us";
 });
 
-TEST_P(AwakeFor, AGateEndsEveryWaitWhenItIsClosed) {
+TEST_P(SpinTime, AMonitorEndsEveryWaitWhenItIsClosed) {
   Monitor monitor(GetParam());
   std::atomic<int> waiting = 0;
   std::vector<WaitResult> found(6, WaitResult::Ready);
@@ -98,8 +104,8 @@ TEST_P(AwakeFor, AGateEndsEveryWaitWhenItIsClosed) {
   EXPECT_EQ(found, std::vector<WaitResult>(found.size(), WaitResult::Closed));
 }
 
-// A wake-up that is lost once in a great many ends this: no thread can go on before the one whose turn it is.
-TEST_P(AwakeFor, AGateLosesNoWakeUpOfManyThreadsThatTakeTurns) {
+// A single lost wake-up fails this test, as no thread can continue before the one whose turn it is.
+TEST_P(SpinTime, AMonitorLosesNoWakeUpOfThreadsThatTakeTurns) {
   constexpr std::size_t kThreads = 16;
   constexpr std::size_t kTurns = 600;
   Monitor monitor(GetParam());
@@ -121,14 +127,14 @@ TEST_P(AwakeFor, AGateLosesNoWakeUpOfManyThreadsThatTakeTurns) {
   EXPECT_EQ(turn, kThreads * kTurns);
 }
 
-// As the threads of ranks do: one gives out a round of work to all, and waits for the last of them.
-TEST_P(AwakeFor, AGateLosesNoWakeUpOfRoundsOfWork) {
+// As in RankThreads: one thread starts a round of work on all others, and waits for the last of them.
+TEST_P(SpinTime, AMonitorLosesNoWakeUpOfRoundsOfWork) {
   constexpr std::size_t kThreads = 8;
   constexpr long kRounds = 1500;
   Monitor monitor(GetParam());
   long round = 0;
   std::size_t working = 0;
-  long done_in_all = 0;
+  long total_done = 0;
   std::atomic<int> lost = 0;
   on_threads(kThreads + 1, [&](std::size_t i) {
     if (i == kThreads) {
@@ -147,15 +153,15 @@ TEST_P(AwakeFor, AGateLosesNoWakeUpOfRoundsOfWork) {
       lock.unlock();
       std::this_thread::yield();
       lock.lock();
-      ++done_in_all;
+      ++total_done;
       if (--working == 0) monitor.notify_all();
     }
   });
   EXPECT_EQ(lost, 0);
-  EXPECT_EQ(done_in_all, kRounds * static_cast<long>(kThreads));
+  EXPECT_EQ(total_done, kRounds * static_cast<long>(kThreads));
 }
 
-TEST(Mailbox, GivesTheValuesOfAKeyInTheirOrder) {
+TEST(Mailbox, DeliversTheValuesOfAKeyInOrder) {
   Mailbox<std::string> box(0us);
   for (int i = 0; i < 3; ++i) box.open(kKey);
   for (const char* word : {"one", "two", "three"}) EXPECT_EQ(box.put(kKey, word, past()), WaitResult::Ready);
@@ -164,7 +170,7 @@ TEST(Mailbox, GivesTheValuesOfAKeyInTheirOrder) {
   EXPECT_EQ(found, (std::vector<std::string>{"one", "two", "three"}));
 }
 
-TEST(Mailbox, GivesTheValuesOfTwoKeysInAnyOrder) {
+TEST(Mailbox, DeliversTheValuesOfTwoKeysInAnyOrder) {
   Mailbox<int> box(0us);
   for (const Mailbox<int>::Key key : {1, 2}) box.open(key);
   for (const int value : {1, 2}) box.put(static_cast<Mailbox<int>::Key>(value), value, past());
@@ -176,7 +182,7 @@ TEST(Mailbox, GivesTheValuesOfTwoKeysInAnyOrder) {
   EXPECT_EQ(second, 2);
 }
 
-TEST(Mailbox, TakesNothingForAKeyThatIsNotOpen) {
+TEST(Mailbox, AcceptsNoValueForAKeyThatIsNotOpen) {
   Mailbox<int> box(0us);
   EXPECT_EQ(box.put(kKey, 1, past()), WaitResult::Timeout);
   box.open(kKey);
@@ -184,7 +190,7 @@ TEST(Mailbox, TakesNothingForAKeyThatIsNotOpen) {
   EXPECT_EQ(box.put(kKey, 2, past()), WaitResult::Timeout);
 }
 
-TEST(Mailbox, IsLateWhenNothingComes) {
+TEST(Mailbox, TimesOutWithoutAValue) {
   Mailbox<int> box(0us);
   box.open(kKey);
   int value = 3;
@@ -192,7 +198,7 @@ TEST(Mailbox, IsLateWhenNothingComes) {
   EXPECT_EQ(value, 3);
 }
 
-TEST(Mailbox, GivesWhatIsThereAlsoWhenItIsClosed) {
+TEST(Mailbox, DeliversStoredValuesAlthoughClosed) {
   Mailbox<int> box(0us);
   box.open(kKey);
   box.put(kKey, 5, past());
@@ -204,7 +210,7 @@ TEST(Mailbox, GivesWhatIsThereAlsoWhenItIsClosed) {
   EXPECT_EQ(box.put(kKey, 6, far()), WaitResult::Closed);
 }
 
-TEST(Mailbox, KeepsNoMoreThanWasAskedFor) {
+TEST(Mailbox, KeepsNoValueThatWasTaken) {
   Mailbox<std::shared_ptr<int>> box(0us);
   const auto value = std::make_shared<int>(1);
   for (int i = 0; i < 100; ++i) {
@@ -216,9 +222,9 @@ TEST(Mailbox, KeepsNoMoreThanWasAskedFor) {
   EXPECT_EQ(value.use_count(), 1);
 }
 
-// Every thread is a rank that sends to every other in an order of its own and takes in another, some ahead of what was
-// opened and some behind it.
-TEST_P(AwakeFor, MailboxesLoseNothingBetweenManyThreads) {
+// Each rank sends to all others in a random order and takes in another, so that values are put both before and after
+// their keys are opened.
+TEST_P(SpinTime, MailboxesLoseNoValue) {
   constexpr std::size_t kRanks = 6;
   constexpr std::size_t kNumbers = 40;
   constexpr std::size_t kRounds = 12;
@@ -226,7 +232,7 @@ TEST_P(AwakeFor, MailboxesLoseNothingBetweenManyThreads) {
   std::vector<std::unique_ptr<Mailbox<std::size_t>>> boxes;
   for (std::size_t i = 0; i < kRanks; ++i) boxes.push_back(std::make_unique<Mailbox<std::size_t>>(GetParam()));
   std::atomic<int> wrong = 0;
-  // A sender and a taker for each rank: what a rank sends never waits for what it takes.
+  // Each rank has a sending and a receiving thread, so that sends do not wait for receives.
   on_threads(kRanks * 2, [&](std::size_t i) {
     const std::size_t rank = i / 2;
     std::mt19937_64 random(seed() * 1'000'003 + i);
@@ -235,9 +241,9 @@ TEST_P(AwakeFor, MailboxesLoseNothingBetweenManyThreads) {
     for (std::size_t round = 0; round < kRounds; ++round) {
       std::shuffle(order.begin(), order.end(), random);
       if (i % 2 == 0) {
-        for (const std::size_t one : order) {
-          const std::size_t to = one / kNumbers;
-          const Mailbox<std::size_t>::Key key = rank * kNumbers + one % kNumbers;
+        for (const std::size_t index : order) {
+          const std::size_t to = index / kNumbers;
+          const Mailbox<std::size_t>::Key key = rank * kNumbers + index % kNumbers;
           if (boxes[to]->put(key, key * kRounds + round, far()) != WaitResult::Ready) ++wrong;
         }
         continue;
@@ -253,7 +259,7 @@ TEST_P(AwakeFor, MailboxesLoseNothingBetweenManyThreads) {
   EXPECT_EQ(wrong, 0);
 }
 
-TEST_P(AwakeFor, AMailboxEndsAllWaitingWhenItIsClosed) {
+TEST_P(SpinTime, AMailboxEndsAllWaitsWhenItIsClosed) {
   for (int round = 0; round < 50; ++round) {
     Mailbox<int> box(GetParam());
     std::vector<WaitResult> found(4, WaitResult::Ready);
@@ -277,7 +283,7 @@ void add_up(std::vector<int*>& all) {
   for (int* one : all) *one = sum;
 }
 
-TEST_P(AwakeFor, MeetingsOfOneGroupFollowOneAnother) {
+TEST_P(SpinTime, CollectiveRoundsFollowEachOther) {
   constexpr std::size_t kMembers = 6;
   constexpr int kRounds = 1000;
   CollectiveRound<int*> rounds(kMembers, GetParam(), add_up);
@@ -292,7 +298,7 @@ TEST_P(AwakeFor, MeetingsOfOneGroupFollowOneAnother) {
   EXPECT_EQ(wrong, 0);
 }
 
-TEST(CollectiveRound, LetsAMemberGoOnBeforeTheOthersHaveCome) {
+TEST(CollectiveRound, LetsAMemberContinueBeforeTheOthersHaveArrived) {
   CollectiveRound<int*> rounds(2, 0us, add_up);
   int a = 1;
   int b = 2;
@@ -310,9 +316,9 @@ TEST(CollectiveRound, LetsAMemberGoOnBeforeTheOthersHaveCome) {
   EXPECT_EQ(b, 22);
 }
 
-TEST(CollectiveRound, TellsEveryMemberOfAnError) {
-  CollectiveRound<int> rounds(3, 0us, [](std::vector<int>&) { throw std::runtime_error("they do not fit"); });
-  // Kept until all threads have ended: TSan does not see how the library counts who has an exception.
+TEST(CollectiveRound, RethrowsAnErrorOnEveryMember) {
+  CollectiveRound<int> rounds(3, 0us, [](std::vector<int>&) { throw std::runtime_error("sizes differ"); });
+  // Kept until all threads have ended, as ThreadSanitizer does not see the reference count of exceptions.
   std::vector<std::exception_ptr> found(3);
   on_threads(3, [&](std::size_t member) {
     const std::uint64_t number = rounds.arrive(member, 0);
@@ -327,12 +333,12 @@ TEST(CollectiveRound, TellsEveryMemberOfAnError) {
     try {
       std::rethrow_exception(error);
     } catch (const std::runtime_error& what) {
-      EXPECT_STREQ(what.what(), "they do not fit");
+      EXPECT_STREQ(what.what(), "sizes differ");
     }
   }
 }
 
-TEST(CollectiveRound, EndsAllWaitingWhenItIsClosed) {
+TEST(CollectiveRound, EndsAllWaitsWhenItIsClosed) {
   CollectiveRound<int> rounds(2, 0us, [](std::vector<int>&) {});
   const std::uint64_t number = rounds.arrive(0, 0);
   on_threads(2, [&](std::size_t i) {
@@ -344,10 +350,10 @@ TEST(CollectiveRound, EndsAllWaitingWhenItIsClosed) {
   });
 }
 
-// A wait that knows nothing of deadlines, and ends when it is woken.
+// A wait without a deadline of its own, which ends when it is woken.
 class Sleeper {
  public:
-  // Whether it was woken, as nothing else ends it.
+  // Returns true if it was woken.
   bool sleep() {
     MonitorLock lock(monitor_);
     return monitor_.wait(far(), [this] { return woken_; }) == WaitResult::Ready;
@@ -367,59 +373,59 @@ class Sleeper {
   bool woken_ = false;
 };
 
-TEST(DeadlineTimer, RingAtTheirDeadlines) {
-  DeadlineTimer alarms;
-  // The second one is earlier than what the thread waits for.
+TEST(DeadlineTimer, FiresAlarmsAtTheirDeadlines) {
+  DeadlineTimer timer;
+  // The second deadline is earlier than the one that the thread waits for.
   Sleeper later;
   Sleeper sooner;
-  const DeadlineTimer::Alarm one(alarms, far(), [&] { later.wake(); });
-  const DeadlineTimer::Alarm other(alarms, Clock::now() + 10ms, [&] { sooner.wake(); });
+  const DeadlineTimer::Alarm first(timer, far(), [&] { later.wake(); });
+  const DeadlineTimer::Alarm second(timer, Clock::now() + 10ms, [&] { sooner.wake(); });
   EXPECT_TRUE(sooner.sleep());
   EXPECT_FALSE(later.woken());
 }
 
-TEST(DeadlineTimer, RingAtOnceWhenAllIsOver) {
-  DeadlineTimer alarms;
+TEST(DeadlineTimer, FiresAlarmsAtOnceWhenClosed) {
+  DeadlineTimer timer;
   Sleeper before;
   Sleeper after;
-  const DeadlineTimer::Alarm one(alarms, Deadline::max(), [&] { before.wake(); });
+  const DeadlineTimer::Alarm first(timer, Deadline::max(), [&] { before.wake(); });
   EXPECT_FALSE(before.woken());
-  alarms.close();
+  timer.close();
   EXPECT_TRUE(before.woken());
-  const DeadlineTimer::Alarm other(alarms, Deadline::max(), [&] { after.wake(); });
+  const DeadlineTimer::Alarm second(timer, Deadline::max(), [&] { after.wake(); });
   EXPECT_TRUE(after.woken());
 }
 
-TEST(DeadlineTimer, DoNotRingWhenTheyAreGone) {
-  DeadlineTimer alarms;
-  Sleeper gone;
+TEST(DeadlineTimer, DoesNotFireADestroyedAlarm) {
+  DeadlineTimer timer;
+  Sleeper cancelled;
   Sleeper other;
   {
-    const DeadlineTimer::Alarm alarm(alarms, Clock::now() + 5ms, [&] { gone.wake(); });
+    const DeadlineTimer::Alarm alarm(timer, Clock::now() + 5ms, [&] { cancelled.wake(); });
   }
-  const DeadlineTimer::Alarm alarm(alarms, Clock::now() + 10ms, [&] { other.wake(); });
+  const DeadlineTimer::Alarm alarm(timer, Clock::now() + 10ms, [&] { other.wake(); });
   EXPECT_TRUE(other.sleep());
-  alarms.close();
-  EXPECT_FALSE(gone.woken());
+  timer.close();
+  EXPECT_FALSE(cancelled.woken());
 }
 
-TEST(DeadlineTimer, RingOnceEachForManyThreads) {
-  DeadlineTimer alarms;
-  std::atomic<int> rung = 0;
+TEST(DeadlineTimer, FiresEachAlarmOnceForManyThreads) {
+  DeadlineTimer timer;
+  std::atomic<int> fired = 0;
   std::atomic<int> woken = 0;
   constexpr int kThreads = 8;
   constexpr int kWaits = 200;
   on_threads(kThreads, [&](std::size_t i) {
     for (int wait = 0; wait < kWaits; ++wait) {
       Sleeper sleeper;
-      const DeadlineTimer::Alarm alarm(alarms, Clock::now() + std::chrono::microseconds((i * 7 + 13) % 50 * 10), [&] {
-        ++rung;
+      const DeadlineTimer::Alarm alarm(timer, Clock::now() + std::chrono::microseconds((i * 7 + 13) % 50 * 10), [&] {
+        ++fired;
         sleeper.wake();
       });
       if (sleeper.sleep()) ++woken;
     }
   });
-  EXPECT_EQ(rung, kThreads * kWaits);
+  EXPECT_EQ(fired, kThreads * kWaits);
   EXPECT_EQ(woken, kThreads * kWaits);
 }
 

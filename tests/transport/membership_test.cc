@@ -19,17 +19,23 @@
 namespace penstock::testing {
 namespace {
 
+using internal::JobToken;
+using internal::join_texts;
+using internal::Membership;
+using internal::RankOptions;
+using internal::require_all_ranks;
+using internal::split_texts;
 using std::chrono::milliseconds;
 
-// What each of the first ranks throws when it connects, with its own values.
-std::vector<Thrown> connect(int come, int ranks, milliseconds timeout, const std::vector<RankOptions>& values = {}) {
+// Connects the first `present` of `ranks` ranks, each with its own options, and returns what they throw.
+std::vector<Thrown> connect(int present, int ranks, milliseconds timeout, const std::vector<RankOptions>& values = {}) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  std::vector<Thrown> found(static_cast<std::size_t>(come));
-  on_threads(come, [&](int rank) {
-    const auto at = static_cast<std::size_t>(rank);
-    Membership own{.rank = rank, .ranks = ranks, .timeout = timeout};
-    if (!values.empty()) own.agreed = values[at];
-    found[at] = thrown_by([&] { require_all_ranks(store, own); });
+  std::vector<Thrown> found(static_cast<std::size_t>(present));
+  on_threads(present, [&](int rank) {
+    const auto index = static_cast<std::size_t>(rank);
+    Membership self{.rank = rank, .ranks = ranks, .timeout = timeout};
+    if (!values.empty()) self.agreed = values[index];
+    found[index] = thrown_by([&] { require_all_ranks(store, self); });
   });
   return found;
 }
@@ -47,43 +53,44 @@ TEST(Membership, IsCompleteWhenAllRanksHaveConnected) {
 }
 
 TEST(Membership, NamesTheRankThatHasNotConnectedOnAllOthers) {
-  const Thrown expected = late(2, std::string("rank 2 of 3 has not connected within 0.2 s") + kStartHint);
+  const Thrown expected = timeout(2, std::string("rank 2 of 3 has not connected within 0.2 s") + kStartHint);
   EXPECT_EQ(connect(2, 3, kShort), std::vector<Thrown>(2, expected));
 }
 
 TEST(Membership, NamesAllRanksThatHaveNotConnected) {
   EXPECT_EQ(connect(1, 4, kShort).front(),
-            late(1, std::string("ranks 1, 2, 3 of 4 have not connected within 0.2 s") + kStartHint));
-  EXPECT_EQ(connect(1, 20, kShort).front(),
-            late(1, std::string("ranks 1, 2, 3, 4, 5, 6, 7, 8, … of 20 have not connected within 0.2 s") + kStartHint));
+            timeout(1, std::string("ranks 1, 2, 3 of 4 have not connected within 0.2 s") + kStartHint));
+  EXPECT_EQ(
+      connect(1, 20, kShort).front(),
+      timeout(1, std::string("ranks 1, 2, 3, 4, 5, 6, 7, 8, … of 20 have not connected within 0.2 s") + kStartHint));
 }
 
 TEST(Membership, NamesTheOptionThatDiffersOnAllRanks) {
-  const auto error_of = [](const std::string& what) {
+  const auto error_of = [](const std::string& difference) {
     return Thrown{.threw = true,
                   .why = TransportError::Why::Aborted,
                   .peer = 2,
-                  .what = "the ranks have different options.\n  " + what + kOptionsHint};
+                  .what = "the ranks have different options.\n  " + difference + kOptionsHint};
   };
   const RankOptions common{{"batch", "4"}, {"lr", "0.1"}};
   EXPECT_EQ(connect(3, 3, kLong, {common, common, {{"batch", "4"}, {"lr", "0.01"}}}),
             std::vector<Thrown>(3, error_of("lr: 0.01 on rank 2, 0.1 on rank 0")));
   EXPECT_EQ(connect(3, 3, kLong, {common, common, {{"lr", "0.1"}}}),
             std::vector<Thrown>(3, error_of("batch: not given on rank 2, 4 on rank 0")));
-  // A value may be anything.
+  // Names and values may be any text.
   const RankOptions odd{{"text", "a:b\n'"}, {"", ""}};
   EXPECT_EQ(connect(3, 3, kLong, {odd, odd, odd}), std::vector<Thrown>(3));
 }
 
-TEST(Membership, IsOfRanksWithTheSameNumberOfRanks) {
+TEST(Membership, RequiresTheSameWorldSizeOnAllRanks) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<Thrown> found(2);
   on_threads(2, [&](int rank) {
     found[static_cast<std::size_t>(rank)] =
         thrown_by([&] { require_all_ranks(store, {.rank = rank, .ranks = 2 + rank, .timeout = kLong}); });
   });
-  for (const Thrown& one : found) {
-    EXPECT_EQ(one.what,
+  for (const Thrown& thrown : found) {
+    EXPECT_EQ(thrown.what,
               std::string("the ranks have different options.\n  WORLD_SIZE: 3 on rank 1, 2 on rank 0") + kOptionsHint);
   }
 }
@@ -93,34 +100,35 @@ constexpr const char* kOtherJob =
     "all "
     "ranks of a job the same PENSTOCK_JOB_TOKEN, and each job a MASTER_PORT of its own.";
 
-TEST(Membership, OfAnotherJobEndsAtOnceAndIsNamedToThoseWhoWait) {
+TEST(Membership, RefusesAnotherJobAtOnceAndReportsItToWaitingRanks) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::string> lines;
   std::vector<Thrown> found(2);
   on_threads(2, [&](int rank) {
-    Membership own{.rank = rank, .ranks = 2, .token = JobToken(rank == 0 ? "ours" : "theirs")};
-    own.timeout = rank == 0 ? kShort : kLong;
-    if (rank == 0) own.on_waiting = [&](const std::string& line) { lines.push_back(line); };
-    found[static_cast<std::size_t>(rank)] = thrown_by([&] { require_all_ranks(store, own); });
+    Membership self{.rank = rank, .ranks = 2, .token = JobToken(rank == 0 ? "ours" : "theirs")};
+    self.timeout = rank == 0 ? kShort : kLong;
+    if (rank == 0) self.on_waiting = [&](const std::string& line) { lines.push_back(line); };
+    found[static_cast<std::size_t>(rank)] = thrown_by([&] { require_all_ranks(store, self); });
   });
   EXPECT_EQ(found[1], (Thrown{.threw = true, .why = TransportError::Why::Aborted, .peer = 0, .what = kOtherJob}));
-  EXPECT_EQ(found[0], late(1, std::string("rank 1 of 2 has not connected within 0.2 s.\n  a process with another job "
-                                          "token has come as rank 1") +
-                                  kStartHint));
+  EXPECT_EQ(found[0],
+            timeout(1, std::string("rank 1 of 2 has not connected within 0.2 s.\n  a process with another job "
+                                   "token was refused as rank 1") +
+                           kStartHint));
   EXPECT_EQ(lines,
-            std::vector<std::string>{"rank 0 waits for rank 1 of 2; a process with another job token has come as "
+            std::vector<std::string>{"rank 0 waits for rank 1 of 2; a process with another job token was refused as "
                                      "rank 1 (0 s of 0.2 s)"});
 }
 
-TEST(Membership, IsCompleteAlthoughAProcessOfAnotherJobHasComeFirst) {
+TEST(Membership, IsCompleteAlthoughAProcessOfAnotherJobWasRefused) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<Thrown> found(3);
   std::atomic<bool> is_refused = false;
   on_threads(3, [&](int thread) {
-    const auto at = static_cast<std::size_t>(thread);
+    const auto index = static_cast<std::size_t>(thread);
     const JobToken token(thread == 2 ? "theirs" : "ours");
     while (thread == 1 && !is_refused) std::this_thread::sleep_for(milliseconds(1));
-    found[at] = thrown_by([&] {
+    found[index] = thrown_by([&] {
       require_all_ranks(store, {.rank = thread == 2 ? 1 : thread, .ranks = 2, .token = token, .timeout = kLong});
     });
     if (thread == 2) is_refused = true;
@@ -130,58 +138,60 @@ TEST(Membership, IsCompleteAlthoughAProcessOfAnotherJobHasComeFirst) {
   EXPECT_EQ(found[2].what, kOtherJob);
 }
 
-// Where the ranks of a job whose token is "ours" meet the first time, without signatures.
-c10::intrusive_ptr<c10d::Store> place_of_first_handshake(const c10::intrusive_ptr<c10d::Store>& store,
-                                                         const std::string& part = "members") {
+// Returns the part of the store that the first handshake of the job with token "ours" uses, without signatures.
+c10::intrusive_ptr<c10d::Store> first_handshake_store(const c10::intrusive_ptr<c10d::Store>& store,
+                                                      const std::string& part = "members") {
   const std::string fingerprint = JobToken("ours").sign(std::array<std::string, 1>{"fingerprint"});
   return c10::make_intrusive<c10d::PrefixStore>("job/" + fingerprint + "/handshake/1/" + part, store);
 }
 
 Thrown unproven(int rank) {
-  return {.threw = true,
-          .why = TransportError::Why::Aborted,
-          .peer = rank,
-          .what = "rank " + std::to_string(rank) +
-                  " cannot prove that it knows the job token: a stranger has written to the store, or values of an "
-                  "earlier run.\n  Hint: let only the hosts of the job reach MASTER_PORT."};
+  return {
+      .threw = true,
+      .why = TransportError::Why::Aborted,
+      .peer = rank,
+      .what =
+          "rank " + std::to_string(rank) +
+          " cannot prove that it knows the job token: its values in the store were written by another process, or in "
+          "an earlier run.\n  Hint: let only the hosts of the job reach MASTER_PORT."};
 }
 
 Membership of_job(int rank) {
   return {.rank = rank, .ranks = 2, .token = JobToken("ours"), .timeout = kLong};
 }
 
-TEST(Membership, IsNotForAStrangerWhoWritesAsARank) {
+TEST(Membership, RefusesValuesThatAreNotSigned) {
   const std::vector<std::string> values{"", "0123456789", std::string(200, 'x')};
   for (const std::string& value : values) {
     const auto store = c10::make_intrusive<c10d::HashStore>();
-    place_of_first_handshake(store)->set("member/1", value);
+    first_handshake_store(store)->set("member/1", value);
     EXPECT_EQ(thrown_by([&] { require_all_ranks(store, of_job(0)); }), unproven(1));
   }
 }
 
-TEST(Membership, IsNotDisturbedByAFailureThatAStrangerHasWritten) {
+TEST(Membership, IgnoresAFailureThatIsNotSigned) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  place_of_first_handshake(store)->set("failure", std::string("nonsense"));
-  Membership own = of_job(0);
-  own.timeout = kShort;
-  EXPECT_EQ(thrown_by([&] { require_all_ranks(store, own); }),
-            late(1, std::string("rank 1 of 2 has not connected within 0.2 s") + kStartHint));
+  first_handshake_store(store)->set("failure", std::string("nonsense"));
+  Membership self = of_job(0);
+  self.timeout = kShort;
+  EXPECT_EQ(thrown_by([&] { require_all_ranks(store, self); }),
+            timeout(1, std::string("rank 1 of 2 has not connected within 0.2 s") + kStartHint));
 }
 
-// All that the ranks of an earlier run have published, and some of it.
-TEST(Membership, IsNotForValuesOfAnEarlierRun) {
+// An attacker may replay some or all values of an earlier run.
+TEST(Membership, RefusesReplayedValues) {
   const auto earlier = c10::make_intrusive<c10d::HashStore>();
   on_threads(2, [&](int rank) { require_all_ranks(earlier, of_job(rank)); });
   const auto values_of = [&](const std::vector<std::string>& keys) {
     const auto store = c10::make_intrusive<c10d::HashStore>();
     for (const std::string& key : keys) {
-      place_of_first_handshake(store)->set(key, place_of_first_handshake(earlier)->get(key));
+      first_handshake_store(store)->set(key, first_handshake_store(earlier)->get(key));
     }
     return store;
   };
   const auto some = values_of({"member/1", "proof/1"});
   EXPECT_EQ(thrown_by([&] { require_all_ranks(some, of_job(0)); }), unproven(1));
-  // The value of rank 0 is overwritten as soon as it is there.
+  // The value of rank 0 is overwritten as soon as it is published.
   const auto all = values_of({"proof/0", "proof/1"});
   Thrown found;
   on_threads(2, [&](int thread) {
@@ -189,40 +199,40 @@ TEST(Membership, IsNotForValuesOfAnEarlierRun) {
       found = thrown_by([&] { require_all_ranks(all, of_job(0)); });
       return;
     }
-    const auto place = place_of_first_handshake(all);
-    place->wait({"member/0"}, kLong);
-    for (const char* key : {"member/0", "member/1"}) place->set(key, place_of_first_handshake(earlier)->get(key));
+    const auto handshake = first_handshake_store(all);
+    handshake->wait({"member/0"}, kLong);
+    for (const char* key : {"member/0", "member/1"}) handshake->set(key, first_handshake_store(earlier)->get(key));
   });
   EXPECT_EQ(found, unproven(0));
 }
 
-TEST(Membership, GivesAStoreWhoseValuesAreSigned) {
+TEST(Membership, ReturnsASignedStore) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  std::vector<c10::intrusive_ptr<c10d::Store>> own(2);
+  std::vector<c10::intrusive_ptr<c10d::Store>> stores(2);
   on_threads(2, [&](int rank) {
-    own[static_cast<std::size_t>(rank)] =
+    stores[static_cast<std::size_t>(rank)] =
         require_all_ranks(store, {.rank = rank, .ranks = 2, .token = JobToken("ours"), .timeout = kLong});
   });
-  own[0]->set("address", std::string("here"));
-  EXPECT_EQ(own[1]->get_to_str("address"), "here");
-  EXPECT_EQ(own[1]->compareSet("address", std::string("here"), std::string("there")), "there");
-  EXPECT_EQ(own[0]->get_to_str("address"), "there");
-  EXPECT_EQ(own[0]->add("number", 2), 2);
-  EXPECT_FALSE(own[0]->hasExtendedApi());
-  EXPECT_THROW(own[0]->multiGet({"address"}), std::logic_error);
-  const auto raw = place_of_first_handshake(store, "session");
+  stores[0]->set("address", std::string("here"));
+  EXPECT_EQ(stores[1]->get_to_str("address"), "here");
+  EXPECT_EQ(stores[1]->compareSet("address", std::string("here"), std::string("there")), "there");
+  EXPECT_EQ(stores[0]->get_to_str("address"), "there");
+  EXPECT_EQ(stores[0]->add("number", 2), 2);
+  EXPECT_FALSE(stores[0]->hasExtendedApi());
+  EXPECT_THROW(stores[0]->multiGet({"address"}), std::logic_error);
+  const auto raw = first_handshake_store(store, "session");
   const std::string signed_value = raw->get_to_str("address");
   for (const std::string& value : {std::string("elsewhere"), signed_value + " ", signed_value.substr(1)}) {
     raw->set("address", value);
-    expect_error<std::runtime_error>([&] { own[1]->get("address"); },
+    expect_error<std::runtime_error>([&] { stores[1]->get("address"); },
                                      "'address' in the store was not written by a rank of this job.");
   }
   raw->set("other", signed_value);
-  expect_error<std::runtime_error>([&] { own[1]->get("other"); },
+  expect_error<std::runtime_error>([&] { stores[1]->get("other"); },
                                    "'other' in the store was not written by a rank of this job.");
 }
 
-TEST(Texts, AreTheSameAfterSplittingThem) {
+TEST(Texts, SurviveJoiningAndSplitting) {
   const std::vector<std::string> texts{"", "a:b", std::string(3, '\0'), "7:"};
   EXPECT_EQ(split_texts(join_texts(texts)), texts);
   for (const char* wrong : {"x", "1", "1:", "2:a", "-1:a", "99999999999999999999:a", ":a", "1:a3"}) {
@@ -230,7 +240,7 @@ TEST(Texts, AreTheSameAfterSplittingThem) {
   }
 }
 
-TEST(JobToken, IsAnotherEachTimeAndSignsListsOfTexts) {
+TEST(JobToken, IsRandomAndSignsListsOfTexts) {
   const JobToken token = JobToken::random();
   EXPECT_EQ(token.secret().size(), 64U);
   EXPECT_NE(token.secret(), JobToken::random().secret());
@@ -243,7 +253,7 @@ TEST(JobToken, IsAnotherEachTimeAndSignsListsOfTexts) {
   EXPECT_FALSE(JobToken().verifies(one, token.sign(one)));
 }
 
-TEST(Membership, SaysWhomItWaitsFor) {
+TEST(Membership, NamesTheRanksThatItWaitsFor) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::string> lines;
   thrown_by([&] {
@@ -254,10 +264,10 @@ TEST(Membership, SaysWhomItWaitsFor) {
   EXPECT_EQ(lines, std::vector<std::string>{"rank 0 waits for rank 1 of 2 (0 s of 0.2 s)"});
 }
 
-TEST(Membership, IsAskedForByATransport) {
+TEST(Membership, IsRequiredByATransport) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   EXPECT_EQ(thrown_by([&] { c10d_transport(store, 0, 2, {.timeout = kShort}); }),
-            late(1, std::string("rank 1 of 2 has not connected within 0.2 s") + kStartHint));
+            timeout(1, std::string("rank 1 of 2 has not connected within 0.2 s") + kStartHint));
   std::vector<Thrown> found(2);
   on_threads(2, [&](int rank) {
     found[static_cast<std::size_t>(rank)] = thrown_by([&] {
@@ -265,7 +275,8 @@ TEST(Membership, IsAskedForByATransport) {
                      {.agreed = {{"lr", std::to_string(rank)}}});
     });
   });
-  for (const Thrown& one : found) EXPECT_NE(one.what.find("\n  lr: 1 on rank 1, 0 on rank 0\n"), std::string::npos);
+  for (const Thrown& thrown : found)
+    EXPECT_NE(thrown.what.find("\n  lr: 1 on rank 1, 0 on rank 0\n"), std::string::npos);
 }
 
 }  // namespace

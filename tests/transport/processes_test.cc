@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/transport/sockets.h"
 #include "tests/tensor/values.h"
 #include "tests/transport/rank_program.h"
 #include "tests/transport/ranks.h"
@@ -28,9 +29,11 @@ void PrintTo(const ProcessEnd& end, std::ostream* out) {
 
 namespace {
 
+using internal::Descriptor;
+
 using Ends = std::vector<ProcessEnd>;
 
-// It lies beside the test.
+// Returns the path of the program, which is in the directory of the test.
 std::string rank_program() {
   return std::filesystem::read_symlink("/proc/self/exe").parent_path() / "penstock_rank_program";
 }
@@ -40,7 +43,7 @@ ProcessOptions options(int ranks, std::vector<std::string> arguments) {
           .arguments = std::move(arguments),
           .ranks = ranks,
           .environment = {},
-          .grace = std::chrono::seconds(60)};
+          .grace_period = std::chrono::seconds(60)};
 }
 
 ProcessEnd exited(int code) {
@@ -51,7 +54,7 @@ ProcessEnd signalled(int code) {
 }
 constexpr ProcessEnd kKilled = {.how = ProcessEnd::How::Killed, .code = SIGKILL};
 
-// Whether this process has a child with that number, running or not.
+// Returns true if this process has a child with this id, running or not reaped.
 bool is_child(pid_t pid) {
   siginfo_t info{};
   return ::waitid(P_PID, static_cast<id_t>(pid), &info, WEXITED | WNOHANG | WNOWAIT) == 0;
@@ -69,7 +72,7 @@ TEST(ProcessRanks, CollectTheirExitCodes) {
   EXPECT_EQ(bad.wait(far()), (Ends{exited(0), exited(9), exited(0)}));
 }
 
-TEST(ProcessRanks, HaveTheEnvironmentThatTheyAreGiven) {
+TEST(ProcessRanks, GetTheEnvironmentOfTheOptions) {
   ::setenv("TORCHELASTIC_RUN_ID", "another run", 1);
   ProcessOptions with = options(2, {"environment"});
   with.environment["PENSTOCK_TEST_GIVEN"] = "given";
@@ -78,7 +81,7 @@ TEST(ProcessRanks, HaveTheEnvironmentThatTheyAreGiven) {
   ::unsetenv("TORCHELASTIC_RUN_ID");
 }
 
-TEST(ProcessRanks, SayWhatCannotBeStarted) {
+TEST(ProcessRanks, NameTheProgramThatCannotBeStarted) {
   ProcessOptions missing = options(2, {});
   missing.program = "/nowhere/at-all";
   expect_error<std::runtime_error>([&] { const ProcessRanks ranks(missing); },
@@ -87,9 +90,9 @@ TEST(ProcessRanks, SayWhatCannotBeStarted) {
                                       "there are 0 ranks to start, expected one at least.");
 }
 
-TEST(ProcessRanks, AreKilledWhenOneHasFailedAndTheGraceIsOver) {
+TEST(ProcessRanks, AreKilledWhenTheGracePeriodAfterAFailureIsOver) {
   ProcessOptions quick = options(3, {"fail-alone"});
-  quick.grace = std::chrono::milliseconds(10);
+  quick.grace_period = std::chrono::milliseconds(10);
   ProcessRanks ranks(quick);
   EXPECT_EQ(ranks.wait(far()), (Ends{kKilled, exited(7), kKilled}));
 }
@@ -99,7 +102,7 @@ TEST(ProcessRanks, AreKilledAtTheDeadline) {
   EXPECT_EQ(ranks.wait(soon()), (Ends{kKilled, kKilled}));
 }
 
-TEST(ProcessRanks, LeaveNothingWhenTheyAreNotWaitedFor) {
+TEST(ProcessRanks, LeaveNoProcessWhenDestroyedWithoutAWait) {
   const std::size_t files = open_files();
   std::vector<pid_t> pids;
   {
@@ -111,76 +114,78 @@ TEST(ProcessRanks, LeaveNothingWhenTheyAreNotWaitedFor) {
   EXPECT_EQ(open_files(), files);
 }
 
-TEST(ProcessRanks, SayHowTheyEnded) {
+TEST(ProcessRanks, DescribeHowTheyEnded) {
   EXPECT_EQ(to_string(exited(3)), "exited with 3");
   EXPECT_EQ(to_string(signalled(SIGSEGV)), "ended by signal 11 (Segmentation fault)");
   EXPECT_EQ(to_string(kKilled), "was killed");
   EXPECT_EQ(to_string(ProcessEnd{}), "is running");
 }
 
-TEST(ProcessRanks, SendTensorsToOneAnother) {
+TEST(ProcessRanks, SendTensorsToEachOther) {
   for (const int count : {2, 4}) {
     ProcessRanks ranks(options(count, {"ring"}));
     EXPECT_EQ(ranks.wait(far()), Ends(static_cast<std::size_t>(count), exited(0)));
   }
 }
 
-// In all of what follows the others would wait for two minutes if they noticed nothing, which is as long as the test
-// does.
-TEST(LostRank, IsNoticedByAllOthersWhenItIsKilled) {
+// In the tests below the other ranks would wait for two minutes, as long as the test, if they did not detect the
+// failure.
+TEST(LostRank, IsDetectedByAllOthersWhenItIsKilled) {
   ProcessRanks ranks(options(4, {"kill"}));
-  EXPECT_EQ(ranks.wait(far()), (Ends{exited(kGone + 3), exited(kGone + 3), exited(kGone + 3), signalled(SIGKILL)}));
+  EXPECT_EQ(ranks.wait(far()),
+            (Ends{exited(kPeerLost + 3), exited(kPeerLost + 3), exited(kPeerLost + 3), signalled(SIGKILL)}));
 }
 
-// A child that a rank has forked has copies of its sockets. The others would wait for their timeout if it kept them open.
-TEST(LostRank, IsNoticedAlthoughItsChildrenLive) {
-  for (const char* what : {"kill-with-child", "kill-with-program"}) {
-    SCOPED_TRACE(what);
+// A child that a rank has forked inherits its sockets. If it kept them open, the other ranks would wait for their
+// timeout.
+TEST(LostRank, IsDetectedAlthoughItsChildrenLive) {
+  for (const char* mode : {"kill-with-child", "kill-with-program"}) {
+    SCOPED_TRACE(mode);
     int ends[2] = {};
     ASSERT_EQ(::pipe(ends), 0);
     const Descriptor child_end(ends[0]);
-    const Descriptor own_end(ends[1]);
-    // The child ends when nobody has this end any more.
-    ::fcntl(own_end.number(), F_SETFD, FD_CLOEXEC);
-    ProcessOptions with = options(3, {what, "20"});
+    const Descriptor parent_end(ends[1]);
+    // The child ends when all copies of this end are closed.
+    ::fcntl(parent_end.number(), F_SETFD, FD_CLOEXEC);
+    ProcessOptions with = options(3, {mode, "20"});
     with.environment["PENSTOCK_TEST_PIPE"] = std::to_string(child_end.number());
     ProcessRanks ranks(with);
-    EXPECT_EQ(ranks.wait(far()), (Ends{exited(kGone + 2), exited(kGone + 2), signalled(SIGKILL)}));
+    EXPECT_EQ(ranks.wait(far()), (Ends{exited(kPeerLost + 2), exited(kPeerLost + 2), signalled(SIGKILL)}));
   }
 }
 
-TEST(LostRank, IsNoticedByAllOthersWhenItExits) {
+TEST(LostRank, IsDetectedByAllOthersWhenItExits) {
   ProcessRanks ranks(options(4, {"exit"}));
-  EXPECT_EQ(ranks.wait(far()), (Ends{exited(kGone + 3), exited(kGone + 3), exited(kGone + 3), exited(3)}));
+  EXPECT_EQ(ranks.wait(far()), (Ends{exited(kPeerLost + 3), exited(kPeerLost + 3), exited(kPeerLost + 3), exited(3)}));
 }
 
-TEST(LostRank, TellsAllOthersWhenItAborts) {
+TEST(LostRank, NotifiesAllOthersWhenItAborts) {
   ProcessRanks ranks(options(4, {"abort"}));
   EXPECT_EQ(ranks.wait(far()), (Ends{exited(kAborted), exited(kAborted), exited(kAborted), exited(kAborter)}));
 }
 
-// A stopped process has not gone: the first deadline to pass ends the others.
-TEST(LostRank, IsLateWhenItIsStopped) {
+// A stopped process keeps its connections, so the first deadline that passes ends the others.
+TEST(LostRank, CausesATimeoutWhenItIsStopped) {
   ProcessOptions with = options(2, {"stop", "0.5"});
-  with.grace = std::chrono::milliseconds(10);
+  with.grace_period = std::chrono::milliseconds(10);
   ProcessRanks ranks(with);
-  EXPECT_EQ(ranks.wait(far()), (Ends{exited(kLate + 1), kKilled}));
+  EXPECT_EQ(ranks.wait(far()), (Ends{exited(kTimeout + 1), kKilled}));
 }
 
 TEST(LostRank, EndsAllOthersWhenItIsStopped) {
   ProcessOptions with = options(4, {"stop", "0.5"});
-  with.grace = std::chrono::seconds(5);
+  with.grace_period = std::chrono::seconds(5);
   ProcessRanks ranks(with);
   const Ends ends = ranks.wait(far());
-  int late = 0;
+  int timeouts = 0;
   for (int rank = 0; rank < 3; ++rank) {
     const int code = ends[static_cast<std::size_t>(rank)].code;
-    // Each was late for another rank, or was told by one that was.
+    // Each rank ran into its deadline, or was notified by one that did.
     if (code == kAbortedByOther) continue;
-    EXPECT_TRUE(code >= kLate - 1 && code <= kLate + 3) << "rank " << rank << ": " << code;
-    ++late;
+    EXPECT_TRUE(code >= kTimeout - 1 && code <= kTimeout + 3) << "rank " << rank << ": " << code;
+    ++timeouts;
   }
-  EXPECT_GE(late, 1);
+  EXPECT_GE(timeouts, 1);
   EXPECT_EQ(ends[3], kKilled);
 }
 

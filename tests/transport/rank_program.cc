@@ -1,4 +1,5 @@
-// What the tests of processes start as a rank. Its first argument says what it does, and its exit code how it went.
+// The program that tests start as process ranks. Its first argument selects what it does, and its exit code tells the
+// result.
 #include "tests/transport/rank_program.h"
 
 #include <ATen/ATen.h>
@@ -28,19 +29,19 @@ std::unique_ptr<Transport> connect() {
   return c10d_transport(rendezvous(std::chrono::seconds(60)));
 }
 
-// Some steps around a ring, and a sum.
+// Sends messages around a ring and sums over all ranks, for some steps.
 int ring(Transport& transport) {
   const int next = (transport.rank() + 1) % transport.ranks();
-  const int last = (transport.rank() + transport.ranks() - 1) % transport.ranks();
-  std::vector<int> everybody;
-  for (int rank = 0; rank < transport.ranks(); ++rank) everybody.push_back(rank);
-  const auto group = transport.group(everybody);
+  const int previous = (transport.rank() + transport.ranks() - 1) % transport.ranks();
+  std::vector<int> all_ranks;
+  for (int rank = 0; rank < transport.ranks(); ++rank) all_ranks.push_back(rank);
+  const auto group = transport.group(all_ranks);
   for (int step = 0; step < 20; ++step) {
     transport.begin_step(1);
-    transport.post_receive(last, kTag);
+    transport.post_receive(previous, kTag);
     transport.send(next, kTag, {at::full({10'000}, transport.rank() * 100 + step)}, within(60));
-    const at::Tensor found = transport.receive(last, kTag, within(60))[0];
-    if (!at::equal(found, at::full({10'000}, last * 100 + step))) return kWrong;
+    const at::Tensor found = transport.receive(previous, kTag, within(60))[0];
+    if (!at::equal(found, at::full({10'000}, previous * 100 + step))) return kWrong;
     at::Tensor sum = at::full({30'000}, transport.rank());
     group->all_reduce({sum})->wait(within(60));
     if (!at::equal(sum, at::full({30'000}, transport.ranks() * (transport.ranks() - 1) / 2))) return kWrong;
@@ -50,20 +51,20 @@ int ring(Transport& transport) {
   return 0;
 }
 
-// Each in a wait of another kind, so that all are seen to end.
+// Waits in a different way on each rank, so that tests see all kinds of waits end.
 void wait_for(Transport& transport, Group& group, int victim, double seconds) {
   switch (transport.rank() % 3) {
-    // For the one that does not come.
+    // Waits for the lost rank.
     case 0: transport.receive(victim, kTag, within(seconds)); break;
-    // For one that is well.
+    // Waits for a healthy rank.
     case 1: transport.receive(0, {.channel = 1, .number = 5}, within(seconds)); break;
     default: group.barrier()->wait(within(seconds));
   }
 }
 
-// Leaves a child behind that lives until whoever has started the ranks closes the other end of a pipe: a program when
-// `exec`, else a copy of this process. PENSTOCK_TEST_PIPE names this end.
-void leave_a_child(bool exec) {
+// Starts a child that lives until the test closes the other end of a pipe: a program if `exec`, otherwise a fork of
+// this process. PENSTOCK_TEST_PIPE is the descriptor of this end.
+void start_child(bool exec) {
   const int end = std::atoi(std::getenv("PENSTOCK_TEST_PIPE"));
   if (::fork() != 0) return;
   if (exec) {
@@ -75,21 +76,20 @@ void leave_a_child(bool exec) {
   std::_Exit(0);
 }
 
-// The last rank does something to itself, and the others wait.
-int lose(Transport& transport, const std::string& what, double seconds) {
+// Loses the last rank in the way that `mode` names, while the others wait.
+int lose(Transport& transport, const std::string& mode, double seconds) {
   const int victim = transport.ranks() - 1;
-  std::vector<int> everybody;
-  for (int rank = 0; rank < transport.ranks(); ++rank) everybody.push_back(rank);
-  const auto group = transport.group(everybody);
+  std::vector<int> all_ranks;
+  for (int rank = 0; rank < transport.ranks(); ++rank) all_ranks.push_back(rank);
+  const auto group = transport.group(all_ranks);
   if (transport.rank() == victim) {
-    // Once all have come.
     group->barrier()->wait(within(60));
-    if (what == "kill-with-child") leave_a_child(/*exec=*/false);
-    if (what == "kill-with-program") leave_a_child(/*exec=*/true);
-    if (what.starts_with("kill")) std::raise(SIGKILL);
-    if (what == "stop") std::raise(SIGSTOP);
-    if (what == "exit") std::_Exit(3);
-    transport.abort("the last rank has had enough");
+    if (mode == "kill-with-child") start_child(/*exec=*/false);
+    if (mode == "kill-with-program") start_child(/*exec=*/true);
+    if (mode.starts_with("kill")) std::raise(SIGKILL);
+    if (mode == "stop") std::raise(SIGSTOP);
+    if (mode == "exit") std::_Exit(3);
+    transport.abort("the last rank has aborted");
     return kAborter;
   }
   try {
@@ -99,35 +99,35 @@ int lose(Transport& transport, const std::string& what, double seconds) {
     std::cerr << "rank " << transport.rank() << ": " << error.what() << "\n";
     transport.abort("rank " + std::to_string(transport.rank()) + " has failed");
     switch (error.why()) {
-      case TransportError::Why::Timeout: return kLate + error.peer();
-      case TransportError::Why::PeerLost: return kGone + error.peer();
-      default: return error.what() == std::string("the last rank has had enough") ? kAborted : kAbortedByOther;
+      case TransportError::Why::Timeout: return kTimeout + error.peer();
+      case TransportError::Why::PeerLost: return kPeerLost + error.peer();
+      default: return error.what() == std::string("the last rank has aborted") ? kAborted : kAbortedByOther;
     }
   }
   return kNothing;
 }
 
 int main(int argc, char** argv) {
-  const std::string what = argc > 1 ? argv[1] : "";
+  const std::string mode = argc > 1 ? argv[1] : "";
   const double seconds = argc > 2 ? std::atof(argv[2]) : 120;
   const char* const named = std::getenv("RANK");
   const int rank = named == nullptr ? 0 : std::atoi(named);
-  if (what == "code") return rank == 1 ? argc > 2 ? std::atoi(argv[2]) : 1 : 0;
-  if (what == "sleep") {
+  if (mode == "code") return rank == 1 ? argc > 2 ? std::atoi(argv[2]) : 1 : 0;
+  if (mode == "sleep") {
     std::this_thread::sleep_for(std::chrono::hours(1));
     return 0;
   }
-  if (what == "fail-alone") {
+  if (mode == "fail-alone") {
     if (rank == 1) return 7;
     std::this_thread::sleep_for(std::chrono::hours(1));
     return 0;
   }
-  if (what == "environment") {
+  if (mode == "environment") {
     const char* given = std::getenv("PENSTOCK_TEST_GIVEN");
     return given != nullptr && given == std::string("given") && std::getenv("TORCHELASTIC_RUN_ID") == nullptr ? 0 : 1;
   }
   const auto transport = connect();
-  return what == "ring" ? ring(*transport) : lose(*transport, what, seconds);
+  return mode == "ring" ? ring(*transport) : lose(*transport, mode, seconds);
 }
 
 }  // namespace

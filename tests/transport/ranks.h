@@ -1,4 +1,4 @@
-// What the tests of this room share: the ranks of a world as threads of the test, whatever carries their messages.
+// Worlds of ranks for tests: each rank runs on a thread of the test, over either transport.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -15,7 +15,9 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/transport/block_pool.h"
 #include "penstock/transport/c10d.h"
+#include "penstock/transport/c10d_transport.h"
 #include "penstock/transport/threads.h"
 #include "penstock/transport/transport.h"
 
@@ -27,7 +29,7 @@ inline std::string name_of(Carrier carrier) {
   return carrier == Carrier::Threads ? "threads" : "gloo";
 }
 
-// Far beyond what any test takes: whoever comes there has failed.
+// A deadline far beyond the duration of any test, so that reaching it is a failure.
 inline Deadline far() {
   return Clock::now() + std::chrono::seconds(120);
 }
@@ -43,9 +45,12 @@ void on_threads(int count, const Act& act) {
   for (std::thread& thread : threads) thread.join();
 }
 
+// The transports of all ranks. With Gloo, each rank has its own connections although the ranks are threads.
 class World {
  public:
-  World(Carrier carrier, int ranks, const C10dOptions& options = {}) {
+  // `pool` is where the ranks receive tensors with Gloo; if null, each rank has its own.
+  World(Carrier carrier, int ranks, const C10dOptions& options = {},
+        const std::shared_ptr<internal::BlockPool>& pool = nullptr) {
     if (carrier == Carrier::Threads) {
       transports_ = thread_transports(ranks);
       return;
@@ -54,7 +59,9 @@ class World {
     const auto store = c10::make_intrusive<c10d::HashStore>();
     on_threads(ranks, [&](int rank) {
       try {
-        transports_[static_cast<std::size_t>(rank)] = c10d_transport(store, rank, ranks, options);
+        transports_[static_cast<std::size_t>(rank)] =
+            pool ? internal::c10d_transport_with_pool(store, rank, ranks, options, pool)
+                 : c10d_transport(store, rank, ranks, options);
       } catch (const std::exception& error) {
         ADD_FAILURE() << "rank " << rank << ": " << error.what();
       }
@@ -65,13 +72,13 @@ class World {
   Transport& operator[](int rank) { return *transports_[static_cast<std::size_t>(rank)]; }
   void leave(int rank) { transports_[static_cast<std::size_t>(rank)].reset(); }
 
-  // Calls act(transport) for each rank on a thread of its own. A rank that throws ends the waiting of the others, and
-  // fails the test.
+  // Calls act(transport) for each rank on a thread of its own. If a rank throws, the waits of the others end and the
+  // test fails.
   void run(const std::function<void(Transport&)>& act) {
     for (const std::string& error : errors(act)) EXPECT_EQ(error, "");
   }
 
-  // The same; what each rank has thrown, by rank, empty where nothing was.
+  // Does the same, and returns the errors by rank instead of failing; empty for a rank that has not thrown.
   std::vector<std::string> errors(const std::function<void(Transport&)>& act) {
     std::vector<std::string> found(transports_.size());
     on_threads(ranks(), [&](int rank) {
@@ -89,16 +96,16 @@ class World {
   std::vector<std::unique_ptr<Transport>> transports_;
 };
 
-// Which ranks, and how their messages are carried.
+// A transport and a number of ranks.
 struct WorldCase {
   Carrier carrier;
   int ranks;
 };
-inline void PrintTo(const WorldCase& one, std::ostream* out) {
-  *out << name_of(one.carrier) << " " << one.ranks;
+inline void PrintTo(const WorldCase& world, std::ostream* out) {
+  *out << name_of(world.carrier) << " " << world.ranks;
 }
-inline std::string case_name(const ::testing::TestParamInfo<WorldCase>& one) {
-  return name_of(one.param.carrier) + "_" + std::to_string(one.param.ranks);
+inline std::string case_name(const ::testing::TestParamInfo<WorldCase>& world) {
+  return name_of(world.param.carrier) + "_" + std::to_string(world.param.ranks);
 }
 inline std::vector<WorldCase> worlds(int fewest_ranks) {
   std::vector<WorldCase> cases;
@@ -108,6 +115,7 @@ inline std::vector<WorldCase> worlds(int fewest_ranks) {
   return cases;
 }
 
+// The TransportError that a call has thrown, if any.
 struct Thrown {
   bool threw = false;
   TransportError::Why why = TransportError::Why::Timeout;
@@ -115,9 +123,10 @@ struct Thrown {
   std::string what;
   friend bool operator==(const Thrown&, const Thrown&) = default;
 };
-inline void PrintTo(const Thrown& one, std::ostream* out) {
-  constexpr const char* kNames[] = {"Late", "Gone", "Aborted"};
-  *out << (one.threw ? kNames[static_cast<int>(one.why)] : "nothing") << ", peer " << one.peer << ": " << one.what;
+inline void PrintTo(const Thrown& thrown, std::ostream* out) {
+  constexpr const char* kNames[] = {"Timeout", "PeerLost", "Aborted"};
+  *out << (thrown.threw ? kNames[static_cast<int>(thrown.why)] : "nothing") << ", peer " << thrown.peer << ": "
+       << thrown.what;
 }
 template <class Act>
 Thrown thrown_by(const Act& act) {
@@ -128,10 +137,10 @@ Thrown thrown_by(const Act& act) {
   }
   return {};
 }
-inline Thrown late(int peer, const std::string& what) {
+inline Thrown timeout(int peer, const std::string& what) {
   return {.threw = true, .why = TransportError::Why::Timeout, .peer = peer, .what = what};
 }
-inline Thrown gone(int peer, const std::string& what) {
+inline Thrown peer_lost(int peer, const std::string& what) {
   return {.threw = true, .why = TransportError::Why::PeerLost, .peer = peer, .what = what};
 }
 inline Thrown aborted(const std::string& what) {

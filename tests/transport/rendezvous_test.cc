@@ -22,9 +22,13 @@
 namespace penstock::testing {
 namespace {
 
+using internal::Descriptor;
+using internal::listen_on;
+using internal::port_of;
+
 using Values = std::map<std::string, std::string>;
 
-// What every rank has.
+// Returns the variables of a rank, with some added or replaced.
 Values with(const Values& others) {
   Values values{{"RANK", "1"}, {"WORLD_SIZE", "4"}, {"MASTER_PORT", "29500"}};
   for (const auto& [name, value] : others) values[name] = value;
@@ -64,14 +68,14 @@ TEST(RankEnvironment, HasTheTokenOfTheJob) {
   const auto token = [](const Values& launcher, const Values& others) {
     Values values = launcher;
     values.insert(others.begin(), others.end());
-    return read(values).token.secret();
+    return read(values).job_token;
   };
   EXPECT_EQ(token(launched, {}), "");
   EXPECT_EQ(token(launched, {{"TORCHELASTIC_RUN_ID", "run"}}), "run");
   EXPECT_EQ(token(launched, {{"TORCHELASTIC_RUN_ID", "run"}, {"PENSTOCK_JOB_TOKEN", "secret"}}), "secret");
   const Values step{{"SLURM_STEP_NUM_TASKS", "2"}, {"SLURM_JOB_ID", "7"}, {"SLURM_STEP_ID", "3"}};
   EXPECT_EQ(token(step, {{"SLURM_PROCID", "0"}}), "7.3");
-  // Steps of their own may be ranks of one run.
+  // With RANK set by hand, several steps may be ranks of one run.
   EXPECT_EQ(token(launched, step), "");
 }
 
@@ -89,7 +93,7 @@ TEST(RankEnvironment, IsWhatSlurmSets) {
   EXPECT_FALSE(found.one_machine);
   EXPECT_EQ(found.master_address, "node03");
   EXPECT_EQ(found.master_port, 23456);
-  // What is said by hand comes first.
+  // Explicit values take precedence.
   Values named = values;
   named["MASTER_ADDR"] = "10.0.0.1";
   named["MASTER_PORT"] = "29500";
@@ -126,25 +130,25 @@ TEST(RankEnvironment, IsWhatMpirunSets) {
   EXPECT_FALSE(mpich.one_machine);
 }
 
-TEST(RankEnvironment, IsThereOrNot) {
-  const auto is_there = [](const Values& values) {
+TEST(RankEnvironment, IsDetected) {
+  const auto is_detected = [](const Values& values) {
     return is_in_rank_environment([&values](const char* name) -> const char* {
       const auto found = values.find(name);
       return found == values.end() ? nullptr : found->second.c_str();
     });
   };
-  EXPECT_TRUE(is_there(with({})));
-  EXPECT_TRUE(is_there({{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}}));
-  EXPECT_FALSE(is_there({}));
-  // A process of several that would run alone.
+  EXPECT_TRUE(is_detected(with({})));
+  EXPECT_TRUE(is_detected({{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}}));
+  EXPECT_FALSE(is_detected({}));
+  // An incomplete environment would let a process of several run alone.
   const std::string both =
       " is not set: a rank of several processes needs both.\n  Hint: whatever starts the ranks, such as torchrun, sets "
       "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.";
-  expect_error<RendezvousError>([&] { is_there({{"RANK", "1"}}); }, "RANK is '1', and WORLD_SIZE" + both);
-  expect_error<RendezvousError>([&] { is_there({{"WORLD_SIZE", "2"}}); }, "WORLD_SIZE is '2', and RANK" + both);
-  EXPECT_TRUE(is_there({{"RANK", "1"}, {"PMI_RANK", "1"}, {"PMI_SIZE", "2"}}));
-  // A batch script of Slurm's, which has not called srun.
-  EXPECT_FALSE(is_there({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "4"}}));
+  expect_error<RendezvousError>([&] { is_detected({{"RANK", "1"}}); }, "RANK is '1', and WORLD_SIZE" + both);
+  expect_error<RendezvousError>([&] { is_detected({{"WORLD_SIZE", "2"}}); }, "WORLD_SIZE is '2', and RANK" + both);
+  EXPECT_TRUE(is_detected({{"RANK", "1"}, {"PMI_RANK", "1"}, {"PMI_SIZE", "2"}}));
+  // A Slurm batch script outside of srun.
+  EXPECT_FALSE(is_detected({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "4"}}));
 }
 
 TEST(RankEnvironment, IsLoopbackUnlessAnAddressIsNamed) {
@@ -162,12 +166,12 @@ TEST(RankEnvironment, IsOfOneMachineWhenAllRanksAreLocal) {
   EXPECT_FALSE(read(with({{"MASTER_ADDR", "node0.example"}})).one_machine);
 }
 
-TEST(RankEnvironment, HasASocketForRankZeroOnly) {
+TEST(RankEnvironment, HasAListeningSocketForRankZeroOnly) {
   EXPECT_EQ(read(with({{"RANK", "0"}, {"PENSTOCK_LISTENING_FD", "5"}})).listening_fd, 5);
   EXPECT_EQ(read(with({{"PENSTOCK_LISTENING_FD", "5"}})).listening_fd, -1);
 }
 
-TEST(RankEnvironment, SaysWhatIsMissing) {
+TEST(RankEnvironment, NamesAMissingVariable) {
   for (const char* name : {"RANK", "WORLD_SIZE", "MASTER_PORT"}) {
     Values values = with({});
     values.erase(name);
@@ -179,7 +183,7 @@ TEST(RankEnvironment, SaysWhatIsMissing) {
   }
 }
 
-TEST(RankEnvironment, SaysWhatIsNoNumberAndWhichWouldBeRight) {
+TEST(RankEnvironment, NamesAWrongNumberAndItsRange) {
   const auto expect = [](const char* name, const char* value, const std::string& right) {
     expect_error<RendezvousError>([&] { read(with({{name, value}})); },
                                   std::string(name) + " is '" + value + "', expected a number " + right + ".");
@@ -197,7 +201,7 @@ TEST(RankEnvironment, SaysWhatIsNoNumberAndWhichWouldBeRight) {
   expect("TORCHELASTIC_RESTART_COUNT", "x", "of at least 0");
 }
 
-// A world that meets at a socket of the test's, as ProcessRanks has it.
+// Returns the environment of a rank whose store listens on a socket of the test, as with ProcessRanks.
 RankEnvironment environment(int rank, int ranks, int port, int fd) {
   RankEnvironment made;
   made.rank = rank;
@@ -209,12 +213,12 @@ RankEnvironment environment(int rank, int ranks, int port, int fd) {
   return made;
 }
 
-TEST(Rendezvous, BringsAllRanksToOneStore) {
+TEST(Rendezvous, ConnectsAllRanksToOneStore) {
   Descriptor socket = listen_on("127.0.0.1", 0);
   const int port = port_of(socket);
   const int fd = socket.release();
   std::vector<std::string> found(3);
-  // Rank 0's goes last: it serves.
+  // Rank 0 serves the store, so it is destroyed last.
   std::vector<Rendezvous> places(3);
   on_threads(3, [&](int rank) {
     Rendezvous& place = places[static_cast<std::size_t>(rank)] = rendezvous(environment(rank, 3, port, fd));
@@ -229,7 +233,7 @@ TEST(Rendezvous, BringsAllRanksToOneStore) {
   places.pop_back();
 }
 
-// The addresses that somebody listens on at a port, as the system writes them.
+// Returns the addresses that are listened on at a port, in the notation of /proc/net/tcp.
 std::vector<std::string> listeners(int port) {
   constexpr const char* kListening = "0A";
   std::ostringstream number;
@@ -255,7 +259,7 @@ std::vector<std::string> listeners(int port) {
   return found;
 }
 
-TEST(Rendezvous, ListensOnLoopbackAlone) {
+TEST(Rendezvous, ListensOnLoopbackOnly) {
   int port = 0;
   {
     const Descriptor socket = listen_on("127.0.0.1", 0);
@@ -265,7 +269,7 @@ TEST(Rendezvous, ListensOnLoopbackAlone) {
   EXPECT_EQ(listeners(port), std::vector<std::string>{"0100007F"});
 }
 
-TEST(Rendezvous, LeavesTheStoreToTheAgentOfTorchrun) {
+TEST(Rendezvous, UsesTheStoreOfTorchrunsAgent) {
   Descriptor socket = listen_on("127.0.0.1", 0);
   c10d::TCPStoreOptions options;
   options.isServer = true;
@@ -279,7 +283,7 @@ TEST(Rendezvous, LeavesTheStoreToTheAgentOfTorchrun) {
     rank.agent_serves = true;
     rank.attempt = attempt;
     const Rendezvous place = rendezvous(rank);
-    // Of the attempt before there is nothing.
+    // Values of the previous attempt are not visible.
     EXPECT_FALSE(place.store->check({"key"}));
     place.store->set("key", std::to_string(attempt));
   }
@@ -287,7 +291,7 @@ TEST(Rendezvous, LeavesTheStoreToTheAgentOfTorchrun) {
   EXPECT_EQ(agent->get_to_str("penstock/1/key"), "1");
 }
 
-TEST(Rendezvous, SaysWhereRankZeroCannotListen) {
+TEST(Rendezvous, NamesTheAddressThatRankZeroCannotListenOn) {
   const Descriptor taken = listen_on("127.0.0.1", 0);
   const std::string port = std::to_string(port_of(taken));
   const std::string hint = ".\n  Hint: the address should be one of rank 0's machine, and the port free.";
@@ -301,23 +305,25 @@ TEST(Rendezvous, SaysWhereRankZeroCannotListen) {
                                     ": Cannot assign requested address" + hint);
 }
 
-TEST(Rendezvous, SaysThatOtherMachinesCannotReachLoopback) {
+TEST(Rendezvous, RefusesLoopbackForSeveralMachines) {
   RankEnvironment environment;
   environment.ranks = 2;
   environment.master_address = "127.0.1.1";
   environment.master_port = 29500;
   expect_error<RendezvousError>(
       [&] { rendezvous(environment); },
-      "rank 0 finds itself alone at MASTER_ADDR, which is 127.0.1.1.\n  Hint: with ranks on several machines it should "
-      "be an address that all of them reach; a number is safest, or name the interface in GLOO_SOCKET_IFNAME.");
+      "rank 0 resolves MASTER_ADDR, which is 127.0.1.1, to loopback, which other machines cannot reach.\n  Hint: with "
+      "ranks on several machines, MASTER_ADDR should be an address that all of them can reach; a numeric one is "
+      "safest. "
+      "Or name the interface in GLOO_SOCKET_IFNAME.");
 }
 
-TEST(Rendezvous, SaysThatADescriptorIsNoSocketThatListens) {
+TEST(Rendezvous, RefusesADescriptorThatDoesNotListen) {
   expect_error<RendezvousError>([&] { rendezvous(environment(0, 2, 29500, 999)); },
                                 "PENSTOCK_LISTENING_FD is '999', expected a socket that listens.");
 }
 
-TEST(Rendezvous, SaysThatTheMasterCannotBeReached) {
+TEST(Rendezvous, ReportsAMasterThatCannotBeReached) {
   int port = 0;
   {
     const Descriptor socket = listen_on("127.0.0.1", 0);
@@ -331,10 +337,10 @@ TEST(Rendezvous, SaysThatTheMasterCannotBeReached) {
           "reach.");
 }
 
-// Something that is no store, on a port of its own.
+// A program that is not a store, on a port of its own.
 class OtherProgram {
  public:
-  // It gives this answer to whoever connects, if any, and then closes the connection or leaves it open.
+  // Sends this answer to each client, and then closes the connection or leaves it open.
   OtherProgram(std::string answer, bool closes)
       : thread_([this, answer = std::move(answer), closes] { serve(answer, closes); }) {}
   ~OtherProgram() {
@@ -374,37 +380,38 @@ std::string error_at(int port, std::chrono::milliseconds timeout, std::vector<st
   return "nothing was thrown";
 }
 
-TEST(Rendezvous, SaysThatTheMastersPortBelongsToAnotherProgram) {
+TEST(Rendezvous, ReportsAPortOfAnotherProgram) {
   const OtherProgram server("HTTP/1.1 400 Bad Request\r\n\r\n", /*closes=*/true);
-  EXPECT_EQ(
-      error_at(server.port(), std::chrono::seconds(60)),
-      "rank 1 found no store at MASTER_ADDR:MASTER_PORT, which is 127.0.0.1:" + std::to_string(server.port()) +
-          ": what listens there answered 'HTTP' to a ping.\n  Hint: the port belongs to another program; choose a "
-          "free one as MASTER_PORT for all ranks.");
+  EXPECT_EQ(error_at(server.port(), std::chrono::seconds(60)),
+            "rank 1 found no store at MASTER_ADDR:MASTER_PORT, which is 127.0.0.1:" + std::to_string(server.port()) +
+                ": the program that listens there answered 'HTTP' to a ping.\n  Hint: the port belongs to another "
+                "program; choose a "
+                "free one as MASTER_PORT for all ranks.");
 }
 
-TEST(Rendezvous, SaysInTimeThatTheMasterDoesNotAnswer) {
+TEST(Rendezvous, TimesOutWhenTheMasterDoesNotAnswer) {
   const OtherProgram silent("", /*closes=*/false);
   std::vector<std::string> lines;
-  const std::string place = "127.0.0.1:" + std::to_string(silent.port());
+  const std::string master = "127.0.0.1:" + std::to_string(silent.port());
   EXPECT_EQ(error_at(silent.port(), std::chrono::milliseconds(200), &lines),
-            "rank 1 found no store at MASTER_ADDR:MASTER_PORT, which is " + place +
-                ": what listens there has not answered a ping within 0.2 s (it accepts connections and says nothing).\n"
-                "  Hint: see whether rank 0 has started; if it has, the port belongs to another program, and all ranks "
+            "rank 1 found no store at MASTER_ADDR:MASTER_PORT, which is " + master +
+                ": the program that listens there has not answered a ping within 0.2 s (it accepts connections and "
+                "does not answer).\n"
+                "  Hint: check that rank 0 has started; if it has, the port belongs to another program, and all ranks "
                 "need a free one as MASTER_PORT.");
-  EXPECT_EQ(lines, std::vector<std::string>{"rank 1 waits for rank 0 at " + place +
-                                            ": it accepts connections and says nothing (0 s of 0.2 s)"});
+  EXPECT_EQ(lines, std::vector<std::string>{"rank 1 waits for rank 0 at " + master +
+                                            ": it accepts connections and does not answer (0 s of 0.2 s)"});
 }
 
 TEST(Rendezvous, TriesAgainWhenTheMasterClosesTheConnection) {
   const OtherProgram closing("", /*closes=*/true);
   const std::string beginning =
       "rank 1 found no store at MASTER_ADDR:MASTER_PORT, which is 127.0.0.1:" + std::to_string(closing.port()) +
-      ": what listens there has not answered a ping within 0.2 s (it ";
+      ": the program that listens there has not answered a ping within 0.2 s (it ";
   EXPECT_EQ(error_at(closing.port(), std::chrono::milliseconds(200)).substr(0, beginning.size()), beginning);
 }
 
-TEST(Rendezvous, GivesItsTimeoutToTheTransport) {
+TEST(Rendezvous, PassesItsTimeoutToTheTransport) {
   Descriptor socket = listen_on("127.0.0.1", 0);
   const int port = port_of(socket);
   std::vector<std::string> lines;
@@ -415,9 +422,9 @@ TEST(Rendezvous, GivesItsTimeoutToTheTransport) {
   EXPECT_EQ(lines, std::vector<std::string>{"rank 0 waits for rank 1 of 2 (0 s of 0.2 s)"});
 }
 
-TEST(Sockets, KnowTheWayToAnAddress) {
-  EXPECT_EQ(address_towards("127.0.0.1", 80), "127.0.0.1");
-  EXPECT_EQ(address_towards("no such name at all", 80), "");
+TEST(Sockets, FindTheLocalAddressOfARoute) {
+  EXPECT_EQ(internal::address_towards("127.0.0.1", 80), "127.0.0.1");
+  EXPECT_EQ(internal::address_towards("no such name at all", 80), "");
 }
 
 }  // namespace

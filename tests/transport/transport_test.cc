@@ -29,32 +29,33 @@ INSTANTIATE_TEST_SUITE_P(Transport, EveryWorld, ::testing::ValuesIn(worlds(/*few
 int next_of(const Transport& transport) {
   return (transport.rank() + 1) % transport.ranks();
 }
-int last_of(const Transport& transport) {
+int previous_of(const Transport& transport) {
   return (transport.rank() + transport.ranks() - 1) % transport.ranks();
 }
 
-// Sends to the next rank in a ring, and gives what came from the one before.
+// Sends a message to the next rank of a ring, and returns the one from the previous rank.
 Message around(Transport& transport, Tag tag, const Message& message) {
-  transport.post_receive(last_of(transport), tag);
+  transport.post_receive(previous_of(transport), tag);
   transport.send(next_of(transport), tag, message, far());
-  return transport.receive(last_of(transport), tag, far());
+  return transport.receive(previous_of(transport), tag, far());
 }
 
-// All but the strides.
+// Compares everything but the strides.
 ::testing::AssertionResult same_message(const Message& expected, const Message& found) {
   if (expected.size() != found.size()) {
     return ::testing::AssertionFailure() << found.size() << " tensors, expected " << expected.size();
   }
   for (std::size_t i = 0; i < expected.size(); ++i) {
-    const at::Tensor& one = expected[i];
-    const at::Tensor& other = found[i];
-    const bool same = one.defined() == other.defined() &&
-                      (!one.defined() || (one.scalar_type() == other.scalar_type() && one.sizes() == other.sizes() &&
-                                          one.requires_grad() == other.requires_grad() &&
-                                          same_bits(one.resolve_conj(), other.resolve_conj())));
+    const at::Tensor& sent = expected[i];
+    const at::Tensor& received = found[i];
+    const bool same =
+        sent.defined() == received.defined() &&
+        (!sent.defined() ||
+         (sent.scalar_type() == received.scalar_type() && sent.sizes() == received.sizes() &&
+          sent.requires_grad() == received.requires_grad() && same_bits(sent.resolve_conj(), received.resolve_conj())));
     if (same) continue;
-    return ::testing::AssertionFailure() << "tensor " << i << "\nexpected: " << text(one)
-                                         << "\nfound:    " << text(other);
+    return ::testing::AssertionFailure() << "tensor " << i << "\nexpected: " << text(sent)
+                                         << "\nfound:    " << text(received);
   }
   return ::testing::AssertionSuccess();
 }
@@ -63,7 +64,7 @@ struct Payload {
   const char* name;
   Message message;
 };
-// `size` makes other shapes of them.
+// Returns messages of all kinds. Their shapes depend on `size`.
 std::vector<Payload> payloads(std::int64_t size) {
   std::vector<Payload> all{
       {"one", {counting({size, 3})}},
@@ -105,11 +106,11 @@ void expect_all_around(Transport& transport, std::int64_t size) {
   }
 }
 
-TEST_P(EveryWorld, BringsEveryMessageAsItWasSent) {
+TEST_P(EveryWorld, DeliversEveryMessageUnchanged) {
   world().run([](Transport& transport) { expect_all_around(transport, 4); });
 }
 
-TEST_P(EveryWorld, BringsEveryMessageInEveryStepAsItWasSent) {
+TEST_P(EveryWorld, DeliversEveryMessageUnchangedInEveryStep) {
   world().run([](Transport& transport) {
     for (int step = 0; step < 3; ++step) {
       transport.begin_step(/*signature=*/1);
@@ -119,7 +120,7 @@ TEST_P(EveryWorld, BringsEveryMessageInEveryStepAsItWasSent) {
   });
 }
 
-TEST_P(EveryWorld, BringsMessagesOfOtherSizesInTheNextStep) {
+TEST_P(EveryWorld, DeliversMessagesOfOtherSizesInTheNextStep) {
   world().run([](Transport& transport) {
     for (const std::int64_t size : {4, 6, 6, 2, 5, 5, 4}) {
       transport.begin_step(static_cast<std::uint64_t>(size));
@@ -129,7 +130,7 @@ TEST_P(EveryWorld, BringsMessagesOfOtherSizesInTheNextStep) {
   });
 }
 
-TEST_P(EveryWorld, BringsMessagesOfAnySizeWithDynamicShapes) {
+TEST_P(EveryWorld, DeliversMessagesOfAnySizeWithDynamicShapes) {
   world({.dynamic_shapes = true}).run([](Transport& transport) {
     for (const std::int64_t size : {4, 6, 2, 5}) {
       transport.begin_step(/*signature=*/1);
@@ -139,8 +140,8 @@ TEST_P(EveryWorld, BringsMessagesOfAnySizeWithDynamicShapes) {
   });
 }
 
-// As in a pipeline: the first rank alone knows of the batch, and the others hear of it with the messages.
-TEST_P(EveryWorld, TellsAllRanksOfSizesThatOneOfThemKnows) {
+// As in a pipeline: only the first rank knows the sizes of the batch, and the others learn them from messages.
+TEST_P(EveryWorld, PropagatesSizesThatOnlyOneRankKnows) {
   world().run([](Transport& transport) {
     const int rank = transport.rank();
     const int last = transport.ranks() - 1;
@@ -163,10 +164,10 @@ TEST_P(EveryWorld, TellsAllRanksOfSizesThatOneOfThemKnows) {
   });
 }
 
-TEST_P(EveryWorld, HasNewChannelsAndFewerMessagesInALaterStep) {
+TEST_P(EveryWorld, AllowsNewChannelsAndFewerMessagesInALaterStep) {
   world().run([](Transport& transport) {
     for (std::uint32_t step = 0; step < 4; ++step) {
-      // The first two steps are alike, then come others.
+      // Steps 0 and 1 are alike, and so are steps 2 and 3.
       transport.begin_step(step / 2);
       for (std::uint32_t channel = step / 2; channel < 4; ++channel) {
         for (std::uint32_t number = 0; number < 5 - step / 2; ++number) {
@@ -186,12 +187,12 @@ TEST_P(EveryWorld, KeepsTheOrderOfTheMessagesOfATag) {
     for (int step = 0; step < 3; ++step) {
       transport.begin_step(1);
       constexpr std::int64_t kMessages = 20;
-      for (std::int64_t i = 0; i < kMessages; ++i) transport.post_receive(last_of(transport), kActivation);
+      for (std::int64_t i = 0; i < kMessages; ++i) transport.post_receive(previous_of(transport), kActivation);
       for (std::int64_t i = 0; i < kMessages; ++i) {
         transport.send(next_of(transport), kActivation, {at::full({i % 4 + 1}, i)}, far());
       }
       for (std::int64_t i = 0; i < kMessages; ++i) {
-        const Message found = transport.receive(last_of(transport), kActivation, far());
+        const Message found = transport.receive(previous_of(transport), kActivation, far());
         EXPECT_TRUE(same_message({at::full({i % 4 + 1}, i)}, found)) << "message " << i;
       }
       transport.end_step(far());
@@ -199,19 +200,19 @@ TEST_P(EveryWorld, KeepsTheOrderOfTheMessagesOfATag) {
   });
 }
 
-TEST_P(EveryWorld, BringsMessagesInTheOrderInWhichTheyAreAskedFor) {
+TEST_P(EveryWorld, DeliversMessagesInTheOrderOfTheReceives) {
   world().run([](Transport& transport) {
     for (int step = 0; step < 3; ++step) {
       transport.begin_step(1);
       constexpr std::uint32_t kMessages = 8;
       for (std::uint32_t i = 0; i < kMessages; ++i)
-        transport.post_receive(last_of(transport), {.channel = 0, .number = i});
+        transport.post_receive(previous_of(transport), {.channel = 0, .number = i});
       for (const std::uint32_t i : {3, 1, 0, 7, 6, 2, 5, 4}) {
         transport.send(next_of(transport), {.channel = 0, .number = i}, {at::full({i + 1}, static_cast<double>(i))},
                        far());
       }
       for (const std::uint32_t i : {5, 0, 7, 2, 1, 6, 4, 3}) {
-        const Message found = transport.receive(last_of(transport), {.channel = 0, .number = i}, far());
+        const Message found = transport.receive(previous_of(transport), {.channel = 0, .number = i}, far());
         EXPECT_TRUE(same_message({at::full({i + 1}, static_cast<double>(i))}, found)) << "message " << i;
       }
       transport.end_step(far());
@@ -219,26 +220,26 @@ TEST_P(EveryWorld, BringsMessagesInTheOrderInWhichTheyAreAskedFor) {
   });
 }
 
-// Both ways at once, and each sends all before it takes anything.
-TEST_P(EveryWorld, LetsNeitherActivationsNorGradientsWaitForTheOthers) {
+// Each rank sends in both directions before it receives anything.
+TEST_P(EveryWorld, SendsActivationsAndGradientsIndependently) {
   world().run([](Transport& transport) {
     for (int step = 0; step < 3; ++step) {
       transport.begin_step(1);
       for (std::uint32_t number = 0; number < 3; ++number) {
-        transport.post_receive(last_of(transport), {.channel = 0, .number = number});
+        transport.post_receive(previous_of(transport), {.channel = 0, .number = number});
         transport.post_receive(next_of(transport), {.channel = 1, .number = number});
       }
       const at::Tensor large = counting({512, 1024});
       for (std::uint32_t number = 0; number < 3; ++number) {
         transport.send(next_of(transport), {.channel = 0, .number = number}, {large + static_cast<double>(number)},
                        far());
-        transport.send(last_of(transport), {.channel = 1, .number = number}, {large - static_cast<double>(number)},
+        transport.send(previous_of(transport), {.channel = 1, .number = number}, {large - static_cast<double>(number)},
                        far());
       }
       for (std::uint32_t number = 0; number < 3; ++number) {
         const Message gradient = transport.receive(next_of(transport), {.channel = 1, .number = number}, far());
         EXPECT_TRUE(same_message({large - static_cast<double>(number)}, gradient));
-        const Message activation = transport.receive(last_of(transport), {.channel = 0, .number = number}, far());
+        const Message activation = transport.receive(previous_of(transport), {.channel = 0, .number = number}, far());
         EXPECT_TRUE(same_message({large + static_cast<double>(number)}, activation));
       }
       transport.end_step(far());
@@ -252,12 +253,12 @@ TEST_P(EveryWorld, SendsManyMessagesAheadOfTheirReceiver) {
       transport.begin_step(1);
       constexpr std::uint32_t kMessages = 300;
       for (std::uint32_t i = 0; i < kMessages; ++i)
-        transport.post_receive(last_of(transport), {.channel = 0, .number = i});
+        transport.post_receive(previous_of(transport), {.channel = 0, .number = i});
       for (std::uint32_t i = 0; i < kMessages; ++i) {
         transport.send(next_of(transport), {.channel = 0, .number = i}, {at::full({5}, static_cast<double>(i))}, far());
       }
       for (std::uint32_t i = 0; i < kMessages; ++i) {
-        const Message found = transport.receive(last_of(transport), {.channel = 0, .number = i}, far());
+        const Message found = transport.receive(previous_of(transport), {.channel = 0, .number = i}, far());
         ASSERT_TRUE(same_message({at::full({5}, static_cast<double>(i))}, found)) << "message " << i;
       }
       transport.end_step(far());
@@ -265,7 +266,7 @@ TEST_P(EveryWorld, SendsManyMessagesAheadOfTheirReceiver) {
   });
 }
 
-TEST_P(EveryWorld, CountsItsRanks) {
+TEST_P(EveryWorld, KnowsItsRanks) {
   World all = world();
   for (int rank = 0; rank < all.ranks(); ++rank) {
     EXPECT_EQ(all[rank].rank(), rank);
@@ -273,11 +274,11 @@ TEST_P(EveryWorld, CountsItsRanks) {
   }
 }
 
-TEST_P(EveryWorld, IsLateWhenNoMessageComesAndBringsItWhenItDoes) {
+TEST_P(EveryWorld, TimesOutWithoutAMessageAndDeliversItLater) {
   World all = world();
   all[1].post_receive(0, kActivation);
   const Thrown found = thrown_by([&] { all[1].receive(0, kActivation, soon()); });
-  EXPECT_EQ(found, late(0, "no message came from rank 0 within the deadline"));
+  EXPECT_EQ(found, timeout(0, "no message came from rank 0 within the deadline"));
   all.run([](Transport& transport) {
     if (transport.rank() == 0) {
       transport.send(1, kActivation, {counting({5})}, far());
@@ -288,16 +289,16 @@ TEST_P(EveryWorld, IsLateWhenNoMessageComesAndBringsItWhenItDoes) {
   });
 }
 
-TEST_P(EveryWorld, IsLateWhenNobodyTakesAMessage) {
+TEST_P(EveryWorld, TimesOutWhenNoReceiveIsPosted) {
   World all = world();
   const Thrown found = thrown_by([&] {
     all[0].send(1, kActivation, {counting({5})}, soon());
     all[0].end_step(soon());
   });
-  EXPECT_EQ(found, late(1, "no receive was posted on rank 1 within the deadline"));
+  EXPECT_EQ(found, timeout(1, "no receive was posted on rank 1 within the deadline"));
 }
 
-// Waits of all kinds, by rank.
+// Waits in a different way on each rank.
 void wait_for_nothing(Transport& transport, Group& group) {
   switch (transport.rank() % 3) {
     case 0: transport.receive(next_of(transport), kGradient, far()); break;
@@ -306,31 +307,31 @@ void wait_for_nothing(Transport& transport, Group& group) {
   }
 }
 
-TEST_P(EveryWorld, EndsAllWaitingOnAllRanksWhenOneAborts) {
+TEST_P(EveryWorld, EndsAllWaitsOnAllRanksWhenOneAborts) {
   World all = world();
   std::atomic<int> ready = 0;
   std::vector<Thrown> found(static_cast<std::size_t>(all.ranks()));
   all.run([&](Transport& transport) {
-    std::vector<int> everybody(static_cast<std::size_t>(transport.ranks()));
-    for (int i = 0; i < transport.ranks(); ++i) everybody[static_cast<std::size_t>(i)] = i;
-    const auto group = transport.group(everybody);
+    std::vector<int> all_ranks(static_cast<std::size_t>(transport.ranks()));
+    for (int i = 0; i < transport.ranks(); ++i) all_ranks[static_cast<std::size_t>(i)] = i;
+    const auto group = transport.group(all_ranks);
     ++ready;
     if (transport.rank() == transport.ranks() - 1) {
       while (ready < transport.ranks()) std::this_thread::yield();
       transport.abort("stage 3 is out of memory");
-      transport.abort("this comes too late");
+      transport.abort("a second reason is ignored");
     } else {
       found[static_cast<std::size_t>(transport.rank())] = thrown_by([&] { wait_for_nothing(transport, *group); });
     }
-    // And later ones.
+    // Later waits end too.
     EXPECT_EQ(thrown_by([&] { transport.receive(next_of(transport), kActivation, far()); }),
               aborted("stage 3 is out of memory"));
   });
   found.pop_back();
-  for (const Thrown& one : found) EXPECT_EQ(one, aborted("stage 3 is out of memory"));
+  for (const Thrown& thrown : found) EXPECT_EQ(thrown, aborted("stage 3 is out of memory"));
 }
 
-TEST_P(EveryWorld, IsLateWhenAMemberOfAGroupDoesNotCome) {
+TEST_P(EveryWorld, TimesOutWhenAMemberOfAGroupIsMissing) {
   World all = world();
   std::vector<std::shared_ptr<Group>> groups(2);
   all.run([&](Transport& transport) {
@@ -338,19 +339,43 @@ TEST_P(EveryWorld, IsLateWhenAMemberOfAGroupDoesNotCome) {
     const auto group = groups[static_cast<std::size_t>(transport.rank())] = transport.group({0, 1});
     if (transport.rank() == 1) return;
     EXPECT_EQ(thrown_by([&] { group->barrier()->wait(soon()); }),
-              late(TransportError::kNoPeer, "not all ranks of a group have come within the deadline"));
+              timeout(TransportError::kNoPeer, "not all ranks of a group have arrived within the deadline"));
   });
+}
+
+TEST(ThreadTransport, RefusesTagsThatDoNotFit) {
+  World world(Carrier::Threads, 2);
+  const std::string range = "; numbers and channels go from 0 to 16777215.";
+  const Tag large_number{.channel = 3, .number = 16777216};
+  const Tag large_channel{.channel = 16777216, .number = 1};
+  const std::string number_error = "a message has number 16777216 in channel 3" + range;
+  const std::string channel_error = "a message has number 1 in channel 16777216" + range;
+  expect_error<std::invalid_argument>([&] { world[1].post_receive(0, large_number); }, number_error);
+  expect_error<std::invalid_argument>([&] { world[0].send(1, large_number, {}, far()); }, number_error);
+  expect_error<std::invalid_argument>([&] { world[1].receive(0, large_channel, far()); }, channel_error);
+  // A refused call is no wait, and the largest tag is delivered.
+  EXPECT_EQ(world[1].waiting_for(), Transport::kNoPeer);
+  const Tag largest{.channel = 16777215, .number = 16777215};
+  world[1].post_receive(0, largest);
+  world[0].send(1, largest, {counting({3})}, far());
+  EXPECT_TRUE(same_message({counting({3})}, world[1].receive(0, largest, far())));
+}
+
+TEST(ThreadTransport, RefusesMoreRanksThanAKeyCanName) {
+  expect_error<std::invalid_argument>([] { thread_transports(65537); },
+                                      "there are 65537 thread ranks, expected 65536 at most.");
 }
 
 TEST_P(EveryWorld, RefusesAGroupWithoutTheRankThatAsks) {
   World all = world();
-  expect_error<std::invalid_argument>([&] { all[0].group({1}); }, "rank 0 is not in the group that it asks for");
+  expect_error<std::invalid_argument>([&] { all[0].group({1}); },
+                                      "rank 0 is not a member of the group that it asks for");
 }
 
-TEST_P(EveryWorld, EndsWithReceivesPostedAndMessagesUnderWay) {
+TEST_P(EveryWorld, CanBeDestroyedWithReceivesPostedAndMessagesInFlight) {
   World all = world();
   all.run([](Transport& transport) {
-    for (std::uint32_t i = 0; i < 5; ++i) transport.post_receive(last_of(transport), {.channel = 0, .number = i});
+    for (std::uint32_t i = 0; i < 5; ++i) transport.post_receive(previous_of(transport), {.channel = 0, .number = i});
     transport.send(next_of(transport), {.channel = 0, .number = 3}, {counting({2000})}, far());
   });
 }

@@ -71,7 +71,7 @@ void OwnRanks::wait(Deadline deadline) {
   // What a rank says of itself tells more than how another one ended for it.
   for (const bool said : {true, false}) {
     for (std::size_t rank = 0; rank < ends.size(); ++rank) {
-      if (ends[rank].is_good()) continue;
+      if (ends[rank].succeeded()) continue;
       const fs::path error = error_of(folder(), static_cast<int>(rank));
       if (said && fs::exists(error)) throw std::runtime_error(read_file(error));
       if (!said) throw std::runtime_error("rank " + std::to_string(rank) + " " + to_string(ends[rank]) + ".");

@@ -32,7 +32,7 @@ void add_launch(CLI::App& command, int& exit) {
     const PassedOnInterruptions interruptions(ranks);
     const std::vector<ProcessEnd> ends = ranks.wait(Clock::now() + std::chrono::hours(24 * 365));
     for (std::size_t rank = 0; rank < ends.size(); ++rank) {
-      if (ends[rank].is_good()) continue;
+      if (ends[rank].succeeded()) continue;
       // Each rank has said for itself what went wrong.
       std::cerr << "penstock launch: rank " << rank << " " << to_string(ends[rank]) << "\n";
       if (exit == 0) exit = ends[rank].how == ProcessEnd::How::Exited ? ends[rank].code : 1;

@@ -1,2 +1,2 @@
-// Stands in for gloo's header of this name, of which nothing is needed; see gloo/context.h beside it.
+// Replaces gloo's header of this name, of which nothing is needed; see gloo/context.h.
 #pragma once

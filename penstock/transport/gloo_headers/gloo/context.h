@@ -1,6 +1,7 @@
-// Stands in for gloo's header of this name, which torch's wheel does not have. ProcessGroupGloo.hpp needs these types to
-// be declared and no more: its objects are made and used inside libtorch only. What is declared here has to have the
-// names and arguments that it has in gloo; nothing of it is ever called, derived from or laid out by us.
+// Replaces gloo's header of this name, which PyTorch's wheel does not contain. ProcessGroupGloo.hpp only needs these types
+// to be declared, as their objects are created and used inside libtorch. The declarations must have the names and
+// arguments that they have in gloo. Penstock never calls them, derives from them or depends on their layout.
+// Private: only gloo.cc includes these headers.
 #pragma once
 
 #include <chrono>

@@ -1,2 +1,2 @@
-// Stands in for gloo's header of this name, of which nothing is needed; see gloo/context.h.
+// Replaces gloo's header of this name, of which nothing is needed; see gloo/context.h.
 #pragma once

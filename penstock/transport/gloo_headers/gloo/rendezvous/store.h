@@ -1,4 +1,4 @@
-// Stands in for gloo's header of this name; see gloo/context.h.
+// Replaces gloo's header of this name; see gloo/context.h.
 #pragma once
 
 #include <chrono>
