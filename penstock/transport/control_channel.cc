@@ -20,8 +20,8 @@ namespace {
 constexpr std::size_t kMessageBytes = 4096;
 constexpr int kTag = 0;
 
-// A lost connection may be detected shortly before the peer's abort message is read, so errors wait this long for the
-// reason.
+// A lost connection may be detected shortly before the abort message of that rank is read, so errors wait this long for
+// the reason.
 constexpr Clock::duration kGracePeriod = std::chrono::seconds(1);
 // Peers have their receives posted, so a control message is sent at once. A peer that takes longer cannot process it
 // anyway.

@@ -70,14 +70,14 @@ class ControlChannel {
     std::thread thread;
   };
   struct PeerState {
-    // The peer has sent a goodbye.
+    // This peer has sent a goodbye.
     bool left = false;
-    // The peer's only message has been received, or cannot come any more.
+    // Its only message has been received, or cannot come any more.
     bool is_finished = false;
     std::optional<std::string> report;
   };
 
-  // Waits for the only message of a peer, on the peer's thread.
+  // Waits for the only message of a peer, on the thread of that peer.
   void watch(const Peer& peer);
   void on_message(const Peer& peer);
   // Sets the abort reason and ends all waits, unless there is one already.

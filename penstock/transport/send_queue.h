@@ -1,4 +1,4 @@
-// The sending side of a process rank. send() starts a message and returns; the queue keeps it until the peer has
+// The sending side of a process rank. send() starts a message and returns; the queue keeps it until the receiver has
 // received it.
 #pragma once
 
