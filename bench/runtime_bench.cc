@@ -7,6 +7,9 @@
 //   one MICROBATCHES WIDE ROWS STEPS       and by an executor of one rank
 //   transformer MICROBATCHES STEPS         seconds for a step of 1F1B on two ranks, and its makespan by the simulator,
 //                                          with the costs of its actions, divided by the measured one
+//   accumulate WIDE STEPS                  seconds for a step of 1F1B with 4 microbatches on two ranks with linear layers
+//                                          that adds to the gradients of the steps before, and its peak of memory in
+//                                          bytes above what is allocated between steps
 //   memory MICROBATCHES                    bytes of memory that two ranks of 1F1B had at most, without the batch: to be
 //                                          asked of a process that was asked nothing before
 #include <ATen/ATen.h>
@@ -44,6 +47,9 @@ constexpr std::int64_t kMemoryRows = 1024;
 // So that a boundary tensor has 256 KiB.
 constexpr std::int64_t kMemoryWide = 64;
 constexpr int kMemorySteps = 3;
+// Few, so that gradients are large compared with the computation.
+constexpr std::int64_t kAccumulateRows = 1;
+constexpr int kAccumulateMicrobatches = 4;
 
 at::Tensor squared_error(const c10::IValue& output, const c10::IValue& target, const Kwargs& /*kwargs*/) {
   return at::mse_loss(output.toTensor(), target.toTensor());
@@ -213,6 +219,28 @@ std::int64_t memory_of_steps(int microbatches) {
   return peak_bytes() - static_cast<std::int64_t>(x.nbytes() + y.nbytes());
 }
 
+struct Accumulated {
+  double seconds = 0;
+  std::int64_t peak = 0;
+};
+
+Accumulated time_accumulation(std::int64_t wide, int steps) {
+  Pipeline pipeline = linear_pipeline(generate("1F1B", {.ranks = 2, .microbatches = kAccumulateMicrobatches}), wide);
+  const at::Tensor x = at::randn({kAccumulateRows * kAccumulateMicrobatches, wide});
+  const at::Tensor y = at::randn({kAccumulateRows * kAccumulateMicrobatches, wide});
+  std::vector<double> times;
+  std::int64_t peak = 0;
+  for (int i = -2; i < steps; ++i) {
+    forget_peak();
+    const std::int64_t between_steps = peak_bytes();
+    const double time = seconds([&] { pipeline.step({x}, {}, y, {.return_outputs = false}); });
+    if (i < 0) continue;
+    times.push_back(time);
+    peak = std::max(peak, peak_bytes() - between_steps);
+  }
+  return {.seconds = median(std::move(times)), .peak = peak};
+}
+
 int answer_questions() {
   at::set_num_threads(1);
   std::string what;
@@ -223,6 +251,12 @@ int answer_questions() {
     std::int64_t wide = kTinyWide;
     std::int64_t rows = 1;
     int steps = 0;
+    if (what == "accumulate") {
+      std::cin >> wide >> steps;
+      const Accumulated answer = time_accumulation(wide, steps);
+      std::cout << answer.seconds << " " << answer.peak << std::endl;
+      continue;
+    }
     std::cin >> microbatches;
     if (what == "bare" || what == "one") std::cin >> wide >> rows;
     if (what != "memory") std::cin >> steps;
@@ -241,7 +275,7 @@ int answer_questions() {
     } else if (what == "memory") {
       std::cout << memory_of_steps(microbatches);
     } else {
-      std::cerr << "'" << what << "' is none of overhead, processes, bare, one, transformer and memory\n";
+      std::cerr << "'" << what << "' is none of overhead, processes, bare, one, transformer, accumulate and memory\n";
       return 2;
     }
     std::cout << std::endl;

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "penstock/runtime/error.h"
-#include "penstock/stage/borrowed.h"
+#include "penstock/stage/copy_on_write.h"
 #include "penstock/tensor/nested.h"
 
 namespace penstock {
@@ -113,7 +113,7 @@ std::vector<Batch> split_batch(const Batch& batch, const BatchSpecs& specs, int 
   return result;
 }
 
-void borrow_chunks(std::vector<Batch>& parts, const Batch& batch) {
+void alias_chunks(std::vector<Batch>& parts, const Batch& batch) {
   std::unordered_set<const void*> replicated;
   const auto add = [&](const c10::IValue& value) {
     for (const at::Tensor& tensor : extract_tensor_args(value)) replicated.insert(tensor.unsafeGetTensorImpl());
@@ -122,19 +122,19 @@ void borrow_chunks(std::vector<Batch>& parts, const Batch& batch) {
   for (const auto& [stage, kwargs] : batch.kwargs) add(to_value(kwargs));
   add(batch.target);
 
-  const auto borrow_all = [&](c10::IValue& value) {
+  const auto alias_all = [&](c10::IValue& value) {
     value = map_leaves(value, [&](const c10::IValue& leaf) -> c10::IValue {
       if (!leaf.isTensor() || !leaf.toTensor().defined()) return leaf;
       const at::Tensor& tensor = leaf.toTensor();
-      return replicated.contains(tensor.unsafeGetTensorImpl()) ? tensor : borrow_chunk(tensor);
+      return replicated.contains(tensor.unsafeGetTensorImpl()) ? tensor : copy_on_write_chunk(tensor);
     });
   };
   for (Batch& part : parts) {
-    for (c10::IValue& arg : part.args) borrow_all(arg);
+    for (c10::IValue& arg : part.args) alias_all(arg);
     for (auto& [stage, kwargs] : part.kwargs) {
-      for (auto& [name, value] : kwargs) borrow_all(value);
+      for (auto& [name, value] : kwargs) alias_all(value);
     }
-    borrow_all(part.target);
+    alias_all(part.target);
   }
 }
 

@@ -43,6 +43,6 @@ std::vector<Batch> split_batch(const Batch& batch, const BatchSpecs& specs, int 
 // Replaces the chunks of tensors, which are views of the batch that was split, by aliases that are copied when somebody
 // writes into them: a stage may, and neither the caller's batch nor the graph of another microbatch notices. What was
 // replicated stays one tensor for all parts.
-void borrow_chunks(std::vector<Batch>& parts, const Batch& batch);
+void alias_chunks(std::vector<Batch>& parts, const Batch& batch);
 
 }  // namespace penstock

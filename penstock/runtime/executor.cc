@@ -48,7 +48,8 @@ void Executor::begin_sums(const StepWork& work) {
 }
 
 void Executor::save(SavedState& saved) const {
-  for (const auto& [index, stage] : stages_) stage->save(saved);
+  const bool has_functions = !functions_->instead.empty() || functions_->before || functions_->after;
+  for (const auto& [index, stage] : stages_) stage->save(saved, has_functions);
 }
 
 void Executor::end() {

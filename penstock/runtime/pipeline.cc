@@ -256,7 +256,7 @@ std::shared_ptr<StepRun> Pipeline::State::prepare(const Batch& batch, const Step
   for (std::size_t replica = 0; replica < parts.size(); ++replica) {
     StepWork& work = step->works.emplace_back();
     work.microbatches = split_batch(parts[replica], options.specs, training.microbatches(), "microbatches");
-    borrow_chunks(work.microbatches, parts[replica]);
+    alias_chunks(work.microbatches, parts[replica]);
     work.has_target = !batch.target.isNone();
     work.weights.assign(count, options.scale_grads ? 1.0 / static_cast<double>(count) : 1.0);
     if (options.loss_weight) {

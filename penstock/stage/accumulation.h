@@ -1,18 +1,19 @@
 // Gradients of parameters that several ranks have, over the steps of an accumulation.
 //
-// A reduction is of what steps have contributed since the last one: gradients that were reduced before are set aside
-// meanwhile, and added again. Between two steps .grad of what an optimizer sees holds all that has been accumulated: what
-// was reduced, plus what this rank has contributed and not reduced yet. So whoever clears .grad, by setting it to none or
-// by zeroing it in place, clears both, for that parameter alone. Any other change is taken as it is, where .grad holds
-// either what was reduced or what was not. Where it is a sum of both, or shows only a shard's part of what waits, the parts
-// cannot be told from it any more, and the next step is refused.
+// A reduction sums what steps have contributed since the last reduction. Gradients that were reduced before are moved out of
+// .grad during a step and added again after it. Between two steps, .grad of the parameter that an optimizer sees holds all
+// that has been accumulated: the reduced part plus the part that this rank has contributed and not reduced yet. Clearing
+// .grad, by setting it to none or by zeroing it in place, therefore clears both parts, for that parameter alone. Any other
+// change is accepted where .grad holds only one of the two parts. Where it is a sum of both, or shows only a shard of the
+// unreduced part, the parts cannot be told apart after a change, and the next step is refused.
 //
-// Autograd does not count writes through .data(), so these show only where they change values: a shard that has no elements,
-// or whose gradient is zero, does not show that it was cleared so. zero_() and setting .grad to none always do.
+// Autograd does not count writes through .data(), so these are noticed only where they change values: a shard without
+// elements, or one whose gradient is zero, does not show that it was cleared so. zero_() and setting .grad to none always do.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -21,17 +22,19 @@
 
 namespace penstock::internal {
 
-// Returns a gradient as it is summed over ranks, and as optimizers take it: that of an embedding may be sparse.
+// Returns a gradient in the layout in which it is summed over ranks and in which optimizers take it. That of an embedding
+// may be sparse.
 at::Tensor dense(const at::Tensor& gradient);
 
+// Used by one thread at a time.
 class AccumulatedGradients {
  public:
   struct Parameter {
-    // Names it in errors, such as "stage 1, parameter 'w'".
+    // Names the parameter in errors, such as "stage 1, parameter 'w'".
     std::string name;
-    // What an optimizer sees.
+    // The tensor that an optimizer sees.
     at::Tensor visible;
-    // Where backwards add to .grad: the same tensor, or the whole of which `visible` is a shard.
+    // The tensor to whose .grad backwards add: `visible` itself, or the whole parameter of which `visible` is a shard.
     at::Tensor computed;
   };
   // Returns the part of a gradient of `computed` that belongs to `visible`.
@@ -42,40 +45,52 @@ class AccumulatedGradients {
 
   std::size_t size() const { return parameters_.size(); }
   const at::Tensor& computed(std::size_t parameter) const { return parameters_[parameter].computed; }
+  // Returns the gradient that is to be reduced, as a dense tensor that the reduction may overwrite; undefined if this rank has
+  // none. It is .grad itself, unless no backward of this step has added to it: then a rollback needs its values.
+  at::Tensor to_reduce(std::size_t parameter) const;
 
-  // Leaves in .grad of `computed` what waits for a reduction, for backwards to add to. Throws StageError, before anything
-  // has changed, when .grad was changed in a way that cannot be followed.
+  // Leaves only the unreduced part in .grad of `computed`, for backwards to add to. Throws StageError, before anything has
+  // changed, when .grad was changed in a way that cannot be followed.
   void begin_step();
   // Takes the gradients that a reduction gave, undefined where no rank had one.
   void end_reduction(const std::vector<at::Tensor>& reduced);
-  // After a step that succeeded, reduced or not: shows what has been accumulated.
+  // After a step that succeeded, reduced or not: makes all that has been accumulated visible.
   void end_step();
-  // After a step that failed: the same tensors are in .grad as before begin_step, if that was called. The values of what
-  // backwards have added to are the caller's to restore, and before this.
+  // After a step that failed: puts the same tensors into .grad as before begin_step, if that was called. The caller has
+  // restored .grad of `computed`, with its values, to what begin_step left there.
   void rollback();
 
  private:
   // What has been accumulated for a parameter.
   struct Parts {
     at::Tensor reduced = {};
-    at::Tensor waiting = {};
-    // What end_step left in .grad while something waits, and its version.
+    // Contributed by this rank and not reduced yet. During a step it is in .grad of `computed` alone, so that SavedState
+    // finds no other reference to it.
+    at::Tensor unreduced = {};
+    // The tensor that end_step left in .grad while a part is unreduced, and its version.
     at::Tensor shown = {};
     std::uint32_t version = 0;
   };
+  // State from before begin_step. References to the tensor that is in .grad of `computed` during the step are dropped, and
+  // set again by rollback().
   struct Before {
     at::Tensor gradient;
     Parts parts;
+    std::array<bool, 4> was_in_grad = {};
+    // Identity of the tensor that begin_step left in .grad of `computed`. Not dereferenced.
+    const void* in_grad = nullptr;
+
+    std::array<at::Tensor*, 4> references() { return {&gradient, &parts.reduced, &parts.unreduced, &parts.shown}; }
   };
 
   at::Tensor sum_of(std::size_t parameter, const Parts& parts) const;
-  // The parts that are left of a parameter, after whatever was done to .grad since the last step.
+  // Returns the parts that are left of a parameter, after whatever was done to .grad since the last step.
   Parts left_of(std::size_t parameter) const;
 
   std::vector<Parameter> parameters_;
   PartOf part_of_;
   std::vector<Parts> parts_;
-  // Of the step that runs; empty outside of one.
+  // By parameter, during a step; empty outside of one.
   std::vector<Before> before_;
   bool was_reduced_ = false;
 };

@@ -93,9 +93,9 @@ class ReplicatedParameters : public ParameterSync {
     std::vector<at::Tensor> bucket{present_};
     std::size_t bytes = 0;
     for (std::size_t i = gradients_.size(); i-- > 0;) {
-      const at::Tensor& gradient = gradients_.computed(i).grad();
-      if (gradient.defined()) present_.data_ptr<float>()[i] = 1;
-      sums_[i] = gradient.defined() ? dense(gradient) : at::zeros_like(gradients_.computed(i));
+      sums_[i] = gradients_.to_reduce(i);
+      if (sums_[i].defined()) present_.data_ptr<float>()[i] = 1;
+      if (!sums_[i].defined()) sums_[i] = at::zeros_like(gradients_.computed(i));
       bucket.push_back(sums_[i]);
       bytes += sums_[i].nbytes();
       if (bytes < kBucketBytes) continue;

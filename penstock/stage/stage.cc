@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "penstock/stage/backward.h"
-#include "penstock/stage/borrowed.h"
+#include "penstock/stage/copy_on_write.h"
 #include "penstock/tensor/nested.h"
 
 namespace penstock {
@@ -138,12 +138,22 @@ void PipelineStage::begin(const Wiring& wiring, int microbatches, Mode mode) {
   if (sync_ && mode != Mode::Evaluation) sync_->begin_step();
 }
 
-void PipelineStage::save(SavedState& saved) const {
+void PipelineStage::save(SavedState& saved, bool has_user_functions) const {
   for (const auto& [name, buffer] : module_.buffers) saved.add_values(buffer);
   if (mode_ == Mode::Evaluation) return;
-  for (const auto& [name, parameter] : module_.parameters) saved.add_gradient(parameter);
-  // What an optimizer steps may be shards of those.
-  for (const auto& [name, parameter] : parameters()) saved.add_gradient(parameter);
+  const bool only_autograd_writes = mode_ == Mode::Autograd && !options_.dw_builder && !has_user_functions;
+  std::unordered_set<const void*> seen;
+  // Those that an optimizer steps may be shards of the module's.
+  for (const NamedTensors* named : {&module_.parameters, &parameters()}) {
+    for (const auto& [name, parameter] : *named) {
+      if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
+      if (only_autograd_writes) {
+        saved.add_accumulated_gradient(parameter);
+      } else {
+        saved.add_gradient(parameter);
+      }
+    }
+  }
 }
 
 void PipelineStage::end() {
@@ -182,7 +192,7 @@ std::vector<PipelineStage::Handed> PipelineStage::hand_on(const std::vector<at::
     for (const StageOutput& value : *link.values) {
       if (value.stage == index_) continue;
       const std::size_t at = position_of(value, run);
-      const bool borrowed = tensors[at].defined() && is_borrowed(tensors[at]);
+      const bool borrowed = tensors[at].defined() && is_copy_on_write_alias(tensors[at]);
       handed_on.push_back({same_place(tensors[at]), handed_over(lent[at], /*copy=*/!borrowed)});
     }
   }
@@ -205,7 +215,7 @@ std::vector<std::vector<PipelineStage::Handed>> PipelineStage::hand_over(const s
                                                                          std::vector<Handed> handed_on,
                                                                          const Args& args, const Kwargs& kwargs) const {
   const auto must_copy = [&](const at::Tensor& output) {
-    return output.defined() && (is_borrowed(output) || is_of_others(output, args, kwargs));
+    return output.defined() && (is_copy_on_write_alias(output) || is_of_others(output, args, kwargs));
   };
   const auto own = [&](const at::Tensor& output) { return Handed{output, handed_over(output, must_copy(output))}; };
   auto next_handed_on = handed_on.begin();
@@ -242,7 +252,7 @@ PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Mess
   std::vector<at::Tensor> tensors;
   std::vector<bool> needs_grad;
   for (const at::Tensor& tensor : lent) {
-    tensors.push_back(tensor.defined() ? borrow(tensor) : tensor);
+    tensors.push_back(tensor.defined() ? copy_on_write_alias(tensor) : tensor);
     needs_grad.push_back(mode_ == Mode::Autograd && tensor.defined() && tensor.requires_grad());
   }
   StageInputs inputs(tensors, needs_grad);

@@ -73,8 +73,9 @@ class PipelineStage {
   };
   // Begins a step: whatever an earlier one has left is forgotten. Throws StageError: see AccumulatedGradients.
   void begin(const Wiring& wiring, int microbatches, Mode mode);
-  // Adds all that the step may change: gradients, after begin, and buffers.
-  void save(SavedState& saved) const;
+  // Adds all that the step may change, gradients and buffers, after begin(). `has_user_functions` says that functions of the
+  // user's run in the step, which may write to gradients themselves.
+  void save(SavedState& saved, bool has_user_functions) const;
   // After a step that succeeded.
   void end();
   // After a step that failed, when what was saved is restored: nothing of the step is left.

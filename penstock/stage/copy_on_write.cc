@@ -1,4 +1,4 @@
-#include "penstock/stage/borrowed.h"
+#include "penstock/stage/copy_on_write.h"
 
 #include <ATen/ops/clone.h>
 #include <c10/core/Allocator.h>
@@ -14,11 +14,12 @@
 namespace penstock::internal {
 namespace {
 
-void let_go(void* lender) {
-  delete static_cast<c10::Storage*>(lender);
+// Deleter of an alias's DataPtr, whose context is a reference to the source's storage.
+void release_source(void* storage) {
+  delete static_cast<c10::Storage*>(storage);
 }
 
-// Called before the first write.
+// Gives the alias memory of its own. StorageImpl calls it before the first write.
 void copy_memory(c10::StorageImpl* storage) {
   c10::DataPtr own = c10::GetAllocator(storage->device_type())->allocate(storage->nbytes());
   std::memcpy(own.mutable_get(), storage->data(), storage->nbytes());
@@ -33,44 +34,43 @@ std::size_t extent_of(const at::Tensor& tensor) {
   return static_cast<std::size_t>(last + 1) * tensor.element_size();
 }
 
-// True if sizes, strides and memory are all that there is to the tensor, besides its place in the graph.
+}  // namespace
+
 bool is_plain(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && tensor.has_storage() && !tensor.is_nested() && !tensor.is_quantized() &&
          !tensor.key_set().has(c10::DispatchKey::Python) && !tensor._fw_grad(/*level=*/0).defined();
 }
 
-}  // namespace
-
-at::Tensor borrow(const at::Tensor& lent) {
-  const c10::Storage& lender = lent.storage();
-  if (lent.use_count() == 1 && lender.use_count() == 1) return lent;
-  if (!lent.is_cpu()) return at::clone(lent.detach());
-  auto holder = std::make_unique<c10::Storage>(lender);
-  // Written to only after it has become a copy.
+at::Tensor copy_on_write_alias(const at::Tensor& source) {
+  const c10::Storage& shared = source.storage();
+  if (source.use_count() == 1 && shared.use_count() == 1) return source;
+  if (!source.is_cpu()) return at::clone(source.detach());
+  auto reference = std::make_unique<c10::Storage>(shared);
+  // Nothing writes through this pointer: copy_memory replaces it first.
   // NOLINTNEXTLINE(cppcoreguidelines-pro-type-const-cast)
-  auto* const memory = static_cast<std::byte*>(const_cast<void*>(lender.data()));
-  const std::size_t size = extent_of(lent);
-  const std::size_t first = static_cast<std::size_t>(lent.storage_offset()) * lent.element_size();
-  c10::DataPtr data(size == 0 ? memory : memory + first, holder.get(), let_go, lender.device());
-  holder.release();  // NOLINT(bugprone-unused-return-value): the DataPtr has it now
+  auto* const memory = static_cast<std::byte*>(const_cast<void*>(shared.data()));
+  const std::size_t size = extent_of(source);
+  const std::size_t first = static_cast<std::size_t>(source.storage_offset()) * source.element_size();
+  c10::DataPtr data(size == 0 ? memory : memory + first, reference.get(), release_source, shared.device());
+  reference.release();  // NOLINT(bugprone-unused-return-value): the DataPtr owns it now
   c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), size, std::move(data),
-                                                             lender.allocator(), /*resizable=*/false));
+                                                             shared.allocator(), /*resizable=*/false));
   storage.unsafeGetStorageImpl()->set_materializer(copy_memory);
-  at::Tensor alias = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), lent.key_set(), lent.dtype());
-  alias.unsafeGetTensorImpl()->set_sizes_and_strides(lent.sizes(), lent.strides());
+  at::Tensor alias = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), source.key_set(), source.dtype());
+  alias.unsafeGetTensorImpl()->set_sizes_and_strides(source.sizes(), source.strides());
   return alias;
 }
 
-at::Tensor borrow_chunk(const at::Tensor& chunk) {
+at::Tensor copy_on_write_chunk(const at::Tensor& chunk) {
   if (!is_plain(chunk)) return chunk;
-  at::Tensor alias = borrow(chunk);
+  at::Tensor alias = copy_on_write_alias(chunk);
   if (chunk.requires_grad() && !alias.is_same(chunk)) {
     torch::autograd::impl::set_gradient_edge(alias, torch::autograd::impl::gradient_edge(chunk));
   }
   return alias;
 }
 
-bool is_borrowed(const at::Tensor& tensor) {
+bool is_copy_on_write_alias(const at::Tensor& tensor) {
   return tensor.has_storage() && tensor.storage().unsafeGetStorageImpl()->has_materializer();
 }
 

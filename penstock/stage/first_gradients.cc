@@ -1,0 +1,60 @@
+#include "penstock/stage/first_gradients.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <unordered_set>
+
+#include "penstock/base/mutex.h"
+
+namespace penstock::internal {
+namespace {
+
+// Process-wide, since any two pipelines may have a parameter in common. No other lock is acquired while this one is held.
+struct Registry {
+  Mutex mutex;
+  std::condition_variable_any changed;
+  // Identities of the parameters that a thread is giving their first gradient.
+  std::unordered_set<const void*> busy PENSTOCK_GUARDED_BY(mutex);
+
+  bool is_busy(const std::vector<at::Tensor>& parameters) const PENSTOCK_REQUIRES(mutex) {
+    return !busy.empty() && std::ranges::any_of(parameters, [&busy = busy](const at::Tensor& parameter) {
+      return busy.contains(parameter.unsafeGetTensorImpl());
+    });
+  }
+};
+
+Registry& registry() {
+  static Registry instance;
+  return instance;
+}
+
+}  // namespace
+
+FirstGradients::FirstGradients(const std::vector<at::Tensor>& parameters) {
+  Registry& all = registry();
+  const MutexLock lock(all.mutex);
+  while (all.is_busy(parameters)) all.changed.wait(all.mutex);
+  for (const at::Tensor& parameter : parameters) {
+    if (parameter.grad().defined()) continue;
+    parameters_.push_back(parameter);
+    all.busy.insert(parameter.unsafeGetTensorImpl());
+  }
+}
+
+FirstGradients::~FirstGradients() {
+  if (parameters_.empty()) return;
+  Registry& all = registry();
+  const MutexLock lock(all.mutex);
+  for (const at::Tensor& parameter : parameters_) all.busy.erase(parameter.unsafeGetTensorImpl());
+  all.changed.notify_all();
+}
+
+void FirstGradients::copy_shared_storages() const {
+  for (const at::Tensor& parameter : parameters_) {
+    at::Tensor& gradient = parameter.mutable_grad();
+    const bool is_shared = gradient.defined() && gradient.has_storage() && gradient.storage().use_count() > 1;
+    if (is_shared) gradient = gradient.clone();
+  }
+}
+
+}  // namespace penstock::internal
