@@ -12,6 +12,7 @@
 #include <string>
 #include <utility>
 
+#include "penstock/stage/parameter_sync.h"
 #include "penstock/tensor/nested.h"
 #include "penstock/tensor/random_scope.h"
 
@@ -174,7 +175,7 @@ void Executor::forward(const Action& action) {
     if (work_->keep_outputs) {
       keep_output(microbatch, map_leaves(result.output, [&](const c10::IValue& leaf) -> c10::IValue {
                     const bool is_tensor = leaf.isTensor() && leaf.toTensor().defined();
-                    return is_tensor ? stage.kept(leaf.toTensor(), args, kwargs) : leaf;
+                    return is_tensor ? stage.detached(leaf.toTensor(), args, kwargs) : leaf;
                   }));
     }
   }
@@ -182,7 +183,7 @@ void Executor::forward(const Action& action) {
     if (work_->autograd && term.requires_grad()) {
       stage.add_root(action.microbatch, term, seed_of(term, action.microbatch));
     }
-    work_->loss_terms[microbatch][action.stage].push_back(stage.kept(term, args, kwargs));
+    work_->loss_terms[microbatch][action.stage].push_back(stage.detached(term, args, kwargs));
   }
   put(action.stage, action.microbatch, Way::Forward, std::move(result.sent));
 }

@@ -13,6 +13,7 @@
 #include "penstock/runtime/error.h"
 #include "penstock/runtime/loss_weight.h"
 #include "penstock/runtime/results.h"
+#include "penstock/stage/parameter_sync.h"
 #include "penstock/tensor/reason.h"
 #include "penstock/transport/threads.h"
 
@@ -201,15 +202,16 @@ void Ranks::join_sums(Local& local) {
   const int first = first_rank(local);
   std::size_t next = 0;
   for (const std::vector<SharedParameter>& places : options_.shared) {
-    // One tensor in several stages gathers their gradients by itself; the first rank that has it speaks for it.
+    // Gradients of one tensor in several stages are already summed in its .grad; the first rank that has it represents
+    // it.
     std::set<const void*> seen;
-    std::set<int> holders;
-    std::set<int> speakers;
+    std::set<int> owners;
+    std::set<int> representatives;
     NamedTensors own;
     for (const SharedParameter& place : places) {
       const int rank = first + schedule_->placement().rank_of(place.stage);
       const Local* there = find_local(rank);
-      holders.insert(rank);
+      owners.insert(rank);
       if (there != nullptr) {
         const at::Tensor& parameter = parameter_of(*there->stages.at(place.stage), place.name);
         if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
@@ -217,18 +219,18 @@ void Ranks::join_sums(Local& local) {
           own.emplace_back("stage " + std::to_string(place.stage) + ", parameter '" + place.name + "'", parameter);
         }
       }
-      speakers.insert(rank);
+      representatives.insert(rank);
     }
-    const bool alone = speakers.size() == 1 && seen.size() <= 1 && replicas() == 1;
-    if (!holders.contains(local.rank) || alone) continue;
+    const bool alone = representatives.size() == 1 && seen.size() <= 1 && replicas() == 1;
+    if (!owners.contains(local.rank) || alone) continue;
     SharedSum::Groups groups;
-    if (holders != speakers) groups.holders = local.transport->group({holders.begin(), holders.end()});
+    if (owners != representatives) groups.owners = local.transport->group({owners.begin(), owners.end()});
     if (!own.empty()) {
       std::vector<int> all;
       for (int replica = 0; replica < replicas(); ++replica) {
-        for (const int speaker : speakers) all.push_back(replica * ranks() + speaker - first);
+        for (const int representative : representatives) all.push_back(replica * ranks() + representative - first);
       }
-      groups.speakers = local.transport->group(all);
+      groups.representatives = local.transport->group(all);
     }
     const int group = schedule_->graph().group_of(places.front().stage);
     if (next == local.sums.size()) local.sums.push_back({group, SharedSum(own, {}, replicas())});

@@ -55,7 +55,7 @@ struct StepResult {
   std::vector<at::Tensor> losses = {};
   // What PipelineOptions::loss_weight gave for each of them; empty without it.
   std::vector<double> weights = {};
-  // Terms that stages have handed in by add_loss, by microbatch and in the order of stages.
+  // Loss terms that stages have added by add_loss, by microbatch and in the order of stages.
   std::vector<std::vector<at::Tensor>> loss_terms = {};
 
   // Returns the loss of the whole batch: the mean of `losses`, weighted by `weights` if there are any. NaN when nothing

@@ -72,8 +72,8 @@ AccumulatedGradients::Parts AccumulatedGradients::left_of(std::size_t parameter)
   const bool is_as_left = same_values(gradient, sum_of(parameter, parts));
   const bool has_new_version =
       !gradient.is_same(parts.shown) || gradient.is_inference() || version_of(gradient) != parts.version;
-  // A write through .data() does not change the version, so values decide. A gradient that was zero already is cleared by
-  // a write that does.
+  // A write through .data() does not change the version, so values decide. A gradient that was zero already is cleared
+  // by a write that does.
   if (is_zero(gradient) && (!is_as_left || has_new_version)) return {.reduced = gradient};
   // Untouched, or written to with the same values, as clipping may do.
   if (is_as_left) return parts;

@@ -1,14 +1,15 @@
 // Gradients of parameters that several ranks have, over the steps of an accumulation.
 //
-// A reduction sums what steps have contributed since the last reduction. Gradients that were reduced before are moved out of
-// .grad during a step and added again after it. Between two steps, .grad of the parameter that an optimizer sees holds all
-// that has been accumulated: the reduced part plus the part that this rank has contributed and not reduced yet. Clearing
-// .grad, by setting it to none or by zeroing it in place, therefore clears both parts, for that parameter alone. Any other
-// change is accepted where .grad holds only one of the two parts. Where it is a sum of both, or shows only a shard of the
-// unreduced part, the parts cannot be told apart after a change, and the next step is refused.
+// A reduction sums what steps have contributed since the last reduction. Gradients that were reduced before are moved
+// out of .grad during a step and added again after it. Between two steps, .grad of the parameter that an optimizer sees
+// holds all that has been accumulated: the reduced part plus the part that this rank has contributed and not reduced
+// yet. Clearing .grad, by setting it to none or by zeroing it in place, therefore clears both parts, for that parameter
+// alone. Any other change is accepted where .grad holds only one of the two parts. Where it is a sum of both, or shows
+// only a shard of the unreduced part, the parts cannot be told apart after a change, and the next step is refused.
 //
 // Autograd does not count writes through .data(), so these are noticed only where they change values: a shard without
-// elements, or one whose gradient is zero, does not show that it was cleared so. zero_() and setting .grad to none always do.
+// elements, or one whose gradient is zero, does not show that it was cleared so. zero_() and setting .grad to none
+// always do.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,8 +23,8 @@
 
 namespace penstock::internal {
 
-// Returns a gradient in the layout in which it is summed over ranks and in which optimizers take it. That of an embedding
-// may be sparse.
+// Returns a gradient in the layout in which it is summed over ranks and in which optimizers take it. That of an
+// embedding may be sparse.
 at::Tensor dense(const at::Tensor& gradient);
 
 // Used by one thread at a time.
@@ -45,12 +46,13 @@ class AccumulatedGradients {
 
   std::size_t size() const { return parameters_.size(); }
   const at::Tensor& computed(std::size_t parameter) const { return parameters_[parameter].computed; }
-  // Returns the gradient that is to be reduced, as a dense tensor that the reduction may overwrite; undefined if this rank has
-  // none. It is .grad itself, unless no backward of this step has added to it: then a rollback needs its values.
+  // Returns the gradient that is to be reduced, as a dense tensor that the reduction may overwrite; undefined if this
+  // rank has none. It is .grad itself, unless no backward of this step has added to it: then a rollback needs its
+  // values.
   at::Tensor to_reduce(std::size_t parameter) const;
 
-  // Leaves only the unreduced part in .grad of `computed`, for backwards to add to. Throws StageError, before anything has
-  // changed, when .grad was changed in a way that cannot be followed.
+  // Leaves only the unreduced part in .grad of `computed`, for backwards to add to. Throws StageError, before anything
+  // has changed, when .grad was changed in a way that cannot be followed.
   void begin_step();
   // Takes the gradients that a reduction gave, undefined where no rank had one.
   void end_reduction(const std::vector<at::Tensor>& reduced);
@@ -61,18 +63,18 @@ class AccumulatedGradients {
   void rollback();
 
  private:
-  // What has been accumulated for a parameter.
+  // The accumulated gradients of a parameter.
   struct Parts {
     at::Tensor reduced = {};
-    // Contributed by this rank and not reduced yet. During a step it is in .grad of `computed` alone, so that SavedState
-    // finds no other reference to it.
+    // Contributed by this rank and not reduced yet. During a step it is in .grad of `computed` alone, so that
+    // SavedState finds no other reference to it.
     at::Tensor unreduced = {};
     // The tensor that end_step left in .grad while a part is unreduced, and its version.
     at::Tensor shown = {};
     std::uint32_t version = 0;
   };
-  // State from before begin_step. References to the tensor that is in .grad of `computed` during the step are dropped, and
-  // set again by rollback().
+  // State from before begin_step. References to the tensor that is in .grad of `computed` during the step are dropped,
+  // and set again by rollback().
   struct Before {
     at::Tensor gradient;
     Parts parts;
@@ -90,7 +92,7 @@ class AccumulatedGradients {
   std::vector<Parameter> parameters_;
   PartOf part_of_;
   std::vector<Parts> parts_;
-  // By parameter, during a step; empty outside of one.
+  // One for each parameter during a step; empty outside of one.
   std::vector<Before> before_;
   bool was_reduced_ = false;
 };

@@ -1,5 +1,5 @@
-// What a stage computes: a function of its arguments, with the parameters and buffers that it uses. modules.h makes one
-// of torch::nn modules and of TorchScript.
+// The computation of a stage: a function of its arguments, with the parameters and buffers that it uses. modules.h
+// makes one from torch::nn modules and from TorchScript.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,8 +15,19 @@
 
 namespace penstock {
 
+// Copies refer to the same tensors. A Pipeline calls `forward` on the thread of the stage's rank, one microbatch at a
+// time.
+//
+//   const at::Tensor weight = at::randn({8, 8}).requires_grad_();
+//   StageModule module{.forward = [weight](const Args& args, const Kwargs&) -> c10::IValue {
+//                        return args[0].toTensor().mm(weight);
+//                      },
+//                      .parameters = {{"weight", weight}}};
 struct StageModule {
+  // Returns a tensor, or a tuple or list of tensors and None. The last stage may return any nested value.
   std::function<c10::IValue(const Args& args, const Kwargs& kwargs)> forward;
+  // Tensors whose gradients are accumulated, and tensors without gradients that a forward may write to. Both are
+  // synchronised between replicas and restored after a step that failed; a tensor that is in neither list is not.
   NamedTensors parameters = {};
   NamedTensors buffers = {};
 };

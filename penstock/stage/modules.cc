@@ -6,10 +6,14 @@
 #include <unordered_map>
 #include <vector>
 
+#include "penstock/base/text.h"
 #include "penstock/stage/wiring.h"
 #include "penstock/tensor/nested.h"
 
 namespace penstock {
+
+using internal::concat;
+
 namespace {
 
 using torch::nn::AnyModule;
@@ -17,13 +21,13 @@ using torch::nn::AnyValue;
 
 AnyValue call(AnyModule& module, const Args& args, const Kwargs& kwargs) {
   if (!kwargs.empty()) {
-    throw StageError("a torch::nn module takes no keyword arguments, and there is '" + kwargs.begin()->first +
-                     "'.\n  Hint: stage_module(module, function) lets a function of yours hand them over.");
+    throw StageError(concat("a torch::nn module takes no keyword arguments, and there is '", kwargs.begin()->first,
+                            "'.\n  Hint: stage_module(module, function) lets a function of yours pass them."));
   }
   for (std::size_t i = 0; i < args.size(); ++i) {
     if (args[i].isTensor()) continue;
-    throw StageError("argument " + std::to_string(i) + " of a torch::nn module: found " + describe(args[i]) +
-                     ", expected a tensor.\n  Hint: stage_module(module, function) takes any.");
+    throw StageError(concat("argument ", i, " of a torch::nn module: found ", describe(args[i]),
+                            ", expected a tensor.\n  Hint: stage_module(module, function) takes any."));
   }
   const auto tensor = [&](std::size_t index) { return args[index].toTensor(); };
   switch (args.size()) {
@@ -32,8 +36,8 @@ AnyValue call(AnyModule& module, const Args& args, const Kwargs& kwargs) {
     case 3: return module.any_forward(tensor(0), tensor(1), tensor(2));
     case 4: return module.any_forward(tensor(0), tensor(1), tensor(2), tensor(3));
     default:
-      throw StageError("a torch::nn module takes one to four tensors here, not " + std::to_string(args.size()) +
-                       ".\n  Hint: stage_module(module, function) takes any number.");
+      throw StageError(concat("a torch::nn module takes one to four tensors here, not ", args.size(),
+                              ".\n  Hint: stage_module(module, function) takes any number."));
   }
 }
 
@@ -53,9 +57,10 @@ c10::IValue value_of(AnyValue value) {
       take<std::tuple<Tensor, Tensor, Tensor, Tensor>>(value, result)) {
     return result;
   }
-  throw StageError("a torch::nn module gives a tensor or a tuple of two to four here, and this gave " +
-                   c10::demangle(value.type_info().name()) +
-                   ".\n  Hint: stage_module(module, function) lets a function of yours turn it into a c10::IValue.");
+  throw StageError(concat("a torch::nn module returns a tensor or a tuple of two to four here, and this one returned ",
+                          c10::demangle(value.type_info().name()),
+                          ".\n  Hint: stage_module(module, function) lets a function of yours turn it into a "
+                          "c10::IValue."));
 }
 
 }  // namespace
@@ -71,10 +76,10 @@ StageModule stage_module(torch::nn::Sequential sequential) {
   if (sequential->is_empty()) throw StageError("a stage's Sequential is empty.");
   StageModule result = stage_module_without_forward(*sequential);
   result.forward = [sequential = std::move(sequential)](const Args& args, const Kwargs& kwargs) {
-    torch::nn::Sequential own = sequential;
-    auto module = own->begin();
+    torch::nn::Sequential copy = sequential;
+    auto module = copy->begin();
     AnyValue value = call(*module, args, kwargs);
-    for (++module; module != own->end(); ++module) value = module->any_forward(std::move(value));
+    for (++module; module != copy->end(); ++module) value = module->any_forward(std::move(value));
     return value_of(std::move(value));
   };
   return result;
@@ -94,8 +99,8 @@ StageModule stage_module(torch::jit::Module module) {
   for (const auto& item : module.named_parameters()) result.parameters.emplace_back(item.name, item.value);
   for (const auto& item : module.named_buffers()) result.buffers.emplace_back(item.name, item.value);
   result.forward = [module = std::move(module)](const Args& args, const Kwargs& kwargs) {
-    torch::jit::Module own = module;
-    return own.forward(args, std::unordered_map<std::string, c10::IValue>(kwargs.begin(), kwargs.end()));
+    torch::jit::Module copy = module;
+    return copy.forward(args, std::unordered_map<std::string, c10::IValue>(kwargs.begin(), kwargs.end()));
   };
   return result;
 }

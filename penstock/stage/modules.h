@@ -1,4 +1,4 @@
-// Stages out of what libtorch has for modules. To include this is to include torch::nn, which takes its time to compile.
+// Makes StageModules from torch::nn modules and TorchScript. This header includes torch::nn, which is slow to compile.
 //
 //   PipelineStage stage(stage_module(torch::nn::Sequential(torch::nn::Linear(8, 8), torch::nn::ReLU())), 0, 2);
 //   PipelineStage other(stage_module(block, [](Block& b, const Args& args, const Kwargs& kwargs) -> c10::IValue {
@@ -17,25 +17,27 @@
 
 namespace penstock {
 
-// Parameters and buffers are the module's own, by their full names; `forward` is not set.
+// Returns a StageModule with the parameters and buffers of the module, under their full names, and without a `forward`.
 StageModule stage_module_without_forward(const torch::nn::Module& module);
 
-// Modules of one to four tensors, to one tensor or a tuple of two to four, without keyword arguments; any other
-// arguments are a StageError when they come.
+// Return the StageModule of a module that takes one to four tensors and returns one tensor or a tuple of two to four.
+// Its forward throws StageError for any other arguments, and for keyword arguments. Throw StageError for an empty
+// module.
 StageModule stage_module(torch::nn::Sequential sequential);
 StageModule stage_module(torch::nn::AnyModule module);
 
-// TorchScript, with any arguments.
+// Returns the StageModule of a TorchScript module, which may take any arguments.
 StageModule stage_module(torch::jit::Module module);
 
-// Any module, by a function that calls it: forward(holder, args, kwargs) gives an IValue.
+// Returns the StageModule of any module, with a function that calls it: forward(holder, args, kwargs) returns an
+// IValue.
 template <class Holder, class Forward>
 StageModule stage_module(Holder holder, Forward forward) {
   StageModule result = stage_module_without_forward(*holder);
   result.forward = [holder = std::move(holder), forward = std::move(forward)](const Args& args, const Kwargs& kwargs) {
-    // A holder's copies are the same module.
-    Holder own = holder;
-    return c10::IValue(forward(own, args, kwargs));
+    // A copy of a holder refers to the same module; `forward` may take it by non-const reference.
+    Holder copy = holder;
+    return c10::IValue(forward(copy, args, kwargs));
   };
   return result;
 }

@@ -43,8 +43,8 @@ void overwrite(const at::Tensor& tensor, const at::Tensor& values) {
   tensor.copy_(values);
 }
 
-// True if the tensor is plain and covers exactly a storage that libtorch has allocated. Memory from elsewhere (from_blob,
-// NumPy, a mapped file) can be observed by its owner.
+// True if the tensor is plain and covers exactly a storage that libtorch has allocated. Memory from elsewhere
+// (from_blob, NumPy, a mapped file) can be observed by its owner.
 bool covers_own_storage(const at::Tensor& tensor) {
   return is_plain(tensor) && tensor.is_non_overlapping_and_dense() && tensor.storage().use_count() == 1 &&
          tensor.storage().resizable() && tensor.storage().nbytes() == tensor.nbytes();
@@ -56,7 +56,7 @@ bool covers_own_storage(const at::Tensor& tensor) {
 // there is no backward.
 class SavedState::Gradient {
  public:
-  explicit Gradient(const at::Tensor& tensor) : tensor_(tensor), gradient_(tensor.grad()) {}
+  explicit Gradient(const at::Tensor& tensor) : tensor_(tensor), gradient_(tensor.mutable_grad()) {}
   ~Gradient() { remove_hook(); }
   Gradient(const Gradient&) = delete;
   Gradient& operator=(const Gradient&) = delete;

@@ -1,5 +1,5 @@
-// SavedState holds what a step may change and a rollback restores: gradients, in the tensors that hold them, and the values
-// of buffers.
+// SavedState holds what a step may change and a rollback restores: gradients, in the tensors that hold them, and the
+// values of buffers.
 //
 //   SavedState saved;
 //   saved.add_accumulated_gradient(parameter);
@@ -7,14 +7,14 @@
 //   …                       // the step fails
 //   saved.restore();
 //
-// Saving an accumulated gradient costs no time. When autograd first adds to it in a step, the sum is written into the memory
-// of the incoming gradient, which autograd would free, and becomes .grad. The gradient from before the step stays as it was
-// in its own tensor until the step has ended. The sums are bitwise those of an addition in place. So a step holds the
-// gradients from before it beside the new ones, which any rollback needs, but copies neither.
+// Saving an accumulated gradient costs no time. When autograd first adds to it in a step, the sum is written into the
+// memory of the incoming gradient, which autograd would free, and becomes .grad. The gradient from before the step
+// stays as it was in its own tensor until the step has ended. The sums are bitwise those of an addition in place. So a
+// step holds the gradients from before it beside the new ones, which any rollback needs, but copies neither.
 //
-// That works where nothing else refers to the gradient. One that has a view or another reference (a flat buffer, a tensor
-// that the user keeps), that is sparse, or whose parameter belongs to several stages has to change in place: its values are
-// copied when autograd first adds to it.
+// This requires that nothing else refers to the gradient. One that has a view or another reference (a flat buffer, a
+// tensor that the user keeps), that is sparse, or whose parameter belongs to several stages has to change in place: its
+// values are copied when autograd first adds to it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,8 +27,8 @@
 
 namespace penstock::internal {
 
-// Additions, restore() and clear() are called by one thread while no backward runs. Backwards on any number of threads may
-// add to the gradients in between.
+// Additions, restore() and clear() are called by one thread while no backward runs. Backwards on any number of threads
+// may add to the gradients in between.
 class SavedState {
  public:
   SavedState();
@@ -41,8 +41,8 @@ class SavedState {
 
   // Saves .grad of a tensor: the gradient tensor itself and a copy of its values, whatever may write to it.
   void add_gradient(const at::Tensor& tensor);
-  // Saves .grad of a parameter to which autograd alone adds until restore() or clear(). Writes to .grad by anything else are
-  // not restored. A stage adds each of its parameters once; one that is added again belongs to several stages.
+  // Saves .grad of a parameter to which autograd alone adds until restore() or clear(). Writes to .grad by anything
+  // else are not restored. A stage adds each of its parameters once; one that is added again belongs to several stages.
   void add_accumulated_gradient(const at::Tensor& parameter);
   // Saves the gradients that a backward through a value would change: those of its tensors and of the leaves that they
   // were computed from.

@@ -1,4 +1,6 @@
-// Parameters that several stages have.
+// Names parameters that several stages have, such as tied embeddings.
+//
+//   SharedParameters shared = {{{0, "embedding.weight"}, {3, "output.weight"}}};
 #pragma once
 
 #include <string>
@@ -12,7 +14,7 @@ struct SharedParameter {
   std::string name;
   friend bool operator==(const SharedParameter&, const SharedParameter&) = default;
 };
-// For each parameter, all the stages that have it.
+// For each shared parameter, all the stages that have it. Its gradients are summed over them.
 using SharedParameters = std::vector<std::vector<SharedParameter>>;
 
 }  // namespace penstock

@@ -17,17 +17,17 @@ using torch::autograd::edge_list;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-// Nodes of products. Each gradient has a formula of its own, which is as much work as the forward, and the formula of the
-// second factor needs the first factor and the incoming gradient. All of them compute only the gradients that are needed.
-// libtorch's other nodes do so too, but either compute several at once when one is needed (normalisations, attention, RNNs,
-// cat, stack, prelu, …; none of these may run twice), or are so little work that saving their gradients is better than saving
-// what these are computed from.
+// Nodes of products. Each gradient has a formula of its own, which is as much work as the forward, and the formula of
+// the second factor needs the first factor and the incoming gradient. All of them compute only the gradients that are
+// needed. libtorch's other nodes do so too, but either compute several at once when one is needed (normalisations,
+// attention, RNNs, cat, stack, prelu, …; none of these may run twice), or are so little work that saving their
+// gradients is better than saving what these are computed from.
 constexpr std::array<std::string_view, 10> kProducts = {
     "AddbmmBackward0", "AddmmBackward0",       "AddmvBackward0",  "BaddbmmBackward0", "BmmBackward0",
     "MmBackward0",     "ConvolutionBackward0", "LinearBackward0", "MvBackward0",      "TrilinearBackward0"};
 
-// True if the node can be run once for its inputs and once for its parameters without computing anything twice. An unknown
-// type (a custom function's, CopySlices, …) cannot.
+// True if the node can be run once for its inputs and once for its parameters without computing anything twice. An
+// unknown type (a custom function's, CopySlices, …) cannot.
 bool is_product(const Node& node) {
   thread_local ska::flat_hash_map<std::type_index, bool> known;
   const std::type_info& type = typeid(node);

@@ -1,7 +1,7 @@
 // Divides the autograd graph of a stage between the two halves of its backward (backward.h).
 //
-// A node that leads to an input of the stage runs in the input half, any other in the weight half. A node that leads to both
-// an input and a parameter is replaced by a BorderNode, which runs in both.
+// A node that leads to an input of the stage runs in the input half, any other in the weight half. A node that leads to
+// both an input and a parameter is replaced by a BorderNode, which runs in both.
 #pragma once
 
 #include <c10/util/flat_hash_map.h>
@@ -15,9 +15,9 @@
 
 namespace penstock::internal {
 
-// Stands in the graph for a node that leads both to an input and to a parameter: in the input half with the edges towards the
-// inputs, in the weight half with the others. It has the node's sequence number, by which the engine orders nodes, so that
-// sums of gradients are formed in the order of a whole backward.
+// Stands in the graph for a node that leads both to an input and to a parameter: in the input half with the edges
+// towards the inputs, in the weight half with the others. It has the node's sequence number, by which the engine orders
+// nodes, so that sums of gradients are formed in the order of a whole backward.
 class BorderNode final : public torch::autograd::Node {
  public:
   using NodePtr = c10::intrusive_ptr<Node>;
@@ -42,8 +42,8 @@ class BorderNode final : public torch::autograd::Node {
   variable_list run_and_release(variable_list gradients);
   // Runs the node once for both halves, and saves the gradients that leave by the weight edges.
   variable_list run_for_both(variable_list gradients);
-  // Does with results what the engine would do in the weight half only. Above all it sums what was broadcast, so that less
-  // is saved.
+  // Does with results what the engine would do in the weight half only. Above all it sums what was broadcast, so that
+  // less is saved.
   void validate(const edge_list& edges, variable_list& results) const;
 
   NodePtr node_;
@@ -56,15 +56,16 @@ class BorderNode final : public torch::autograd::Node {
 
 using BorderPtr = c10::intrusive_ptr<BorderNode>;
 
-// Finds the nodes that lead to a stage's inputs, and replaces each of them that leads to a parameter too by a BorderNode. It
-// also lists the parameters that it meets, some several times. A graph can be deep, so there is no recursion.
+// Finds the nodes that lead to a stage's inputs, and replaces each of them that leads to a parameter too by a
+// BorderNode. It also lists the parameters that it meets, some several times. A graph can be deep, so there is no
+// recursion.
 class GraphPartition {
  public:
   using Edge = torch::autograd::Edge;
   using Node = torch::autograd::Node;
 
-  // `inputs` is the node at which gradients of inputs end, or null: then no node leads to an input, and the graph stays as it
-  // is. `inputs`, `borders` and `parameters` outlive the partition, which appends to the latter two.
+  // `inputs` is the node at which gradients of inputs end, or null: then no node leads to an input, and the graph stays
+  // as it is. `inputs`, `borders` and `parameters` outlive the partition, which appends to the latter two.
   GraphPartition(const Node* inputs, std::vector<BorderPtr>& borders, torch::autograd::variable_list& parameters)
       : inputs_(inputs), borders_(borders), parameters_(parameters) {}
 

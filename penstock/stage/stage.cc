@@ -1,56 +1,31 @@
 #include "penstock/stage/stage.h"
 
 #include <ATen/ops/clone.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <iterator>
+#include <string>
+#include <string_view>
 #include <unordered_set>
 #include <utility>
 
+#include "penstock/base/text.h"
 #include "penstock/stage/backward.h"
 #include "penstock/stage/copy_on_write.h"
+#include "penstock/stage/loss_terms.h"
+#include "penstock/stage/parameter_sync.h"
+#include "penstock/stage/routing.h"
+#include "penstock/stage/saved_state.h"
 #include "penstock/tensor/nested.h"
 
 namespace penstock {
+
+using internal::concat;
+
 namespace {
 
-// The losses that the forward on this thread hands in; null outside of one.
-thread_local std::vector<at::Tensor>* handed_in = nullptr;
-
-class HandingIn {
- public:
-  explicit HandingIn(std::vector<at::Tensor>& losses) : outer_(std::exchange(handed_in, &losses)) {}
-  ~HandingIn() { handed_in = outer_; }
-  HandingIn(const HandingIn&) = delete;
-  HandingIn& operator=(const HandingIn&) = delete;
-
- private:
-  std::vector<at::Tensor>* outer_;
-};
-
-// What another stage gets: the same memory, without history. It requires grad if the other stage is to give a gradient
-// for it.
-at::Tensor handed_over(const at::Tensor& tensor, bool copy) {
-  if (!tensor.defined()) return tensor;
-  at::Tensor result = copy ? tensor.detach().clone() : tensor.variable_data();
-  if (tensor.requires_grad()) result.requires_grad_();
-  return result;
-}
-
-// The same value with the same place in the graph, whatever the stage then writes into the first.
-at::Tensor same_place(const at::Tensor& tensor) {
-  if (!tensor.defined() || !tensor.requires_grad()) return tensor;
-  at::Tensor result = tensor.variable_data();
-  torch::autograd::impl::set_gradient_edge(result, torch::autograd::impl::gradient_edge(tensor));
-  return result;
-}
-
-std::string place(int stage) {
-  return "stage " + std::to_string(stage);
-}
-
-// What a module gave, as the outputs that other stages can take.
+// Returns the tensors that a module returned, as the outputs that other stages can take.
 std::vector<at::Tensor> outputs_of(const c10::IValue& value, int stage) {
   std::vector<c10::IValue> elements;
   switch (node_kind(value)) {
@@ -61,8 +36,8 @@ std::vector<at::Tensor> outputs_of(const c10::IValue& value, int stage) {
   std::vector<at::Tensor> outputs;
   for (std::size_t i = 0; i < elements.size(); ++i) {
     if (!elements[i].isTensor() && !elements[i].isNone()) {
-      throw StageError(place(stage) + ", output " + std::to_string(i) + ": found " + describe(elements[i]) +
-                       ", expected a tensor or None, which is what can go to another stage.");
+      throw StageError(concat("stage ", stage, ", output ", i, ": found ", describe(elements[i]),
+                              ", expected a tensor or None, which another stage can take."));
     }
     outputs.push_back(elements[i].isNone() ? at::Tensor() : elements[i].toTensor());
   }
@@ -73,54 +48,114 @@ c10::IValue value_of(const at::Tensor& tensor) {
   return tensor.defined() ? c10::IValue(tensor) : c10::IValue();
 }
 
-const void* memory_of(const at::Tensor& tensor) {
+// Returns the identity of the tensor's storage; null if it has none.
+const void* storage_of(const at::Tensor& tensor) {
   return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
 }
 
-// Whether a tensor of the value lies there.
-bool has_memory(const c10::IValue& value, const void* memory) {
-  if (value.isTensor()) return memory_of(value.toTensor()) == memory;
+// True if a tensor of the value has the storage.
+bool has_storage(const c10::IValue& value, const void* storage) {
+  if (value.isTensor()) return storage_of(value.toTensor()) == storage;
   const std::vector<at::Tensor> tensors = extract_tensor_args(value);
-  return std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& one) { return has_memory(one, memory); });
+  return std::ranges::any_of(tensors, [&](const at::Tensor& tensor) { return storage_of(tensor) == storage; });
 }
 
-void check(const std::string& what, const std::vector<std::optional<TensorMeta>>& expected,
+void check(const std::string& subject, const std::vector<std::optional<TensorMeta>>& expected,
            const std::vector<at::Tensor>& found) {
   std::vector<std::optional<TensorMeta>> metas;
   for (const at::Tensor& tensor : found) {
     metas.push_back(tensor.defined() ? std::optional(TensorMeta(tensor)) : std::nullopt);
   }
-  // Strides are as they come.
+  // Strides are not checked.
   for (std::size_t i = 0; i < std::min(metas.size(), expected.size()); ++i) {
     if (metas[i] && expected[i]) metas[i]->strides = expected[i]->strides;
   }
-  validate_tensors_metadata(what, expected, metas);
+  validate_tensors_metadata(subject, expected, metas);
 }
 
-}  // namespace
-
-// One microbatch on its way.
-struct PipelineStage::Run {
-  // How many tensors came along each link.
+// A microbatch between its forward and the end of its backward.
+struct SavedMicrobatch {
+  // Number of tensors that came and left along each link.
   std::vector<std::size_t> received;
   std::vector<std::size_t> sent;
-  // Its outputs are each link's tensors, one behind the other, then losses.
-  std::optional<StageBackward> backward;
+  // The outputs of this backward are the tensors of each outgoing link, one link after the other, then losses.
+  std::optional<internal::StageBackward> backward;
   std::vector<at::Tensor> seeds;
-  // Whether the input half has run.
+  // True after the input half.
   bool between_halves = false;
+  // The weight step of a dw_builder, after the input half.
   std::function<void()> dw;
 };
 
-PipelineStage::PipelineStage(StageModule module, int stage_index, int num_stages, StageOptions options)
-    : module_(std::move(module)), index_(stage_index), stages_(num_stages), options_(std::move(options)) {
-  if (stage_index < 0 || stage_index >= num_stages) {
-    throw StageError("there is no stage " + std::to_string(stage_index) + " of " + std::to_string(num_stages) +
-                     "; they go from 0 to " + std::to_string(num_stages - 1) + ".");
+}  // namespace
+
+struct PipelineStage::Impl {
+  StageModule module;
+  int index = 0;
+  int stages = 0;
+  StageOptions options;
+  // Identities of the storages of parameters and buffers, which the module keeps alive.
+  std::unordered_set<const void*> own_storages;
+  std::unique_ptr<internal::ParameterSync> sync;
+
+  // Set by begin().
+  Mode mode = Mode::Evaluation;
+  std::optional<internal::StageRouting> routing;
+  // Indexed by microbatch; null before the forward and after the backward.
+  std::vector<std::unique_ptr<SavedMicrobatch>> microbatches;
+
+  // True if the tensor lies in memory of the stage or of the caller, to which others may write.
+  bool is_in_foreign_memory(const at::Tensor& tensor, const Args& args, const Kwargs& kwargs) const {
+    const void* const storage = storage_of(tensor);
+    if (storage == nullptr) return false;
+    return own_storages.contains(storage) ||
+           std::ranges::any_of(args, [&](const c10::IValue& arg) { return has_storage(arg, storage); }) ||
+           std::ranges::any_of(kwargs, [&](const auto& named) { return has_storage(named.second, storage); });
   }
-  if (!module_.forward) throw StageError(place(index_) + " has no function for its forward.");
-  for (const auto* named : {&module_.parameters, &module_.buffers}) {
-    for (const auto& [name, tensor] : *named) own_memory_.insert(memory_of(tensor));
+
+  SavedMicrobatch& saved(int microbatch) const {
+    const auto& found = microbatches.at(static_cast<std::size_t>(microbatch));
+    if (!found) {
+      throw StageError(
+          concat("stage ", index, ", microbatch ", microbatch, ": its backward comes before its forward."));
+    }
+    return *found;
+  }
+
+  void release(int microbatch) { microbatches[static_cast<std::size_t>(microbatch)].reset(); }
+
+  // Returns a gradient for each output of the microbatch's StageBackward.
+  std::vector<at::Tensor> output_gradients(int microbatch, std::vector<Message> gradients) const {
+    SavedMicrobatch& run = saved(microbatch);
+    std::vector<at::Tensor> result;
+    for (std::size_t link = 0; link < gradients.size(); ++link) {
+      if (gradients[link].size() != run.sent[link]) {
+        throw StageError(concat("stage ", index, ", microbatch ", microbatch, ": found ", gradients[link].size(),
+                                " gradients from stage ", routing->links_out()[link].to, ", expected ", run.sent[link],
+                                ", one for each tensor sent."));
+      }
+      std::ranges::move(gradients[link], std::back_inserter(result));
+    }
+    std::ranges::move(run.seeds, std::back_inserter(result));
+    return result;
+  }
+
+  std::vector<Message> backward(int microbatch, std::vector<Message> gradients, bool is_full);
+};
+
+PipelineStage::PipelineStage(StageModule module, int stage_index, int num_stages, StageOptions options)
+    : impl_(std::make_unique<Impl>()) {
+  if (stage_index < 0 || stage_index >= num_stages) {
+    throw StageError(
+        concat("there is no stage ", stage_index, " of ", num_stages, "; expected 0 to ", num_stages - 1, "."));
+  }
+  if (!module.forward) throw StageError(concat("stage ", stage_index, ": StageModule::forward is not set."));
+  impl_->module = std::move(module);
+  impl_->index = stage_index;
+  impl_->stages = num_stages;
+  impl_->options = std::move(options);
+  for (const NamedTensors* named : {&impl_->module.parameters, &impl_->module.buffers}) {
+    for (const auto& [name, tensor] : *named) impl_->own_storages.insert(storage_of(tensor));
   }
 }
 
@@ -128,23 +163,49 @@ PipelineStage::~PipelineStage() = default;
 PipelineStage::PipelineStage(PipelineStage&&) noexcept = default;
 PipelineStage& PipelineStage::operator=(PipelineStage&&) noexcept = default;
 
-void PipelineStage::begin(const Wiring& wiring, int microbatches, Mode mode) {
-  links_in_ = wiring.links_to(index_);
-  links_out_ = wiring.links_from(index_);
-  arguments_ = wiring.arguments(index_);
-  mode_ = mode;
-  runs_.clear();
-  runs_.resize(static_cast<std::size_t>(microbatches));
-  if (sync_ && mode != Mode::Evaluation) sync_->begin_step();
+int PipelineStage::stage_index() const {
+  return impl_->index;
 }
 
-void PipelineStage::save(SavedState& saved, bool has_user_functions) const {
-  for (const auto& [name, buffer] : module_.buffers) saved.add_values(buffer);
-  if (mode_ == Mode::Evaluation) return;
-  const bool only_autograd_writes = mode_ == Mode::Autograd && !options_.dw_builder && !has_user_functions;
+int PipelineStage::num_stages() const {
+  return impl_->stages;
+}
+
+const StageModule& PipelineStage::module() const {
+  return impl_->module;
+}
+
+at::Device PipelineStage::device() const {
+  return impl_->options.device;
+}
+
+const NamedTensors& PipelineStage::parameters() const {
+  return impl_->sync ? impl_->sync->parameters() : impl_->module.parameters;
+}
+
+void PipelineStage::set_sync(std::unique_ptr<internal::ParameterSync> sync) {
+  impl_->sync = std::move(sync);
+}
+
+internal::ParameterSync* PipelineStage::sync() const {
+  return impl_->sync.get();
+}
+
+void PipelineStage::begin(const Wiring& wiring, int microbatches, Mode mode) {
+  impl_->routing.emplace(wiring, impl_->index);
+  impl_->mode = mode;
+  impl_->microbatches.clear();
+  impl_->microbatches.resize(static_cast<std::size_t>(microbatches));
+  if (impl_->sync && mode != Mode::Evaluation) impl_->sync->begin_step();
+}
+
+void PipelineStage::save(internal::SavedState& saved, bool has_user_functions) const {
+  for (const auto& [name, buffer] : impl_->module.buffers) saved.add_values(buffer);
+  if (impl_->mode == Mode::Evaluation) return;
+  const bool only_autograd_writes = impl_->mode == Mode::Autograd && !impl_->options.dw_builder && !has_user_functions;
   std::unordered_set<const void*> seen;
-  // Those that an optimizer steps may be shards of the module's.
-  for (const NamedTensors* named : {&module_.parameters, &parameters()}) {
+  // The parameters that an optimizer steps may be shards of the module's.
+  for (const NamedTensors* named : {&module().parameters, &parameters()}) {
     for (const auto& [name, parameter] : *named) {
       if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
       if (only_autograd_writes) {
@@ -157,229 +218,139 @@ void PipelineStage::save(SavedState& saved, bool has_user_functions) const {
 }
 
 void PipelineStage::end() {
-  if (sync_) sync_->end_step();
+  if (impl_->sync) impl_->sync->end_step();
 }
 
 void PipelineStage::rollback() {
-  runs_.clear();
-  if (sync_) sync_->rollback();
+  impl_->microbatches.clear();
+  if (impl_->sync) impl_->sync->rollback();
 }
 
-std::size_t PipelineStage::position_of(const StageOutput& value, const Run& run) const {
-  std::size_t first = 0;
-  for (std::size_t link = 0; link < links_in_.size(); ++link) {
-    const auto& values = links_in_[link].values;
-    const auto count = run.received[link];
-    if (!values) {
-      if (value.stage == links_in_[link].from && static_cast<std::size_t>(value.output) < count) {
-        return first + static_cast<std::size_t>(value.output);
-      }
-    } else {
-      const auto found = std::find(values->begin(), values->end(), value);
-      if (found != values->end()) return first + static_cast<std::size_t>(found - values->begin());
-    }
-    first += count;
-  }
-  throw StageError(place(index_) + " should have output " + std::to_string(value.output) + " of stage " +
-                   std::to_string(value.stage) + ", which that stage does not give.");
-}
-
-std::vector<PipelineStage::Handed> PipelineStage::hand_on(const std::vector<at::Tensor>& tensors,
-                                                          const std::vector<at::Tensor>& lent, const Run& run) const {
-  std::vector<Handed> handed_on;
-  for (const Wiring::Link& link : links_out_) {
-    if (!link.values) continue;
-    for (const StageOutput& value : *link.values) {
-      if (value.stage == index_) continue;
-      const std::size_t at = position_of(value, run);
-      const bool borrowed = tensors[at].defined() && is_copy_on_write_alias(tensors[at]);
-      handed_on.push_back({same_place(tensors[at]), handed_over(lent[at], /*copy=*/!borrowed)});
-    }
-  }
-  return handed_on;
-}
-
-bool PipelineStage::is_of_others(const at::Tensor& tensor, const Args& args, const Kwargs& kwargs) const {
-  const void* const memory = memory_of(tensor);
-  if (memory == nullptr) return false;
-  return own_memory_.contains(memory) ||
-         std::any_of(args.begin(), args.end(), [&](const c10::IValue& arg) { return has_memory(arg, memory); }) ||
-         std::any_of(kwargs.begin(), kwargs.end(), [&](const auto& named) { return has_memory(named.second, memory); });
-}
-
-at::Tensor PipelineStage::kept(const at::Tensor& tensor, const Args& args, const Kwargs& kwargs) const {
-  return is_of_others(tensor, args, kwargs) ? tensor.detach().clone() : tensor.detach();
-}
-
-std::vector<std::vector<PipelineStage::Handed>> PipelineStage::hand_over(const std::vector<at::Tensor>& outputs,
-                                                                         std::vector<Handed> handed_on,
-                                                                         const Args& args, const Kwargs& kwargs) const {
-  const auto must_copy = [&](const at::Tensor& output) {
-    return output.defined() && (is_copy_on_write_alias(output) || is_of_others(output, args, kwargs));
-  };
-  const auto own = [&](const at::Tensor& output) { return Handed{output, handed_over(output, must_copy(output))}; };
-  auto next_handed_on = handed_on.begin();
-  std::vector<std::vector<Handed>> by_link;
-  for (const Wiring::Link& link : links_out_) {
-    std::vector<Handed>& handed = by_link.emplace_back();
-    if (!link.values) {
-      std::transform(outputs.begin(), outputs.end(), std::back_inserter(handed), own);
-      continue;
-    }
-    for (const StageOutput& value : *link.values) {
-      if (value.stage != index_) {
-        handed.push_back(std::move(*next_handed_on++));
-        continue;
-      }
-      if (static_cast<std::size_t>(value.output) >= outputs.size()) {
-        throw StageError(place(index_) + " gives " + std::to_string(outputs.size()) + " outputs; stage " +
-                         std::to_string(link.to) + " asks for output " + std::to_string(value.output) + ".");
-      }
-      handed.push_back(own(outputs[static_cast<std::size_t>(value.output)]));
-    }
-  }
-  return by_link;
+at::Tensor PipelineStage::detached(const at::Tensor& tensor, const Args& args, const Kwargs& kwargs) const {
+  return impl_->is_in_foreign_memory(tensor, args, kwargs) ? tensor.detach().clone() : tensor.detach();
 }
 
 PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Message> received, const Args& args,
                                                 const Kwargs& kwargs) {
-  auto run = std::make_unique<Run>();
-  std::vector<at::Tensor> lent;
+  const StageOptions& options = impl_->options;
+  const bool by_autograd = impl_->mode == Mode::Autograd;
+  auto run = std::make_unique<SavedMicrobatch>();
+  std::vector<at::Tensor> received_tensors;
   for (Message& message : received) {
     run->received.push_back(message.size());
-    std::move(message.begin(), message.end(), std::back_inserter(lent));
+    std::ranges::move(message, std::back_inserter(received_tensors));
   }
   std::vector<at::Tensor> tensors;
   std::vector<bool> needs_grad;
-  for (const at::Tensor& tensor : lent) {
-    tensors.push_back(tensor.defined() ? copy_on_write_alias(tensor) : tensor);
-    needs_grad.push_back(mode_ == Mode::Autograd && tensor.defined() && tensor.requires_grad());
+  for (const at::Tensor& tensor : received_tensors) {
+    tensors.push_back(tensor.defined() ? internal::copy_on_write_alias(tensor) : tensor);
+    needs_grad.push_back(by_autograd && tensor.defined() && tensor.requires_grad());
   }
-  StageInputs inputs(tensors, needs_grad);
+  internal::StageInputs inputs(tensors, needs_grad);
   tensors = inputs.take();
-  std::vector<Handed> handed_on = hand_on(tensors, lent, *run);
-  lent.clear();
+  std::vector<internal::OutgoingTensor> forwarded =
+      impl_->routing->forward_through(received_tensors, tensors, run->received);
+  received_tensors.clear();
 
   Args arguments;
   if (is_first()) {
     arguments = args;
-  } else if (arguments_) {
-    for (const StageOutput& value : *arguments_) arguments.push_back(value_of(tensors[position_of(value, *run)]));
   } else {
-    for (const at::Tensor& tensor : tensors) arguments.push_back(value_of(tensor));
+    for (const at::Tensor& tensor : impl_->routing->arguments(tensors, run->received)) {
+      arguments.push_back(value_of(tensor));
+    }
   }
-  if (options_.input_metadata) {
-    check(place(index_) + ", input", *options_.input_metadata, extract_tensor_args(to_value(arguments)));
+  if (options.input_metadata) {
+    check(concat("stage ", stage_index(), ", input"), *options.input_metadata,
+          extract_tensor_args(to_value(arguments)));
   }
 
   Forwarded result;
   {
-    const HandingIn handing_in(result.losses);
-    result.output = module_.forward(arguments, kwargs);
+    const internal::LossTermScope scope(result.losses);
+    result.output = impl_->module.forward(arguments, kwargs);
   }
   arguments.clear();
   tensors.clear();
 
   std::vector<at::Tensor> outputs;
-  if (!is_last()) outputs = outputs_of(result.output, index_);
-  if (options_.output_metadata) {
-    check(place(index_) + ", output", *options_.output_metadata,
+  if (!is_last()) outputs = outputs_of(result.output, stage_index());
+  if (options.output_metadata) {
+    check(concat("stage ", stage_index(), ", output"), *options.output_metadata,
           is_last() ? extract_tensor_args(result.output) : outputs);
   }
+  const auto must_copy = [&](const at::Tensor& output) {
+    return internal::is_copy_on_write_alias(output) || impl_->is_in_foreign_memory(output, args, kwargs);
+  };
   std::vector<at::Tensor> in_graph;
-  for (std::vector<Handed>& link : hand_over(outputs, std::move(handed_on), args, kwargs)) {
+  for (auto& link : impl_->routing->outgoing(outputs, std::move(forwarded), must_copy)) {
     Message& message = result.sent.emplace_back();
-    for (Handed& handed : link) {
-      in_graph.push_back(std::move(handed.in_graph));
-      message.push_back(std::move(handed.sent));
+    for (internal::OutgoingTensor& tensor : link) {
+      in_graph.push_back(std::move(tensor.in_graph));
+      message.push_back(std::move(tensor.sent));
     }
     run->sent.push_back(message.size());
   }
-  if (mode_ == Mode::Autograd) {
+  if (by_autograd) {
     run->backward.emplace(std::move(inputs), in_graph);
-    runs_[static_cast<std::size_t>(microbatch)] = std::move(run);
+    impl_->microbatches[static_cast<std::size_t>(microbatch)] = std::move(run);
   }
   return result;
 }
 
-PipelineStage::Run& PipelineStage::run_of(int microbatch) {
-  const auto& run = runs_.at(static_cast<std::size_t>(microbatch));
-  if (!run) {
-    throw StageError(place(index_) + ", microbatch " + std::to_string(microbatch) +
-                     ": there is no forward for its backward.");
-  }
-  return *run;
-}
-
 void PipelineStage::add_root(int microbatch, const at::Tensor& loss, const at::Tensor& seed) {
-  Run& run = run_of(microbatch);
+  SavedMicrobatch& run = impl_->saved(microbatch);
   run.backward->add_output(loss);
   run.seeds.push_back(seed);
 }
 
-std::vector<Message> PipelineStage::backward(int microbatch, std::vector<Message> gradients, bool whole) {
-  Run& run = run_of(microbatch);
-  std::vector<at::Tensor> of_outputs;
-  for (std::size_t link = 0; link < gradients.size(); ++link) {
-    if (gradients[link].size() != run.sent[link]) {
-      throw StageError(place(index_) + ", microbatch " + std::to_string(microbatch) + ": stage " +
-                       std::to_string(links_out_[link].to) + " gave " + std::to_string(gradients[link].size()) +
-                       " gradients for " + std::to_string(run.sent[link]) + " tensors.");
-    }
-    std::move(gradients[link].begin(), gradients[link].end(), std::back_inserter(of_outputs));
-  }
-  std::move(run.seeds.begin(), run.seeds.end(), std::back_inserter(of_outputs));
-
-  // A supplied weight step takes the place of the second half: the module's own backward then leaves the weights out.
-  const bool supplied = options_.dw_builder != nullptr;
-  run.between_halves = !whole && !supplied;
-  std::vector<at::Tensor> of_inputs =
-      whole || supplied ? run.backward->full(std::move(of_outputs)) : run.backward->input_half(std::move(of_outputs));
+std::vector<Message> PipelineStage::Impl::backward(int microbatch, std::vector<Message> gradients, bool is_full) {
+  SavedMicrobatch& run = saved(microbatch);
+  std::vector<at::Tensor> outputs = output_gradients(microbatch, std::move(gradients));
+  // A weight step from dw_builder replaces the weight half: the module's own backward leaves the weights out.
+  const bool has_dw = options.dw_builder != nullptr;
+  run.between_halves = !is_full && !has_dw;
+  std::vector<at::Tensor> inputs =
+      is_full || has_dw ? run.backward->full(std::move(outputs)) : run.backward->input_half(std::move(outputs));
   std::vector<Message> messages;
-  std::size_t next = 0;
+  auto next = std::make_move_iterator(inputs.begin());
   for (const std::size_t count : run.received) {
-    const auto first = of_inputs.begin() + static_cast<std::ptrdiff_t>(next);
-    messages.emplace_back(std::make_move_iterator(first),
-                          std::make_move_iterator(first + static_cast<std::ptrdiff_t>(count)));
-    next += count;
+    const auto end = next + static_cast<std::ptrdiff_t>(count);
+    messages.emplace_back(next, end);
+    next = end;
   }
-  if (supplied) {
+  if (has_dw) {
     run.backward.reset();
-    run.dw = options_.dw_builder();
-    if (whole) std::exchange(run.dw, nullptr)();
+    run.dw = options.dw_builder();
+    if (is_full) std::exchange(run.dw, nullptr)();
   }
-  if (whole) runs_[static_cast<std::size_t>(microbatch)].reset();
+  if (is_full) release(microbatch);
   return messages;
 }
 
 std::vector<Message> PipelineStage::full_backward(int microbatch, std::vector<Message> gradients) {
-  return backward(microbatch, std::move(gradients), /*whole=*/true);
+  return impl_->backward(microbatch, std::move(gradients), /*is_full=*/true);
 }
 
 std::vector<Message> PipelineStage::input_backward(int microbatch, std::vector<Message> gradients) {
-  return backward(microbatch, std::move(gradients), /*whole=*/false);
+  return impl_->backward(microbatch, std::move(gradients), /*is_full=*/false);
 }
 
 void PipelineStage::weight_backward(int microbatch) {
-  Run& run = run_of(microbatch);
+  SavedMicrobatch& run = impl_->saved(microbatch);
   if (run.dw) {
     run.dw();
   } else if (run.between_halves) {
     run.backward->weight_half();
   } else {
-    throw StageError(place(index_) + ", microbatch " + std::to_string(microbatch) +
-                     ": its weight gradients come after its input gradients.");
+    throw StageError(concat("stage ", stage_index(), ", microbatch ", microbatch,
+                            ": its weight backward comes before its input backward."));
   }
-  runs_[static_cast<std::size_t>(microbatch)].reset();
+  impl_->release(microbatch);
 }
 
-bool PipelineStage::keeps(int microbatch) const {
-  return runs_.at(static_cast<std::size_t>(microbatch)) != nullptr;
-}
-
-void add_loss(const at::Tensor& term) {
-  if (handed_in == nullptr) throw StageError("add_loss is called inside a stage's forward.");
-  handed_in->push_back(term);
+bool PipelineStage::has_saved_activations(int microbatch) const {
+  return impl_->microbatches.at(static_cast<std::size_t>(microbatch)) != nullptr;
 }
 
 }  // namespace penstock

@@ -1,9 +1,9 @@
-// A PipelineStage is a part of a model: it takes what earlier stages give, or the arguments of the whole, and gives
-// something to later ones, or the output of the whole; and back again with gradients.
+// A PipelineStage is one part of a model. Its forward takes outputs of earlier stages, or the arguments of the model,
+// and returns tensors to later stages, or the output of the model; its backward returns gradients the other way.
 //
 //   PipelineStage stage({.forward = …, .parameters = …}, /*stage_index=*/1, /*num_stages=*/4);
 //
-// A Pipeline calls the rest. Messages are those of the stage's links (wiring.h), in their order.
+// You construct stages and pass them to a Pipeline, which calls the rest.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,36 +12,40 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <string>
-#include <unordered_set>
-#include <utility>
 #include <vector>
 
 #include "penstock/stage/module.h"
-#include "penstock/stage/parameters.h"
-#include "penstock/stage/saved_state.h"
 #include "penstock/stage/wiring.h"
 #include "penstock/tensor/metadata.h"
 #include "penstock/tensor/microbatch.h"
-#include "penstock/tensor/named_tensors.h"
 #include "penstock/transport/transport.h"
 
 namespace penstock {
 
+namespace internal {
+class ParameterSync;
+class SavedState;
+}  // namespace internal
+
 struct StageOptions {
+  // Device on which the stage computes.
   at::Device device = at::kCPU;
-  // What the stage's arguments and outputs are for one microbatch, none for None. They are checked for each microbatch,
-  // strides aside, so they are for batches that split evenly.
+  // Metadata of the stage's arguments and outputs for one microbatch, none for None. Every microbatch is checked
+  // against it, except for strides, so the batch has to split evenly.
   std::optional<std::vector<std::optional<TensorMeta>>> input_metadata = std::nullopt;
   std::optional<std::vector<std::optional<TensorMeta>>> output_metadata = std::nullopt;
-  // Supplies the weight gradients of a module that leaves them out of its backward: called after each backward, it
-  // gives the function that computes them, which is called in W, or at once in B.
+  // Supplies the weight gradients of a module that leaves them out of its backward. It is called after each backward,
+  // and returns the function that computes them, which is called in W, or at once in B.
   std::function<std::function<void()>()> dw_builder = nullptr;
 };
 
+// A stage owns its module's function and references to its parameters and buffers. It is movable. During a step the
+// thread of its rank is the only one to call it; between steps it may be called from any thread, one at a time.
+//
+// Messages (transport.h) are those of the stage's links, in the order of Wiring::links_to and links_from.
 class PipelineStage {
  public:
-  // Throws StageError when there is no such stage.
+  // Throws StageError when stage_index is not in [0, num_stages) or the module has no forward.
   PipelineStage(StageModule module, int stage_index, int num_stages, StageOptions options = {});
   ~PipelineStage();
   PipelineStage(const PipelineStage&) = delete;
@@ -49,108 +53,83 @@ class PipelineStage {
   PipelineStage(PipelineStage&&) noexcept;
   PipelineStage& operator=(PipelineStage&&) noexcept;
 
-  int stage_index() const { return index_; }
-  int num_stages() const { return stages_; }
-  bool is_first() const { return index_ == 0; }
-  bool is_last() const { return index_ == stages_ - 1; }
-  const StageModule& module() const { return module_; }
-  at::Device device() const { return options_.device; }
+  int stage_index() const;
+  int num_stages() const;
+  bool is_first() const { return stage_index() == 0; }
+  bool is_last() const { return stage_index() == num_stages() - 1; }
+  const StageModule& module() const;
+  at::Device device() const;
 
-  // What an optimizer is to step: the module's parameters, or the shards that this stage keeps of them.
-  const NamedTensors& parameters() const { return sync_ ? sync_->parameters() : module_.parameters; }
-  // How its parameters are kept in step with those of replicas; none without them.
-  void set_sync(std::unique_ptr<ParameterSync> sync) { sync_ = std::move(sync); }
-  ParameterSync* sync() const { return sync_.get(); }
+  // Returns the parameters that an optimizer steps: the module's, or the shards of them that this stage keeps.
+  const NamedTensors& parameters() const;
 
-  // How the forwards of a step are used.
+  // The rest is called by Pipeline.
+
+  // Sets the object that synchronises the parameters with those of replicas. Without replicas there is none.
+  void set_sync(std::unique_ptr<internal::ParameterSync> sync);
+  // Returns that object, which the stage owns; null without replicas.
+  internal::ParameterSync* sync() const;
+
+  // The kind of backward that the forwards of a step prepare.
   enum class Mode {
-    // Forwards alone.
+    // There are no backwards.
     Evaluation,
-    // Backwards too, by autograd: forwards keep what these need.
+    // Backwards run by autograd, for which forwards save what they need.
     Autograd,
-    // Backwards too, by functions of the user's.
+    // Backwards run by functions of the user.
     UserBackward,
   };
-  // Begins a step: whatever an earlier one has left is forgotten. Throws StageError: see AccumulatedGradients.
+  // Begins a step, and discards whatever an earlier one has left. Throws StageError when gradients that wait for a
+  // reduction have been changed.
   void begin(const Wiring& wiring, int microbatches, Mode mode);
-  // Adds all that the step may change, gradients and buffers, after begin(). `has_user_functions` says that functions of the
-  // user's run in the step, which may write to gradients themselves.
-  void save(SavedState& saved, bool has_user_functions) const;
-  // After a step that succeeded.
+  // Adds everything that the step may change to `saved`: gradients and buffers. Called after begin().
+  // `has_user_functions` is true if functions of the user run in the step, which may write to gradients themselves.
+  void save(internal::SavedState& saved, bool has_user_functions) const;
+  // Ends a step that succeeded.
   void end();
-  // After a step that failed, when what was saved is restored: nothing of the step is left.
+  // Ends a step that failed, after the saved state has been restored. Nothing of the step is left.
   void rollback();
 
   struct Forwarded {
-    // For each link that leads away. A tensor that is to have a gradient requires grad, and no more: it is detached.
+    // A message for each outgoing link. Tensors are detached; those that are to get a gradient require grad.
     std::vector<Message> sent;
-    // What the module gave; of use on the last stage. Tensors have their history.
+    // The output of the module, with its history. Used on the last stage.
     c10::IValue output;
-    // What was handed in by add_loss.
+    // The terms added by add_loss.
     std::vector<at::Tensor> losses;
   };
-  // The forward of a microbatch: `received` for each link that leads here, `args` on the first stage, and keyword
-  // arguments on any. Throws StageError and PipeliningShapeError, which name the stage, and what the module throws.
+  // Runs the forward of a microbatch. `received` has a message for each incoming link, `args` are the arguments of the
+  // first stage, and keyword arguments go to any stage. Throws StageError and PipeliningShapeError, which name the
+  // stage, and whatever the module throws.
   Forwarded forward(int microbatch, std::vector<Message> received, const Args& args, const Kwargs& kwargs);
 
-  // What the backward of a microbatch begins with, besides the gradients that come from later stages. Before the
-  // backward.
+  // Adds a loss from which the backward of a microbatch starts, besides the gradients that come from later stages.
+  // `seed` is its gradient. Called before the backward.
   void add_root(int microbatch, const at::Tensor& loss, const at::Tensor& seed);
 
-  // Returns a tensor that a forward gave without its history, for as long as the caller likes: copied if it lies in memory
-  // that later microbatches may write into, that of parameters, buffers and arguments.
-  at::Tensor kept(const at::Tensor& tensor, const Args& args, const Kwargs& kwargs) const;
+  // Returns a tensor of the forward's output without its history, which the caller may keep. It is copied if it lies in
+  // memory that later microbatches may write to: that of parameters, buffers and arguments.
+  at::Tensor detached(const at::Tensor& tensor, const Args& args, const Kwargs& kwargs) const;
 
-  // The backward of a microbatch, whole or in halves: from a message of gradients for each link that leads away to one
-  // for each link that leads here.
+  // Run the backward of a microbatch, whole or in halves. `gradients` has a message for each outgoing link; the result
+  // has one for each incoming link.
   std::vector<Message> full_backward(int microbatch, std::vector<Message> gradients);
   std::vector<Message> input_backward(int microbatch, std::vector<Message> gradients);
   void weight_backward(int microbatch);
 
-  // Whether a microbatch still keeps something.
-  bool keeps(int microbatch) const;
+  // True if a microbatch has run its forward but not all of its backward, so that its activations are still saved.
+  bool has_saved_activations(int microbatch) const;
 
  private:
-  struct Run;
-  // A tensor that goes to another stage: where it is in this stage's graph, and what is sent.
-  struct Handed {
-    at::Tensor in_graph;
-    at::Tensor sent;
-  };
+  struct Impl;
 
-  // Where a value that came is among the tensors of all links.
-  std::size_t position_of(const StageOutput& value, const Run& run) const;
-  // What comes from an earlier stage and goes on to a later one: its place in the graph before this stage writes into
-  // it, and the memory that it came in, `lent`. When that is the stage's own to write into, it is copied.
-  std::vector<Handed> hand_on(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& lent,
-                              const Run& run) const;
-  // All that goes away, by link.
-  std::vector<std::vector<Handed>> hand_over(const std::vector<at::Tensor>& outputs, std::vector<Handed> handed_on,
-                                             const Args& args, const Kwargs& kwargs) const;
-  // True if the tensor lies in memory of the stage or the caller, which others may write into.
-  bool is_of_others(const at::Tensor& tensor, const Args& args, const Kwargs& kwargs) const;
-  std::vector<Message> backward(int microbatch, std::vector<Message> gradients, bool whole);
-  Run& run_of(int microbatch);
-
-  StageModule module_;
-  int index_;
-  int stages_;
-  StageOptions options_;
-  // Of parameters and buffers.
-  std::unordered_set<const void*> own_memory_;
-
-  std::unique_ptr<ParameterSync> sync_;
-
-  Mode mode_ = Mode::Evaluation;
-  std::vector<Wiring::Link> links_in_;
-  std::vector<Wiring::Link> links_out_;
-  std::optional<std::vector<StageOutput>> arguments_;
-  // By microbatch.
-  std::vector<std::unique_ptr<Run>> runs_;
+  std::unique_ptr<Impl> impl_;
 };
 
-// Hands in a term of the loss from inside a stage's forward, such as that of a router that should use its experts
-// evenly. It is weighted as the microbatch's loss is. Throws StageError outside of a stage's forward.
+// Adds a term to the loss from inside a stage's forward, such as a router's load-balancing loss. It gets the weight of
+// the microbatch's loss. Throws StageError outside of a stage's forward.
+//
+//   add_loss(0.01 * balance(router_probabilities));
 void add_loss(const at::Tensor& term);
 
 }  // namespace penstock

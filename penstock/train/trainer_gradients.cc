@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/stage/parameters.h"
+#include "penstock/stage/accumulation.h"
 #include "penstock/tensor/intra_op_threads.h"
 #include "penstock/train/trainer.h"
 

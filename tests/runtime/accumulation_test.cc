@@ -1,14 +1,16 @@
-// Gradients over several steps, of which not all reduce.
+// Gradients accumulated over several steps, of which not all reduce.
 #include "tests/runtime/accumulation.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -16,6 +18,7 @@
 
 #include "penstock/runtime/pipeline.h"
 #include "penstock/schedule/generators.h"
+#include "penstock/tensor/chunk_spec.h"
 #include "tests/runtime/models.h"
 
 namespace penstock::testing {
@@ -32,13 +35,14 @@ TEST_P(EveryAccumulation, GivesTheGradientsOfOneProcessWhateverIsCleared) {
   }
 }
 
-// Rows of numbers for a pipeline of AddingModels with one microbatch in each replica.
+// A pipeline of AddingModels with one microbatch in each replica.
 struct Adding {
-  explicit Adding(const AccumulationCase& given) : config(given) {
+  explicit Adding(const AccumulationCase& given, std::optional<c10::IValue> merge_spec = std::nullopt) : config(given) {
     PipelineOptions options{
         .loss = [](const c10::IValue& output, const c10::IValue&, const Kwargs&) { return output.toTensor().sum(); },
         .scale_grads = false,
         .sharded = config.sharded};
+    options.output_merge_spec = std::move(merge_spec);
     std::vector<StagedModel> replicas;
     for (int i = 0; i < config.replicas; ++i) {
       Model model = AddingModel(config.sharing == Sharing::OneTensor).model();
@@ -49,7 +53,7 @@ struct Adding {
         std::make_unique<Pipeline>(std::move(replicas), generate("GPipe", {.ranks = 2, .microbatches = 1}), options);
   }
 
-  // `factors` for each stage.
+  // Runs a step in which the gradient of a parameter is its pattern times the factor of each stage.
   void step(const std::string& name, std::array<float, 2> factors, bool reduce = true) {
     at::Tensor x = at::zeros({config.replicas, AddingModel::kColumns});
     for (std::size_t stage = 0; stage < 2; ++stage) {
@@ -84,7 +88,7 @@ std::string error_of(const std::function<void()>& act) {
   return "nothing was thrown";
 }
 
-TEST(Accumulation, OfCopiesKeepsWhatWasReducedWhereAStepGivesNoGradient) {
+TEST(Accumulation, OfCopiesKeepsTheReducedPartWhereAStepGivesNoGradient) {
   Adding adding({.replicas = 1, .sharing = Sharing::Copies});
   const at::Tensor pattern = AddingModel::pattern("tied");
   adding.step("tied", {2, 2});
@@ -94,7 +98,7 @@ TEST(Accumulation, OfCopiesKeepsWhatWasReducedWhereAStepGivesNoGradient) {
   EXPECT_TRUE(at::equal(adding.parameter(1, "tied").grad(), 8 * pattern)) << adding.parameter(1, "tied").grad();
 }
 
-TEST(Accumulation, ShowsWhatWasReducedAndThisRanksOwnOfWhatWasNot) {
+TEST(Accumulation, ShowsTheReducedPartAndTheUnreducedPartOfThisRank) {
   const at::Tensor pattern = AddingModel::pattern("long");
   for (const bool sharded : {false, true}) {
     SCOPED_TRACE(sharded ? "sharded" : "replicated");
@@ -113,7 +117,7 @@ TEST(Accumulation, ShowsWhatWasReducedAndThisRanksOwnOfWhatWasNot) {
   }
 }
 
-TEST(Accumulation, TakesAChangeWhereItIsClearWhatWasChanged) {
+TEST(Accumulation, AcceptsAChangeOfAGradientThatHasOnePart) {
   const at::Tensor pattern = AddingModel::pattern("long");
   Adding adding({.replicas = 2});
   const auto scale = [&](double factor) {
@@ -133,7 +137,7 @@ TEST(Accumulation, TakesAChangeWhereItIsClearWhatWasChanged) {
   EXPECT_TRUE(at::equal(adding.parameter(0, "long").grad(), 10 * pattern));
 }
 
-TEST(Accumulation, RefusesAChangeOfWhatCannotBeToldApart) {
+TEST(Accumulation, RefusesAChangeOfASumOfBothParts) {
   for (const AccumulationCase& config :
        {AccumulationCase{.replicas = 2}, AccumulationCase{.replicas = 2, .sharded = true},
         AccumulationCase{.replicas = 1, .sharing = Sharing::Copies}}) {
@@ -152,12 +156,47 @@ TEST(Accumulation, RefusesAChangeOfWhatCannotBeToldApart) {
                   "  Hint: scale or clip gradients after a step that reduces them, or clear them first.");
     EXPECT_TRUE(adding.parameter(1, name).grad().is_same(gradient));
     EXPECT_TRUE(at::equal(gradient, before * 2));
-    // It can be put back.
+    // After the change is reverted, the next step succeeds.
     gradient.copy_(before);
     adding.step(name, {2, 2});
     const double sum = config.sharing == Sharing::None ? 6 : 12;
     const at::Tensor pattern = AddingModel::pattern(name).narrow(0, 0, gradient.numel());
     EXPECT_TRUE(at::equal(adding.parameter(1, name).grad(), sum * pattern)) << adding.parameter(1, name).grad();
+  }
+}
+
+// A reduction also sums gradients to which its own step has added nothing.
+TEST(Accumulation, IsRestoredWhenAStepFailsAfterItsReduction) {
+  for (const bool sharded : {false, true}) {
+    SCOPED_TRACE(sharded ? "sharded" : "replicated");
+    const auto fails = std::make_shared<std::atomic<bool>>(false);
+    Adding adding({.replicas = 2, .sharded = sharded},
+                  CustomReducer(at::zeros({}), [fails](const c10::IValue& sum, const c10::IValue&) -> c10::IValue {
+                    if (*fails) throw std::runtime_error("no sum");
+                    return sum;
+                  }));
+    adding.step("long", {2, 2}, /*reduce=*/false);
+    // Unlike in the other replica, so that their average shows.
+    if (!sharded) adding.parameter(0, "long", 1).mutable_grad().mul_(3);
+    std::vector<at::Tensor> gradients;
+    std::vector<at::Tensor> before;
+    for (int replica = 0; replica < 2; ++replica) {
+      gradients.push_back(adding.parameter(0, "long", replica).grad());
+      before.push_back(gradients.back().clone());
+    }
+    *fails = true;
+    EXPECT_THROW(adding.step("one", {1, 1}), ChunkError);
+    for (int replica = 0; replica < 2; ++replica) {
+      const at::Tensor found = adding.parameter(0, "long", replica).grad();
+      const auto index = static_cast<std::size_t>(replica);
+      EXPECT_TRUE(found.is_same(gradients[index])) << replica;
+      EXPECT_TRUE(at::equal(found, before[index])) << replica << ": " << found << ", before: " << before[index];
+    }
+    *fails = false;
+    adding.step("one", {1, 1});
+    const double sum = sharded ? 2 : 4;
+    const at::Tensor pattern = AddingModel::pattern("long").narrow(0, 0, gradients[0].numel());
+    EXPECT_TRUE(at::equal(adding.parameter(0, "long").grad(), sum * pattern)) << adding.parameter(0, "long").grad();
   }
 }
 

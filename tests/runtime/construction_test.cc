@@ -90,19 +90,19 @@ TEST(Construction, ThatFailsLeavesTheWeightsOfAllReplicas) {
   };
   const auto& replace = [](Model& model, const at::Tensor& tensor) { model.stages[1].parameters[1].second = tensor; };
   const std::vector<Case> cases = {
-      {"stage 1, parameter 'b': found float64, expected float32, as the first has it: the sharded parameters of a "
-       "stage "
-       "have one dtype.",
+      {"stage 1, parameter 'b': found float64, expected float32, the dtype of the first parameter: the sharded "
+       "parameters of a stage have one dtype.",
        [&](std::vector<Model>& models) {
          for (Model& model : models) replace(model, at::ones({kWide}, at::kDouble).requires_grad_());
        }},
-      {"stage 1, parameter 'b' is a view or not contiguous; sharded parameters have memory of their own.",
+      {"stage 1, parameter 'b' is a view or not contiguous; a sharded parameter has a storage of its own.\n"
+       "  Hint: make it a contiguous tensor of its own, for example with clone().",
        [&](std::vector<Model>& models) { replace(models[1], at::ones({kWide, 2}).select(1, 0)); }},
-      {"stage 1, parameter 'b' lies in the memory of stage 0, parameter 'b'; sharded parameters have memory of their "
-       "own.\n  Hint: give each replica and each parameter a tensor of its own.",
+      {"stage 1, parameter 'b' shares its storage with stage 0, parameter 'b'; a sharded parameter has a storage of "
+       "its own.\n  Hint: give each replica and each parameter a tensor of its own.",
        [&](std::vector<Model>& models) { replace(models[1], models[1].stages[0].parameters[1].second.detach()); }},
-      {"stage 1, buffer 'view' lies in the memory of stage 0, parameter 'b', which is sharded: sharded parameters have "
-       "memory of their own.",
+      {"stage 1, buffer 'view' shares its storage with stage 0, parameter 'b', which is sharded; a sharded parameter "
+       "has a storage of its own.\n  Hint: give each of them a tensor of its own.",
        [&](std::vector<Model>& models) {
          for (Model& model : models) {
            model.stages[1].buffers = {{"view", model.stages[0].parameters[1].second.detach().view({2, -1})}};

@@ -48,7 +48,7 @@ std::vector<StagedModel> copies(const NamedModel& named, int stages, int count, 
   return replicas;
 }
 
-// The gradients of one process on the whole batch, by stage and name.
+// Returns the gradients of one process on the whole batch, by stage and name.
 std::vector<std::map<std::string, at::Tensor>> whole_batch_gradients(const Model& model, const at::Tensor& x,
                                                                      const at::Tensor& y) {
   const PlainMicrobatch whole = plain_microbatch(model, {x}, y, 0, 1.0, {});
@@ -69,7 +69,7 @@ void expect_close(const at::Tensor& expected, const at::Tensor& found, const std
       << where << "\nexpected " << expected << "\nfound " << found;
 }
 
-// The gradient of a parameter, put together of its shards if there are any.
+// Returns the gradient of a parameter, concatenated from its shards if it is sharded.
 at::Tensor gradient_of(const Pipeline& pipeline, int replicas, std::size_t stage, const std::string& name,
                        const at::Tensor& like, bool sharded) {
   std::vector<at::Tensor> parts;
@@ -97,7 +97,7 @@ TEST_P(EveryScheduleWithReplicas, GivesTheGradientsOfOneProcessOnTheWholeBatch) 
     const at::Tensor y = weight("y", {kRows, kWide}).detach();
     const auto expected = whole_batch_gradients(named.make(schedule.stages()), x, y);
 
-    // Two steps that are reduced, one after the other, give the sum; so do two of which only the second is.
+    // Two reduced steps give the sum of their gradients, and so do two of which only the second is reduced.
     for (const bool reduce_first : {true, false}) {
       for (int replica = 0; replica < kReplicas; ++replica) {
         for (const PipelineStage& stage : pipeline.stages(replica)) {
@@ -113,7 +113,7 @@ TEST_P(EveryScheduleWithReplicas, GivesTheGradientsOfOneProcessOnTheWholeBatch) 
         if (times == 1 && !reduce_first) continue;
         for (std::size_t stage = 0; stage < expected.size(); ++stage) {
           for (const auto& [name, gradient] : expected[stage]) {
-            // Of a parameter that nothing uses.
+            // A parameter that nothing uses has no gradient.
             if (!gradient.defined()) continue;
             const std::string where = "stage " + std::to_string(stage) + ", " + name;
             const at::Tensor found = gradient_of(pipeline, kReplicas, stage, name, gradient, GetParam().sharded);
@@ -131,7 +131,7 @@ TEST(SharedParameters, WithTensorsOfTheirOwnGetTheSumOfTheirGradients) {
     SCOPED_TRACE(name);
     const Schedule schedule = generate(name, {.ranks = 2, .microbatches = 3});
     Model model = shared_across(schedule.stages());
-    // The last stage's weight becomes a copy.
+    // The weight of the last stage becomes a copy of the tied tensor.
     const at::Tensor tied = model.stages.front().parameters.back().second;
     const at::Tensor copy = tied.detach().clone().requires_grad_();
     const Model plain = perceptron(schedule.stages());
@@ -156,7 +156,7 @@ TEST(SharedParameters, WithTensorsOfTheirOwnGetTheSumOfTheirGradients) {
 }
 
 TEST(SharedParameters, MayGetTheirFirstGradientOnSeveralRanksAtOnce) {
-  // Views, so that the gradients of both parameters of a stage are one memory.
+  // The sum is of views, so that the gradients of both parameters of a stage share a storage.
   Model model(2);
   const at::Tensor tied = weight("tied", {4, kWide});
   for (int i = 0; i < 2; ++i) {
@@ -183,7 +183,7 @@ TEST(SharedParameters, MayGetTheirFirstGradientOnSeveralRanksAtOnce) {
   }
 }
 
-// The rank that speaks for the tensor has its own gradients in time, and waits for the other one's.
+// The rank that represents the tensor has its own gradients early, and waits for those of the other rank.
 TEST(SharedParameters, AreReducedWhenAllRanksThatHaveThemAreDone) {
   std::vector<Model> models;
   auto replicas = copies(kModels[5], 2, 2, models);
@@ -203,8 +203,8 @@ TEST(SharedParameters, AreReducedWhenAllRanksThatHaveThemAreDone) {
   }
 }
 
-// A step that failed, or an evaluation, takes nothing from an accumulation.
-TEST(Accumulation, GoesOnAfterAFailure) {
+// A failed step or evaluation changes nothing in an accumulation.
+TEST(Accumulation, ContinuesAfterAFailure) {
   const Schedule schedule = generate("1F1B", {.ranks = 2, .microbatches = 2});
   const at::Tensor x = weight("x", {8, kWide}).detach();
   const at::Tensor y = weight("y", {8, kWide}).detach();
@@ -228,7 +228,7 @@ TEST(Accumulation, GoesOnAfterAFailure) {
       EXPECT_THROW(pipeline.step({x}, {}, y), PipelineError);
       *fails = false;
     };
-    // One that is reduced, then two of which the second is, with failures between all of them.
+    // A reduced step, one without a reduction and another reduced one, with failures between all of them.
     pipeline.step({x}, {}, y);
     fail_twice();
     pipeline.step({x}, {}, y, accumulate);
@@ -262,7 +262,7 @@ TEST(ShardedParameters, StayFrozen) {
   }
 }
 
-// Stages 0 and 2 have one tensor, and stage 1 a copy of it, which is named with one of them.
+// Stages 0 and 2 have one tensor, and stage 1 a copy of it, which is declared shared with stage 2.
 TEST(SharedParameters, ThatAreOneTensorInSomeStagesAndACopyInOthersAreOne) {
   Model model = perceptron(3);
   const at::Tensor tied = model.stages[0].parameters[0].second;
@@ -275,7 +275,7 @@ TEST(SharedParameters, ThatAreOneTensorInSomeStagesAndACopyInOthersAreOne) {
   copy.set_requires_grad(false).copy_(tied.detach()).set_requires_grad(true);
   const at::Tensor x = weight("x", {6, kWide}).detach();
   const PlainMicrobatch whole = plain_microbatch(model, {x}, x, 0, 1.0, {});
-  // Of the plain run, the first and the last stage's are already together.
+  // In the plain run, the gradients of the first and the last stage are already summed.
   const at::Tensor expected = whole.gradients[0][0] + whole.gradients[1][0];
   PipelineOptions options{.loss = squared_error};
   model.copies = {{{1, "w"}, {2, "w"}}};
@@ -288,7 +288,7 @@ TEST(SharedParameters, ThatAreOneTensorInSomeStagesAndACopyInOthersAreOne) {
   }
 }
 
-TEST(SharedParameters, AreAfterAFailedStepWhatTheyWereBefore) {
+TEST(SharedParameters, AreRestoredAfterAFailedStep) {
   const Schedule schedule = generate("1F1B", {.ranks = 2, .microbatches = 2});
   std::vector<Model> models;
   auto replicas = copies(kModels[5], schedule.stages(), 2, models);

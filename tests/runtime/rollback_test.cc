@@ -1,4 +1,4 @@
-// What a step that failed leaves: nothing.
+// A failed step is rolled back: gradients, buffers and random numbers are as before it.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -21,7 +21,7 @@
 namespace penstock::testing {
 namespace {
 
-// A loss that throws at the call of this number, counted from 0; never with a negative one.
+// A loss that throws at its n-th call from now, counted from 0. It never throws while n is negative.
 struct FailingLoss {
   std::shared_ptr<std::atomic<int>> calls_left = std::make_shared<std::atomic<int>>(-1);
 
@@ -65,7 +65,7 @@ void expect_the_same(const std::vector<Gradient>& before, const std::vector<Grad
   }
 }
 
-TEST(Rollback, LeavesGradientsInTheSameViewsOfAFlatBuffer) {
+TEST(Rollback, RestoresGradientsInTheSameViewsOfAFlatBuffer) {
   const Model model = perceptron(2);
   const FailingLoss loss;
   Pipeline pipeline(model.build(), schedule_of(2), {.loss = loss.function()});
@@ -87,12 +87,12 @@ TEST(Rollback, LeavesGradientsInTheSameViewsOfAFlatBuffer) {
     EXPECT_TRUE(at::equal(before, flat));
     expect_the_same(gradients, visible_gradients(pipeline));
   }
-  // They are still where steps add to.
+  // Later steps still add to the same views.
   pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
   EXPECT_FALSE(at::equal(before, flat));
 }
 
-TEST(Rollback, LeavesGradientsOfReplicasShardsAndSharedParameters) {
+TEST(Rollback, RestoresGradientsOfReplicasShardsAndSharedParameters) {
   for (const bool sharded : {false, true}) {
     SCOPED_TRACE(sharded ? "sharded" : "replicated");
     std::vector<StagedModel> replicas;
@@ -121,7 +121,7 @@ TEST(Rollback, LeavesGradientsOfReplicasShardsAndSharedParameters) {
   }
 }
 
-TEST(Rollback, LeavesASparseGradient) {
+TEST(Rollback, RestoresASparseGradient) {
   const at::Tensor table = weight("table", {8, kWide});
   Model model(1);
   model.stages[0] = {.forward = [table](const Args& args, const Kwargs&) -> c10::IValue {
@@ -142,7 +142,7 @@ TEST(Rollback, LeavesASparseGradient) {
   EXPECT_TRUE(at::equal(before, table.grad().to_dense()));
 }
 
-// Statistics of what came in, and how many there were.
+// Each stage has two buffers: a running mean of its inputs and the number of its forwards.
 Model with_statistics() {
   Model model = perceptron(2);
   for (StageModule& stage : model.stages) {
@@ -158,7 +158,7 @@ Model with_statistics() {
   return model;
 }
 
-TEST(Rollback, LeavesBuffersAndRandomNumbers) {
+TEST(Rollback, RestoresBuffersAndRandomNumbers) {
   const Model model = with_statistics();
   const FailingLoss loss;
   Pipeline pipeline(model.build(), schedule_of(2), {.loss = loss.function()});
@@ -180,7 +180,7 @@ TEST(Rollback, LeavesBuffersAndRandomNumbers) {
   expect_equal(before, buffers(model));
   pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
 
-  // As if it had not failed.
+  // The result is that of a pipeline without a failure.
   const Model other = with_statistics();
   Pipeline plain(other.build(), schedule_of(2), {.loss = squared_error});
   for (int i = 0; i < 2; ++i) plain.step({rows(8, "x")}, {}, rows(8, "y"));
@@ -188,7 +188,7 @@ TEST(Rollback, LeavesBuffersAndRandomNumbers) {
   expect_equal(gradients_of(other), gradients_of(model));
 }
 
-TEST(Rollback, LeavesGradientsOfInputs) {
+TEST(Rollback, RestoresGradientsOfInputs) {
   const Model model = perceptron(2);
   const FailingLoss loss;
   Pipeline pipeline(model.build(), schedule_of(2), {.loss = loss.function()});
@@ -206,7 +206,7 @@ TEST(Rollback, LeavesGradientsOfInputs) {
   fail(x);
   EXPECT_TRUE(x.grad().is_same(gradient));
   EXPECT_TRUE(at::equal(before, gradient));
-  // And of what they were computed from.
+  // The gradient of a leaf from which the batch was computed is restored too.
   const at::Tensor behind = rows(8, "x").clone().requires_grad_();
   fail(behind + 1);
   EXPECT_FALSE(behind.grad().defined());
@@ -221,7 +221,7 @@ std::string error_of(const std::function<void()>& act) {
   return "nothing was thrown";
 }
 
-// The last stage gives what the function makes of its output.
+// The last stage returns `output` of its result.
 Pipeline pipeline_with_output(const std::function<c10::IValue(const at::Tensor&)>& output,
                               std::optional<c10::IValue> spec = std::nullopt, int replicas = 1) {
   std::vector<StagedModel> all;
@@ -255,8 +255,8 @@ TEST(Rollback, OfOutputsThatCannotBeMergedComesBeforeTheFirstBackward) {
   pipeline.step({rows(8, "x")}, {}, rows(8, "y"), without);
 }
 
-TEST(Rollback, OfOutputsThatDoNotFitEachOtherLeavesGradients) {
-  // The columns of the third microbatch are fewer.
+TEST(Rollback, OfOutputsThatDoNotFitEachOtherRestoresGradients) {
+  // The third microbatch has fewer columns.
   const auto count = std::make_shared<std::atomic<int>>(0);
   Pipeline pipeline = pipeline_with_output([count](const at::Tensor& y) -> c10::IValue {
     return c10::ivalue::Tuple::create({y, (*count)++ == 2 ? y.detach().narrow(1, 0, 3) : y.detach()});
@@ -271,7 +271,7 @@ TEST(Rollback, OfOutputsThatDoNotFitEachOtherLeavesGradients) {
   for (const Gradient& gradient : visible_gradients(pipeline)) EXPECT_FALSE(gradient.tensor.defined());
 }
 
-TEST(Rollback, OfAMergeThatFailsAfterTheBackwardsLeavesGradients) {
+TEST(Rollback, OfAMergeThatFailsAfterTheBackwardsRestoresGradients) {
   const auto fails = std::make_shared<std::atomic<bool>>(false);
   const CustomReducer reducer(at::zeros({}), [fails](const c10::IValue& sum, const c10::IValue& part) -> c10::IValue {
     if (*fails) throw std::runtime_error("no sum");
@@ -286,7 +286,7 @@ TEST(Rollback, OfAMergeThatFailsAfterTheBackwardsLeavesGradients) {
   *fails = false;
   pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
 
-  // Outputs of one replica fit each other, but not those of another.
+  // The outputs of one replica can be merged, but not with those of the other.
   Pipeline uneven = pipeline_with_output(
       [columns = std::make_shared<std::atomic<int>>(3)](const at::Tensor& y) -> c10::IValue {
         thread_local const std::int64_t own = (*columns)++;

@@ -227,7 +227,7 @@ TEST(Step, KeepsNothingOfItsMicrobatches) {
   Pipeline pipeline = get_schedule_class("ZBVZeroBubble")(model.build(), 4, {.loss = squared_error});
   pipeline.step({weight("x", {8, 4 * kWide}).detach()}, {}, weight("y", {8, 4 * kWide}).detach());
   for (const PipelineStage& stage : pipeline.stages()) {
-    for (int i = 0; i < 4; ++i) EXPECT_FALSE(stage.keeps(i));
+    for (int i = 0; i < 4; ++i) EXPECT_FALSE(stage.has_saved_activations(i));
   }
 }
 

@@ -230,7 +230,7 @@ TEST(TorchRegressions, EvaluationFreesWhatItsForwardsMade) {
   pipeline.eval({rows(8, "x")}, {}, rows(8, "y"));
   EXPECT_FALSE(features_of(pipeline.recorded_schedule()).backward);
   for (const PipelineStage& stage : pipeline.stages()) {
-    for (int i = 0; i < 4; ++i) EXPECT_FALSE(stage.keeps(i));
+    for (int i = 0; i < 4; ++i) EXPECT_FALSE(stage.has_saved_activations(i));
   }
 }
 

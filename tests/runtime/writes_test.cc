@@ -1,4 +1,4 @@
-// Stages that write into what they are given, or into what they have.
+// Stages that write in place: into their arguments, their buffers and the batch.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -18,12 +18,12 @@ namespace {
 constexpr int kStages = 3;
 constexpr int kMicrobatches = 4;
 
-// The identity, and one stage that counts its calls in a tensor and gives that.
-Model counting(int at, const std::function<at::Tensor(const Args&, const Kwargs&)>& counter) {
+// Identity stages, and one that counts its calls in a tensor and returns it.
+Model counting(int counting_stage, const std::function<at::Tensor(const Args&, const Kwargs&)>& counter) {
   Model model(kStages);
   for (int i = 0; i < kStages; ++i) {
     model.stages[static_cast<std::size_t>(i)].forward = [=](const Args& args, const Kwargs& kwargs) -> c10::IValue {
-      return i == at ? counter(args, kwargs).add_(1) : tensor(args, 0) + 0;
+      return i == counting_stage ? counter(args, kwargs).add_(1) : tensor(args, 0) + 0;
     };
   }
   return model;
@@ -35,42 +35,43 @@ c10::IValue replicated_by_name(const char* name) {
   return spec;
 }
 
-// The calls, as each microbatch should find them.
+// The count that each microbatch should return.
 at::Tensor counted() {
   return at::arange(1, kMicrobatches + 1, at::kFloat);
 }
 
-// All forwards of the stage run before the first of them is used.
+// With GPipe all forwards of a stage run before the first output is used by a backward.
 Schedule gpipe() {
   return generate("GPipe", {.ranks = kStages, .microbatches = kMicrobatches});
 }
 
 TEST(Writes, IntoAKeywordArgumentThatIsReturnedAreSeenByLaterMicrobatchesOnly) {
-  for (int at = 0; at < kStages; ++at) {
-    SCOPED_TRACE("stage " + std::to_string(at));
-    const Model model = counting(at, [](const Args&, const Kwargs& kwargs) { return kwargs.at("count").toTensor(); });
+  for (int stage = 0; stage < kStages; ++stage) {
+    SCOPED_TRACE("stage " + std::to_string(stage));
+    const Model model =
+        counting(stage, [](const Args&, const Kwargs& kwargs) { return kwargs.at("count").toTensor(); });
     PipelineOptions options;
     options.specs.kwargs = replicated_by_name("count");
-    options.specs.stage_kwargs = {{at, replicated_by_name("count")}};
-    if (at != 0) options.specs.kwargs.reset();
+    options.specs.stage_kwargs = {{stage, replicated_by_name("count")}};
+    if (stage != 0) options.specs.kwargs.reset();
     Pipeline pipeline(model.build(), gpipe(), options);
     for (int i = 0; i < 20; ++i) {
       const Kwargs kwargs{{"count", at::zeros({1})}};
       StepOptions step;
-      if (at > 0) step.stage_kwargs[at] = kwargs;
+      if (stage > 0) step.stage_kwargs[stage] = kwargs;
       const at::Tensor found =
-          pipeline.eval({at::zeros({kMicrobatches})}, at == 0 ? kwargs : Kwargs{}, {}, step).output.toTensor();
+          pipeline.eval({at::zeros({kMicrobatches})}, stage == 0 ? kwargs : Kwargs{}, {}, step).output.toTensor();
       ASSERT_TRUE(at::equal(counted(), found)) << found;
     }
   }
 }
 
 TEST(Writes, IntoABufferOrAReplicatedArgumentThatIsReturnedAreSeenByLaterMicrobatchesOnly) {
-  for (int at = 0; at < kStages; ++at) {
-    SCOPED_TRACE("stage " + std::to_string(at));
+  for (int stage = 0; stage < kStages; ++stage) {
+    SCOPED_TRACE("stage " + std::to_string(stage));
     const at::Tensor buffer = at::zeros({1});
-    Model model = counting(at, [buffer](const Args&, const Kwargs&) { return buffer; });
-    model.stages[static_cast<std::size_t>(at)].buffers = {{"count", buffer}};
+    Model model = counting(stage, [buffer](const Args&, const Kwargs&) { return buffer; });
+    model.stages[static_cast<std::size_t>(stage)].buffers = {{"count", buffer}};
     Pipeline pipeline(model.build(), gpipe());
     const at::Tensor found = pipeline.eval({at::zeros({kMicrobatches})}).output.toTensor();
     EXPECT_TRUE(at::equal(counted(), found)) << found;
@@ -98,7 +99,7 @@ TEST(Writes, IntoATermOfTheLossAreSeenByLaterMicrobatchesOnly) {
   }
 }
 
-// Every stage writes into its argument, also the first, and needs what it wrote for its backward.
+// Every stage writes into its argument, the first into the batch, and saves the result for its backward.
 Model writing(int stages) {
   Model model = perceptron(stages);
   for (StageModule& stage : model.stages) {
@@ -168,7 +169,7 @@ TEST(Writes, IntoAChunkCopyThatChunkAlone) {
   Pipeline pipeline(model.build(), generate("GPipe", {.ranks = 1, .microbatches = kMicrobatches}));
   const at::Tensor x = at::arange(2 * kMicrobatches, at::kFloat).view({2, kMicrobatches}).t();
   EXPECT_TRUE(at::equal(pipeline.eval({x}).output.toTensor(), x + 1));
-  // From the first to the last element of a row, which lie apart.
+  // The copy reaches from the first to the last element of a row, which are not adjacent.
   for (const std::size_t size : sizes) EXPECT_EQ(size, (kMicrobatches + 1) * sizeof(float));
 }
 

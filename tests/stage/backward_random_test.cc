@@ -1,5 +1,5 @@
-// Random stages: graphs drawn from all kinds of operations that a split backward treats in its own way, run whole by
-// autograd, whole by us and in halves. PENSTOCK_SEED and PENSTOCK_CASES choose other graphs and more.
+// Random stages: graphs of all kinds of operations that a split backward treats differently, run whole by autograd,
+// whole by StageBackward and in halves. PENSTOCK_SEED and PENSTOCK_CASES set the seed and the number of graphs.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -16,16 +16,13 @@
 #include "tests/stage/functions.h"
 #include "tests/stage/stages.h"
 
-namespace penstock {
+namespace penstock::testing {
 namespace {
 
-using namespace testing;  // NOLINT(google-build-using-namespace): this is a test of what is declared there
-
-// How many cases had each thing.
+// Number of cases with each feature.
 using Counts = std::map<std::string, int>;
 
-// The forward of one random stage. The same random numbers give the same operations. All that it computes with are
-// matrices of 4 x 4.
+// The forward of one random stage. The same random numbers give the same operations. All values are 4 x 4 matrices.
 class Draw {
  public:
   Draw(Random random, const Tensors& inputs, const Tensors& parameters)
@@ -43,7 +40,7 @@ class Draw {
     return result;
   }
 
-  // What there was, each once.
+  // Returns the features of the graph, each with a count of 1.
   const Counts& seen() const { return seen_; }
 
   static std::vector<std::string> names() {
@@ -58,13 +55,13 @@ class Draw {
   void note(const std::string& what) { seen_[what] = 1; }
 
   at::Tensor matrix() { return p_[static_cast<std::size_t>(random_.between(0, 2))]; }
-  // More often a late one, so that graphs are deep.
+  // Returns a late value more often than an early one, so that graphs are deep.
   at::Tensor value() {
     const auto count = static_cast<std::int64_t>(values_.size());
     const std::int64_t back = random_.percent(60) ? random_.between(1, 2) : random_.between(1, count);
     return values_[static_cast<std::size_t>(count - back)];
   }
-  // A value or a parameter.
+  // Returns a value or a parameter.
   at::Tensor any() { return random_.percent(20) ? matrix() : value(); }
   void add(const at::Tensor& tensor) { values_.push_back(tensor); }
 
@@ -133,7 +130,7 @@ class Draw {
            d.add(two[0]);
            if (d.random_.percent(50)) d.add(two[1]);
          }},
-        {"a custom function that hands on what arrives", [](Draw& d) { d.add(Sum::apply(d.any(), d.any())); }},
+        {"a custom function that returns the incoming gradient", [](Draw& d) { d.add(Sum::apply(d.any(), d.any())); }},
         {"a chain before a parameter", [](Draw& d) { d.add(d.matrix().t().sigmoid().mm(d.matrix()).pow(2)); }},
         {"in place",
          [](Draw& d) {
@@ -165,7 +162,7 @@ class Draw {
     return kAll;
   }
 
-  // Before anything else, for what has been saved must not be written to.
+  // Called before all other steps, because a tensor that autograd has saved must not be written to.
   void write_to_input() {
     const at::Tensor& x = in_[0];
     if (random_.percent(50)) {
@@ -196,7 +193,7 @@ class Draw {
   Counts seen_;
 };
 
-// `seen` gets what the forward met, when it runs.
+// The forward sets `seen` to the features of its graph.
 Stage random_stage(Random random, const std::shared_ptr<Counts>& seen) {
   Stage stage;
   stage.received = {numbers({4, 4}, 1), numbers({4, 4}, 2), at::tensor({3, 0, 1, 0}, at::kLong),
@@ -218,7 +215,7 @@ Stage random_stage(Random random, const std::shared_ptr<Counts>& seen) {
   return stage;
 }
 
-// What of a stage can be told from its gradients only.
+// Notes the features that only the gradients show.
 void note_gradients(const Stage& stage, const Gradients& halves, Counts& seen) {
   const bool first = stage.needs_grad[0];
   const bool second = stage.needs_grad[1];
@@ -257,10 +254,10 @@ TEST(StageBackward, GivesTheSameInHalvesOfRandomGraphs) {
   }
   for (const auto& [name, times] : counts) {
     std::cout << times << "\t" << name << "\n";
-    // A few graphs do not have everything.
+    // A small number of graphs may miss a feature.
     EXPECT_TRUE(times > 0 || cases < 1'000) << name;
   }
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::testing

@@ -9,10 +9,8 @@
 #include "tests/stage/functions.h"
 #include "tests/stage/stages.h"
 
-namespace penstock {
+namespace penstock::testing {
 namespace {
-
-using namespace testing;  // NOLINT(google-build-using-namespace): this is a test of what is declared there
 
 struct Case {
   std::string name;
@@ -41,7 +39,7 @@ const at::Tensor kB = numbers({6}, 5);
 const at::Tensor kImages = numbers({2, 4, 5, 5}, 6);
 const at::Tensor kFilters = numbers({4, 4, 3, 3}, 7);
 
-// In each, in are the inputs and p the parameters.
+// In each case, `in` are the inputs and `p` the parameters.
 std::vector<Case> products() {
   return {
       {"Linear",
@@ -357,4 +355,4 @@ INSTANTIATE_TEST_SUITE_P(WithAnRnn, EveryStage, ::testing::ValuesIn(rnns()), nam
 INSTANTIATE_TEST_SUITE_P(WithAGraph, EveryStage, ::testing::ValuesIn(graphs()), name_of);
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::testing

@@ -1,4 +1,5 @@
-// What a stage's backward promises beside its gradients: what runs when, how often, what is kept, and what is refused.
+// Guarantees of a stage's backward besides its gradients: what runs in which half and how often, what stays saved, and
+// what is refused.
 #include "penstock/stage/backward.h"
 
 #include <ATen/ATen.h>
@@ -20,16 +21,14 @@
 #include "tests/stage/functions.h"
 #include "tests/stage/stages.h"
 
-namespace penstock {
+namespace penstock::testing {
 namespace {
-
-using namespace testing;  // NOLINT(google-build-using-namespace): this is a test of what is declared there
 
 at::Tensor parameter(at::IntArrayRef shape, std::int64_t seed = 1) {
   return numbers(shape, seed).requires_grad_();
 }
 
-// Also of those that give several gradients, each of which counts.
+// Counts calls of an operator. One that returns several gradients counts once for each.
 int count(const Operators& operators, const std::string& name) {
   int result = 0;
   for (const auto& [found, times] : operators) {
@@ -63,15 +62,18 @@ TEST(StageInputs, AreAliasesThatBeginAHistory) {
 }
 
 TEST(StageInputs, RefusesWhatCannotBeGiven) {
-  expect_error<std::invalid_argument>([] { StageInputs({numbers({2})}, {}); },
-                                      "1 tensors were received, but 0 are said to need a gradient or not.");
+  expect_error<std::invalid_argument>(
+      [] { StageInputs({numbers({2})}, {}); },
+      "StageInputs: found 0 values of needs_grad, expected 1, one for each tensor received.");
   at::Tensor inference;
   {
     const c10::InferenceMode guard;
     inference = at::ones({2});
   }
-  expect_error<std::invalid_argument>([&] { StageInputs({numbers({2}), inference}, {true, true}); },
-                                      "input 1 is to have a gradient, but was made in inference mode.");
+  expect_error<std::invalid_argument>(
+      [&] { StageInputs({numbers({2}), inference}, {true, true}); },
+      "input 1 needs a gradient, but is an inference tensor, for which autograd records nothing.\n"
+      "  Hint: create it outside of torch::InferenceMode, or clone it there.");
 }
 
 StageBackward small_backward(const at::Tensor& weight) {
@@ -84,27 +86,32 @@ TEST(StageBackward, RefusesAnyOtherOrderOfItsParts) {
   const at::Tensor weight = parameter({3, 3});
   const Tensors gradients = {at::ones({2, 3}), {}, {}};
   StageBackward backward = small_backward(weight);
-  expect_error<std::logic_error>([&] { backward.weight_half(); }, "weight_half() before input_half().");
+  expect_error<std::logic_error>([&] { backward.weight_half(); }, "weight_half() is called before input_half().");
   backward.input_half(gradients);
   expect_error<std::logic_error>([&] { backward.input_half(gradients); },
-                                 "input_half() after input_half(): what is left to run is weight_half().");
+                                 "input_half() is called after input_half(). Only weight_half() is left to run.");
   expect_error<std::logic_error>([&] { backward.full(gradients); },
-                                 "full() after input_half(): what is left to run is weight_half().");
-  expect_error<std::logic_error>([&] { backward.add_output(weight); }, "add_output() of a backward that has begun.");
+                                 "full() is called after input_half(). Only weight_half() is left to run.");
+  expect_error<std::logic_error>([&] { backward.add_output(weight); },
+                                 "add_output() is called after the backward has begun.");
   backward.weight_half();
   EXPECT_TRUE(weight.grad().defined());
-  expect_error<std::logic_error>([&] { backward.weight_half(); }, "weight_half() of a backward that has run already.");
-  expect_error<std::logic_error>([&] { backward.full(gradients); }, "full() of a backward that has run already.");
-  expect_error<std::logic_error>([&] { backward.add_output(weight); }, "add_output() of a backward that has begun.");
+  expect_error<std::logic_error>([&] { backward.weight_half(); },
+                                 "weight_half() is called on a backward that has already run.");
+  expect_error<std::logic_error>([&] { backward.full(gradients); },
+                                 "full() is called on a backward that has already run.");
+  expect_error<std::logic_error>([&] { backward.add_output(weight); },
+                                 "add_output() is called after the backward has begun.");
   backward = small_backward(weight);
   backward.full(gradients);
   expect_error<std::logic_error>([&] { backward.input_half(gradients); },
-                                 "input_half() of a backward that has run already.");
+                                 "input_half() is called on a backward that has already run.");
   StageInputs inputs({numbers({2, 3})}, {true});
   const StageBackward first(std::move(inputs), {});
   expect_error<std::logic_error>(
       // NOLINTNEXTLINE(bugprone-use-after-move,clang-analyzer-cplusplus.Move): that is the fault
-      [&] { StageBackward(std::move(inputs), {}); }, "the inputs of this backward belong to another one already.");
+      [&] { StageBackward(std::move(inputs), {}); },
+      "the inputs of this StageBackward have been moved to another one.");
 }
 
 TEST(StageBackward, TakesAnOutputThatComesLater) {
@@ -121,10 +128,11 @@ TEST(StageBackward, TakesAnOutputThatComesLater) {
 TEST(StageBackward, RefusesGradientsThatDoNotFit) {
   StageBackward backward = small_backward(parameter({3, 3}));
   expect_error<std::invalid_argument>([&] { backward.full({at::ones({2, 3})}); },
-                                      "a stage with 3 outputs was given 1 gradients.");
-  expect_error<std::invalid_argument>([&] { backward.input_half({{}, at::ones({3}), {}}); },
-                                      "output 1 has shape [3, 3], but its gradient [3].");
-  // It is ready still, and ignores the gradient of what requires none.
+                                      "full(): found 1 gradients, expected 3, one for each output of the stage.");
+  expect_error<std::invalid_argument>(
+      [&] { backward.input_half({{}, at::ones({3}), {}}); },
+      "gradient of output 1: found shape [3], expected [3, 3], the shape of the output.");
+  // Nothing has run, so the backward can still be run. The gradient of an output that requires none is ignored.
   backward.full({at::ones({2, 3}), {}, at::ones({7})});
 }
 
@@ -141,7 +149,7 @@ TEST(StageBackward, DoesNothingInTheFirstHalfWhenNoInputNeedsAGradient) {
 TEST(StageBackward, LeavesTheParametersOfProductsToTheSecondHalf) {
   struct Product {
     std::string name;
-    // What gives the gradient of the input, and what that of the parameter.
+    // Operators that compute the gradient of the input, and of the parameter.
     std::string first;
     std::string second;
     Stage stage;
@@ -213,7 +221,7 @@ TEST(StageBackward, RunsTheNodeOfAnRnnOnce) {
   EXPECT_EQ(count(halves.second, "mkldnn_rnn_layer_backward"), 0);
 }
 
-// Calls what it is given after a gradient was accumulated.
+// Calls a function after a gradient was accumulated.
 class AfterAccumulation : public torch::autograd::PostAccumulateGradHook {
  public:
   explicit AfterAccumulation(std::function<void(const at::Tensor&)> act) : act_(std::move(act)) {}
@@ -234,7 +242,7 @@ TEST(StageBackward, CallsTheHooksOfAParameterOnceInTheSecondHalf) {
       weight, std::make_unique<AfterAccumulation>([&](const at::Tensor&) { calls.emplace_back("after"); }));
   StageInputs inputs({numbers({2, 3})}, {true});
   const at::Tensor x = inputs.tensors()[0];
-  // By two products, a node that runs once, and past the inputs.
+  // The parameter is used by two products, by a node that runs once, and apart from the inputs.
   const at::Tensor output = TwoProducts::apply(x.mm(weight).mm(weight), weight[0].expand({2, 3}))[0];
   StageBackward backward(std::move(inputs), {output, weight * 2});
   backward.input_half({at::ones({2, 3}), at::ones({3, 3})});
@@ -243,7 +251,7 @@ TEST(StageBackward, CallsTheHooksOfAParameterOnceInTheSecondHalf) {
   EXPECT_EQ(calls, (std::vector<std::string>{"before", "after"}));
 }
 
-// Changes what a node gave.
+// Changes the results of a node.
 class Negate : public torch::autograd::FunctionPostHook {
  public:
   explicit Negate(int* calls) : calls_(calls) {}
@@ -290,14 +298,14 @@ Weak weak(const at::Tensor& tensor) {
   return tensor.storage().getWeakStorageImpl();
 }
 
-// x -> sin -> exp -> (mm with a weight) -> sigmoid -> cos -> (times a scale) -> tanh, and past it all weight -> exp.
+// x -> sin -> exp -> (mm with a weight) -> sigmoid -> cos -> (times a scale) -> tanh, and beside it weight -> exp.
 struct Chain {
   StageBackward backward;
-  Weak received;    // kept by sin
-  Weak factor;      // kept by exp and mm
-  Weak activation;  // kept by sigmoid and cos
-  Weak scaled;      // kept by the product with the scale
-  Weak output;      // kept by tanh
+  Weak received;    // saved by sin
+  Weak factor;      // saved by exp and mm
+  Weak activation;  // saved by sigmoid and cos
+  Weak scaled;      // saved by the product with the scale
+  Weak output;      // saved by tanh
   Weak of_the_weight;
 
   std::vector<bool> alive() const {
@@ -334,7 +342,7 @@ TEST(StageBackward, KeepsBetweenTheHalvesOnlyWhatTheSecondNeeds) {
   running = &one;
   EXPECT_EQ(one.alive(), std::vector<bool>({true, true, true, true, true, true}));
   one.backward.input_half(gradients);
-  // Already in the first half, what lies behind the point that it has reached is gone.
+  // The input half releases what it has passed while it still runs.
   EXPECT_EQ(during, std::vector<bool>({true, true, false, false, false, true}));
   EXPECT_EQ(one.alive(), std::vector<bool>({false, true, false, false, false, true}));
   one.backward.weight_half();
@@ -452,7 +460,7 @@ TEST(StageBackward, RefusesAParameterThatChangedBetweenTheHalves) {
   EXPECT_THROW(backward.weight_half(), c10::Error);
 }
 
-// So deep that a walk, a run or a release that called itself for each node would have no stack left.
+// The graph is so deep that a recursive walk, run or release would overflow the stack.
 TEST(StageBackward, IsAsDeepAsAGraphMayBe) {
   const at::Tensor scale = parameter({1, 1});
   const auto deep = [&](bool fails = false) {
@@ -477,4 +485,4 @@ TEST(StageBackward, IsAsDeepAsAGraphMayBe) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::testing

@@ -8,7 +8,7 @@
 
 namespace penstock::testing {
 
-// x * w twice, as two outputs of one node; counts its backwards.
+// Returns x * w and 2 * x * w as two outputs of one node, and counts its backwards.
 class TwoProducts : public torch::autograd::Function<TwoProducts> {
  public:
   inline static thread_local int backwards = 0;
@@ -16,7 +16,7 @@ class TwoProducts : public torch::autograd::Function<TwoProducts> {
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
                                                 const at::Tensor& w) {
     context->save_for_backward({x, w});
-    // Which autograd does not release before the node itself.
+    // Autograd does not release saved_data before the node itself.
     context->saved_data["product"] = x * w;
     return {x * w, x * w * 2};
   }
@@ -30,7 +30,8 @@ class TwoProducts : public torch::autograd::Function<TwoProducts> {
   }
 };
 
-// Gives both what arrives, and does not ask for zeros where nothing does.
+// A sum whose backward returns the incoming gradient itself for both terms, and does not ask for zeros where none
+// arrives.
 class Sum : public torch::autograd::Function<Sum> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& one, const at::Tensor& other) {
@@ -44,7 +45,7 @@ class Sum : public torch::autograd::Function<Sum> {
   }
 };
 
-// Its backward fails.
+// A sum whose backward throws.
 class Failing : public torch::autograd::Function<Failing> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* /*context*/, const at::Tensor& x, const at::Tensor& w) {

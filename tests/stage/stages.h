@@ -1,5 +1,5 @@
-// What the tests of a stage's backward share: a stage as a function, run whole by autograd, whole by us and in halves,
-// with the operators that each ran.
+// A stage as a function, for the tests of its backward: it is run whole by autograd, whole by StageBackward and in
+// halves, and the operators of each run are counted.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -24,18 +24,21 @@
 
 namespace penstock::testing {
 
+using internal::StageBackward;
+using internal::StageInputs;
+
 using Tensors = std::vector<at::Tensor>;
 using Operators = std::map<std::string, int>;
 
-// Numbers in [-1, 1] that look like no others.
+// Returns numbers in [-1, 1] that differ for each seed.
 inline at::Tensor numbers(at::IntArrayRef shape, std::int64_t seed = 1, at::ScalarType dtype = at::kFloat) {
   const at::Tensor steps = at::arange(c10::multiply_integers(shape), at::kDouble);
   return (steps * (1.7 + 0.013 * static_cast<double>(seed)) + static_cast<double>(seed)).sin().to(dtype).view(shape);
 }
 
-// Counts the operators that this thread calls while it lives; those that operators call themselves are not counted,
-// nor those by which a gradient becomes a parameter's first: whether it is taken as it is or copied depends on who else
-// holds it, which is not the same in a whole backward and in its halves.
+// Counts the operators that this thread calls while it lives. It does not count operators called by operators, nor
+// those by which a parameter gets its first gradient: whether autograd steals or copies it depends on other references
+// to it, which differ between a whole backward and its halves.
 class OperatorCount {
  public:
   OperatorCount()
@@ -80,22 +83,22 @@ class OperatorCount {
     const std::string name = function.name();
     if (state().node == "torch::autograd::AccumulateGrad" && name != "aten::add_") return;
     if (state().node.empty() && name == "aten::clone") return;
-    // These give the gradients that they are asked for: each counts as one.
+    // These compute only the gradients that are needed: each of them counts as one call.
     if (name == "aten::convolution_backward" || name == "aten::linear_backward") {
       for (std::size_t i = 0; i < function.outputs().size(); ++i) {
         if (function.outputs()[i].toTensor().defined()) ++state().counts[name + "[" + std::to_string(i) + "]"];
       }
     } else {
-      // A sum is formed in place if nobody else holds its first part.
+      // The engine adds in place if nothing else refers to the first term.
       ++state().counts[name == "aten::add_" ? "aten::add" : name];
     }
   }
 
   struct State {
     Operators counts;
-    // Of operators in operators.
+    // Nesting of operators that are running.
     int depth = 0;
-    // That the engine runs.
+    // Name of the node that the engine is running.
     std::string node;
   };
   static State& state() {
@@ -115,9 +118,9 @@ struct Stage {
   std::function<Tensors(const Tensors& inputs, const Tensors& parameters)> forward;
   Tensors received;
   Tensors parameters;
-  // All, when empty.
+  // Empty: all inputs.
   std::vector<bool> needs_grad = {};
-  // The numbers of outputs through which no gradient flows.
+  // Indices of the outputs through which no gradient flows.
   std::vector<std::size_t> without_gradient = {};
   int microbatches = 1;
 };
@@ -138,7 +141,7 @@ inline Tensors fresh_parameters(const Stage& stage) {
   return result;
 }
 
-// Other numbers for each microbatch.
+// Returns the inputs of a microbatch, with other numbers for each.
 inline Tensors received_by(const Stage& stage, int microbatch) {
   Tensors result = copies(stage.received);
   for (at::Tensor& tensor : result) {
@@ -160,13 +163,14 @@ inline Tensors gradients_for(const Stage& stage, const Tensors& outputs) {
   return result;
 }
 
-// What a stage's backward gives.
+// Results of a stage's backward.
 struct Gradients {
-  // Of the inputs of each microbatch.
+  // Gradients of the inputs of each microbatch.
   std::vector<Tensors> inputs;
   Tensors parameters;
-  Operators first;   // in the first half, or in the whole
-  Operators second;  // in the second
+  // Operators of the input half or of the whole backward, and of the weight half.
+  Operators first;
+  Operators second;
 };
 
 inline Tensors grads(const Tensors& tensors) {
@@ -175,7 +179,7 @@ inline Tensors grads(const Tensors& tensors) {
   return result;
 }
 
-// By torch::autograd::backward, with leaves for inputs.
+// Runs the stage by torch::autograd::backward, with leaves for inputs.
 inline Gradients by_autograd(const Stage& stage) {
   const Tensors parameters = fresh_parameters(stage);
   Gradients result;
@@ -187,7 +191,7 @@ inline Gradients by_autograd(const Stage& stage) {
       const bool has_gradient =
           defined && needs_grad(stage)[i] && torch::autograd::isDifferentiableType(leaves[i].scalar_type());
       if (has_gradient) leaves[i].requires_grad_();
-      // No leaf, so that the stage may write into it.
+      // A clone is not a leaf, so the stage may write into it.
       inputs.push_back(has_gradient ? leaves[i].clone() : defined ? leaves[i].detach() : leaves[i]);
     }
     const Tensors outputs = stage.forward(inputs, parameters);
@@ -200,7 +204,7 @@ inline Gradients by_autograd(const Stage& stage) {
       of_roots.push_back(gradients[i]);
     }
     if (!roots.empty()) torch::autograd::backward(roots, of_roots);
-    // Two gradients may share a storage then, and what is added to one later is added to both.
+    // Two gradients may share a storage, so that a later addition to one would change both.
     for (const Tensors& tensors : {leaves, parameters}) {
       for (const at::Tensor& tensor : tensors) {
         if (tensor.defined() && tensor.grad().defined()) tensor.mutable_grad() = tensor.grad().clone();
@@ -236,7 +240,7 @@ inline Gradients by_full(const Stage& stage) {
   return result;
 }
 
-// All first halves before the first second one.
+// Runs all input halves before the first weight half.
 inline Gradients by_halves(const Stage& stage) {
   const Tensors parameters = fresh_parameters(stage);
   Gradients result;
@@ -282,9 +286,9 @@ inline void expect_same(const Gradients& expected, const Gradients& found) {
   EXPECT_TRUE(same_bits_in("parameter", expected.parameters, found.parameters));
 }
 
-// That the whole backward gives what autograd gives, and the halves the same with the same operators.
+// Expects the gradients of autograd from the whole backward, and the same from the halves with the same operators.
 inline Gradients expect_same_in_halves(const Stage& stage) {
-  // The tensors are so small that threads would only wait for each other.
+  // The tensors are too small for several threads to help.
   at::set_num_threads(1);
   const Gradients whole = by_full(stage);
   {

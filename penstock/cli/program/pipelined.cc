@@ -11,7 +11,7 @@
 #include "penstock/program/error.h"
 #include "penstock/program/interpreter/reference_run.h"
 #include "penstock/runtime/pipeline.h"
-#include "penstock/stage/parameters.h"
+#include "penstock/stage/accumulation.h"
 #include "penstock/tensor/nested.h"
 #include "penstock/tensor/safetensors.h"
 #include "penstock/transport/c10d.h"

@@ -12,7 +12,7 @@
 #include <map>
 #include <utility>
 
-#include "penstock/stage/parameters.h"
+#include "penstock/stage/accumulation.h"
 #include "penstock/tensor/intra_op_threads.h"
 #include "penstock/tensor/nested.h"
 #include "penstock/tensor/random_scope.h"
