@@ -24,6 +24,9 @@ TURN_STEPS = 5
 TRANSFORMER_MICROBATCHES = 8
 TRANSFORMER_STEPS = 3
 FEW, MANY = 16, 1024
+# Two linear layers of 3072 have 72 MiB of weights.
+ACCUMULATE_WIDE = 3072
+ACCUMULATE_STEPS = 15
 MEBIBYTE = 2**20
 
 
@@ -81,6 +84,23 @@ def compare_transformer(bench, pytorch, runs):
     }
 
 
+def compare_accumulation(benches, runs):
+    """`benches` are named commands: this build's first, and perhaps another's."""
+    cases = {(next(iter(benches)), "cleared"): ([], [])} | {(name, "accumulate"): ([], []) for name in benches}
+    for _ in range(runs):
+        for (name, question), (times, peaks) in cases.items():
+            with Answering(*benches[name]) as answering:
+                seconds, peak = answering.numbers(2, question, ACCUMULATE_WIDE, ACCUMULATE_STEPS)
+            times.append(seconds)
+            peaks.append(peak / MEBIBYTE)
+    rows = [("1F1B, 2 ranks, 4 microbatches of one row, 72 MiB of weights", "time", "memory of a step")]
+    labels = {"cleared": "without gradients before it", "accumulate": "adding to gradients"}
+    for (name, question), (times, peaks) in cases.items():
+        rows.append((f"a step {labels[question]}, {name}", with_noise(times), f"{statistics.median(peaks):.0f} MiB"))
+    print_table(rows)
+    return {}
+
+
 def peak_of(command, microbatches):
     """In a process of its own, so that it has nothing of an earlier question."""
     with Answering(*command) as answering:
@@ -111,6 +131,7 @@ def main():
     arguments = argparse.ArgumentParser(description="Measures our executor compared with PyTorch's.")
     arguments.add_argument("--bench", required=True, help="the penstock_runtime_bench program")
     arguments.add_argument("--runs", type=int, default=5, help="of each case (default: %(default)s)")
+    arguments.add_argument("--other", help="the same program of another build, to compare the accumulation of gradients")
     options = arguments.parse_args()
     if options.runs < 1:
         arguments.error("--runs is at least 1")
@@ -124,6 +145,9 @@ def main():
         goals |= compare_bare(answering, options.runs)
         print()
         goals |= compare_transformer(answering, answering_torch, options.runs)
+    print()
+    benches = {"this build": bench} | ({"other build": (options.other,)} if options.other else {})
+    goals |= compare_accumulation(benches, options.runs)
     print()
     goals |= compare_memory(bench, pytorch, options.runs)
     return report_goals(goals)

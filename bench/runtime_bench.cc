@@ -1,4 +1,4 @@
-// Our side of bench/runtime.py: thread ranks, and processes where it says so.
+// Penstock's side of bench/runtime.py: thread ranks, and process ranks where it says so.
 //
 //   overhead SCHEDULE MICROBATCHES STEPS   seconds for a step, the median of STEPS, on two ranks with linear layers of
 //                                          16 and rows of one, whose time is all overhead
@@ -7,9 +7,10 @@
 //   one MICROBATCHES WIDE ROWS STEPS       and by an executor of one rank
 //   transformer MICROBATCHES STEPS         seconds for a step of 1F1B on two ranks, and its makespan by the simulator,
 //                                          with the costs of its actions, divided by the measured one
-//   accumulate WIDE STEPS                  seconds for a step of 1F1B with 4 microbatches on two ranks with linear layers
-//                                          that adds to the gradients of the steps before, and its peak of memory in
-//                                          bytes above what is allocated between steps
+//   accumulate WIDE STEPS                  seconds for a step of 1F1B with 4 microbatches of one row on two ranks with
+//                                          linear layers, which adds to the gradients of earlier steps, and its peak
+//                                          memory in bytes beyond the memory that is allocated between steps
+//   cleared WIDE STEPS                     the same for steps that begin without gradients
 //   memory MICROBATCHES                    bytes of memory that two ranks of 1F1B had at most, without the batch: to be
 //                                          asked of a process that was asked nothing before
 #include <ATen/ATen.h>
@@ -39,15 +40,15 @@ namespace {
 
 using bench::seconds;
 
-// Of stages whose time is all overhead.
+// Width of stages whose time is all overhead.
 constexpr std::int64_t kTinyWide = 16;
 // Rows of a microbatch.
 constexpr std::int64_t kTextRows = 2;
 constexpr std::int64_t kMemoryRows = 1024;
-// So that a boundary tensor has 256 KiB.
+// With this width a boundary tensor has 256 KiB.
 constexpr std::int64_t kMemoryWide = 64;
 constexpr int kMemorySteps = 3;
-// Few, so that gradients are large compared with the computation.
+// One row, so that gradients are large compared with the computation.
 constexpr std::int64_t kAccumulateRows = 1;
 constexpr int kAccumulateMicrobatches = 4;
 
@@ -68,7 +69,7 @@ StageModule linear(std::int64_t wide) {
           .parameters = {{"weight", weight}, {"bias", bias}}};
 }
 
-// All stages, or those of this process.
+// Makes a pipeline of all stages, or with a transport of those of this process.
 Pipeline linear_pipeline(const Schedule& schedule, std::int64_t wide, std::shared_ptr<Transport> transport = nullptr) {
   std::vector<PipelineStage> stages;
   for (int i = 0; i < schedule.stages(); ++i) {
@@ -83,7 +84,7 @@ double median(std::vector<double> values) {
   return values.at(values.size() / 2);
 }
 
-// The median of `steps`, behind two to warm up. Each begins without gradients.
+// Returns the median time of `steps` steps after two warm-up steps. Each begins without gradients.
 double time_steps(
     const std::vector<NamedTensors>& parameters, int steps, const std::function<void()>& step,
     const std::function<void()>& look = [] {}) {
@@ -113,7 +114,7 @@ double time_pipeline(const Schedule& schedule, std::int64_t wide, std::int64_t r
   return time_steps(parameters_of(pipeline), steps, [&] { pipeline.step({x}, {}, y, {.return_outputs = false}); });
 }
 
-// In a process that is one of two ranks. A step begins and ends when both are there.
+// Runs in a process that is one of two ranks. Both ranks pass a barrier before and after each step.
 double time_process(const Schedule& schedule, int steps) {
   const std::shared_ptr<Transport> transport = c10d_transport(rendezvous());
   Pipeline pipeline = linear_pipeline(schedule, kTinyWide, transport);
@@ -136,7 +137,7 @@ double time_process(const Schedule& schedule, int steps) {
   return median(std::move(times));
 }
 
-// Both ranks are this program; the first one says the answer.
+// Starts both ranks as processes of this program. The first one prints the answer.
 void answer_by_processes(const std::string& schedule, int microbatches, int steps) {
   ProcessRanks ranks({.program = "/proc/self/exe",
                       .arguments = {schedule, std::to_string(microbatches), std::to_string(steps)},
@@ -147,7 +148,7 @@ void answer_by_processes(const std::string& schedule, int microbatches, int step
   }
 }
 
-// On a thread of its own, as a rank is: the main thread's memory is another matter to malloc.
+// Runs on a thread of its own, as a rank does, because malloc treats the main thread differently.
 double time_bare(int microbatches, std::int64_t wide, std::int64_t rows, int steps) {
   const StageModule module = linear(wide);
   const at::Tensor x = at::randn({rows * microbatches, wide});
@@ -194,7 +195,7 @@ Transformed time_transformer(int microbatches, int steps) {
   return {.seconds = time, .simulated = median(std::move(simulated))};
 }
 
-// The most memory that this process had since forget_peak().
+// Returns the peak resident memory of this process since forget_peak().
 std::int64_t peak_bytes() {
   std::ifstream status("/proc/self/status");
   std::string word;
@@ -224,13 +225,18 @@ struct Accumulated {
   std::int64_t peak = 0;
 };
 
-Accumulated time_accumulation(std::int64_t wide, int steps) {
+Accumulated time_accumulation(std::int64_t wide, int steps, bool clear) {
   Pipeline pipeline = linear_pipeline(generate("1F1B", {.ranks = 2, .microbatches = kAccumulateMicrobatches}), wide);
   const at::Tensor x = at::randn({kAccumulateRows * kAccumulateMicrobatches, wide});
   const at::Tensor y = at::randn({kAccumulateRows * kAccumulateMicrobatches, wide});
   std::vector<double> times;
   std::int64_t peak = 0;
   for (int i = -2; i < steps; ++i) {
+    for (const auto& of_stage : parameters_of(pipeline)) {
+      for (const auto& [name, parameter] : of_stage) {
+        if (clear) parameter.mutable_grad().reset();
+      }
+    }
     forget_peak();
     const std::int64_t between_steps = peak_bytes();
     const double time = seconds([&] { pipeline.step({x}, {}, y, {.return_outputs = false}); });
@@ -251,9 +257,9 @@ int answer_questions() {
     std::int64_t wide = kTinyWide;
     std::int64_t rows = 1;
     int steps = 0;
-    if (what == "accumulate") {
+    if (what == "accumulate" || what == "cleared") {
       std::cin >> wide >> steps;
-      const Accumulated answer = time_accumulation(wide, steps);
+      const Accumulated answer = time_accumulation(wide, steps, /*clear=*/what == "cleared");
       std::cout << answer.seconds << " " << answer.peak << std::endl;
       continue;
     }
@@ -275,7 +281,8 @@ int answer_questions() {
     } else if (what == "memory") {
       std::cout << memory_of_steps(microbatches);
     } else {
-      std::cerr << "'" << what << "' is none of overhead, processes, bare, one, transformer, accumulate and memory\n";
+      std::cerr << "'" << what
+                << "' is none of overhead, processes, bare, one, transformer, accumulate, cleared and memory\n";
       return 2;
     }
     std::cout << std::endl;
