@@ -1,4 +1,4 @@
-# The ways in. CMakePresets.json has the builds behind them; scripts/setup installs what is missing.
+# Common tasks. CMakePresets.json defines the builds; scripts/setup installs missing dependencies.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -7,12 +7,12 @@ MAKEFLAGS += --no-print-directory
 
 JOBS ?= $(shell nproc)
 BENCHES = schedule microbatch attention runtime program
-# How long `make fuzz` tries each fuzzer; `make soak` takes the long way.
+# Number of inputs that `make fuzz` gives each fuzzer; `make soak` uses more.
 FUZZ_RUNS ?= 100000
 
-# $(call quietly,command): its output only when it fails.
+# $(call quietly,command): prints the command's output only if it fails.
 quietly = log=$$(mktemp); trap 'rm -f "$$log"' EXIT; $(1) >"$$log" 2>&1 || { cat "$$log"; exit 1; }
-# $(call build,preset,targets): configures in silence, then builds the targets; all of them if none is named.
+# $(call build,preset,targets): configures quietly, then builds the targets, or all of them if none is named.
 define build
 @$(call quietly,cmake --preset $(1))
 @cmake --build --preset $(1) -j $(JOBS) $(if $(2),--target $(2))
@@ -20,13 +20,13 @@ endef
 
 .PHONY: help setup build demo test lint format docs bench cpus fuzz soak clean
 
-help: ## this list
+help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: build ## a small model trained, an exported one cut, schedules drawn and compared
+demo: build ## train a small model, cut an exported one, draw and compare schedules
 	@scripts/demo
 
-test: setup ## all tests, and those of the schedule layer once more under the sanitizers
+test: setup ## run all tests, and those of the schedule layer under sanitizers too
 	$(call build,release)
 	@$(call quietly,cmake --preset asan-schedule)
 	@$(call quietly,cmake --build --preset asan-schedule -j $(JOBS))
@@ -34,11 +34,11 @@ test: setup ## all tests, and those of the schedule layer once more under the sa
 	@echo "The schedule layer's tests pass under the address and undefined-behaviour sanitizers."
 	@ctest --preset release --output-on-failure --no-tests=error -j $(JOBS)
 
-# Nothing of tests, benchmarks, fuzzers and examples.
-build: setup ## the library and the command, into build/release
+# Without tests, benchmarks, fuzzers and examples.
+build: setup ## build the library and the command into build/release
 	$(call build,release,penstock_cli)
 
-lint: ## the form of the sources, the API reference, clang-tidy and its analysis of locks
+lint: ## check formatting, the API reference, clang-tidy and thread-safety annotations
 	@scripts/setup lint
 	@scripts/format --check
 	@scripts/docs
@@ -48,22 +48,22 @@ lint: ## the form of the sources, the API reference, clang-tidy and its analysis
 	  '^(?!.*/build/lint/).*/(penstock|tests|bench|examples)/' >"$$log" 2>&1 || \
 	  { grep -vE '^Running clang-tidy|^\[ *[0-9]+/|warnings? (generated|treated)|^$$' "$$log"; exit 1; }
 
-format: setup ## the sources brought into form
+format: setup ## format the sources
 	@scripts/format
 
-docs: setup ## the API reference, into build/docs/html
+docs: setup ## generate the API reference into build/docs/html
 	@scripts/docs
 
-bench: setup ## timings, beside those of torch.distributed.pipelining
+bench: setup ## run the benchmarks, compared with torch.distributed.pipelining
 	$(call build,release,penstock_cli $(BENCHES:%=penstock_%_bench))
 	@for area in $(BENCHES); do \
 	  echo; .venv/bin/python bench/$$area.py --bench build/release/bin/penstock_$${area}_bench; \
 	done
 	@echo; .venv/bin/python bench/train.py --penstock build/release/bin/penstock
 
-# Each fuzzer starts from a copy of its corpus, so that what it adds stays out of the tree; that of archives from small
-# exports too, which are written anew. What it finds is kept.
-fuzz: ## the fuzzers, FUZZ_RUNS inputs each
+# Each fuzzer starts from a copy of its corpus, so that new inputs stay out of the source tree. The corpus of fuzz_archive is
+# extended by small exported models. Inputs that fail are kept in build/fuzz/found.
+fuzz: ## run the fuzzers, FUZZ_RUNS inputs each
 	@scripts/setup soak
 	@$(call quietly,cmake --preset fuzz)
 	@cmake --build --preset fuzz -j $(JOBS) --target fuzzers
@@ -81,16 +81,16 @@ fuzz: ## the fuzzers, FUZZ_RUNS inputs each
 	  tail -n 1 "$$corpora/log"; \
 	done
 
-# Other machines have other kernels: these are the settings by which libtorch, MKL and oneDNN choose theirs.
+# Settings by which libtorch, MKL and oneDNN choose the kernels of other CPUs.
 CPU_SETTINGS = ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 MKL_CBWR=COMPATIBLE \
   ONEDNN_MAX_CPU_ISA=AVX2 ONEDNN_MAX_CPU_ISA=AVX512_CORE
-cpus: setup ## all tests once under each of the CPU settings that other machines have
+cpus: setup ## run all tests with the kernels of other CPUs
 	$(call build,release)
 	@for setting in $(CPU_SETTINGS); do \
 	  echo "$$setting"; env $$setting ctest --preset release --output-on-failure --no-tests=error -j $(JOBS); \
 	done
 
-soak: cpus ## what takes long: other CPUs, sanitizers, whole grids on processes, Hugging Face, lost ranks, a million fuzzed inputs
+soak: cpus ## run the long tests: other CPUs, sanitizers, full grids on process ranks, Hugging Face, lost ranks, fuzzers
 	@scripts/setup soak
 	$(call build,asan)
 	@ctest --preset asan --output-on-failure --no-tests=error -j $(JOBS)
@@ -122,7 +122,7 @@ soak: cpus ## what takes long: other CPUs, sanitizers, whole grids on processes,
 	@build/release/bin/penstock_operator_fuzz 5000 1
 	@PENSTOCK_CASES=200000 build/release/bin/penstock_schedule_test --gtest_filter='Mutation*'
 
-clean: ## without build/; .venv stays
+clean: ## remove build/; .venv stays
 	@rm -rf build
 
 setup:

@@ -1,4 +1,4 @@
-// Sizes in bytes as people write them: "512MiB", "2GB".
+// Parses sizes in bytes, such as "512MiB" and "2GB".
 #pragma once
 
 #include <optional>
@@ -6,7 +6,8 @@
 
 namespace penstock::cli {
 
-// Returns the bytes of a number above 0 with its unit: B, kB, MB, GB, TB, KiB, MiB, GiB or TiB. None for anything else.
+// Returns the size that a number above 0 with a unit (B, kB, MB, GB, TB, KiB, MiB, GiB or TiB) stands for, and nullopt for
+// any other text.
 std::optional<double> parse_bytes(std::string_view text);
 
 }  // namespace penstock::cli

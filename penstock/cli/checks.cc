@@ -7,15 +7,15 @@
 #include <optional>
 #include <utility>
 
-#include "penstock/cli/read_number.h"
 #include "penstock/base/nearest.h"
 #include "penstock/base/text.h"
+#include "penstock/cli/read_number.h"
 
 namespace penstock::cli {
 
 namespace {
 
-// Of numbers that are this type's, and for which it holds.
+// Accepts text that is a number of this type for which `holds` returns true.
 template <class Number, class Holds>
 CLI::Validator number_that(const Holds& holds, const std::string& expected) {
   return {[holds, expected](const std::string& text) {

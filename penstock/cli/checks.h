@@ -1,4 +1,4 @@
-// Checks of options, with messages that say what would be right.
+// Validators of option values. Their messages say what was found and what is expected.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -7,19 +7,19 @@
 
 namespace penstock::cli {
 
-// From 1 on.
+// Requires a whole number from 1 on.
 CLI::Validator whole_number();
-// From 0 on, of 64 bits.
+// Requires an unsigned 64-bit number.
 CLI::Validator seed();
-// Not negative.
+// Requires a finite number that is not negative.
 CLI::Validator cost();
 // Requires a number that is not negative, and no larger than the largest float32.
 CLI::Validator float_number();
 // Requires a path that is not empty.
 CLI::Validator path();
-// Above 0.
+// Requires a finite number above 0.
 CLI::Validator duration();
-// With the nearest right word for a wrong one.
+// Requires one of these words. The message for another word suggests the nearest of them.
 CLI::Validator one_of(std::vector<std::string> words);
 
 }  // namespace penstock::cli

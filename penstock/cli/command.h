@@ -1,4 +1,4 @@
-// What the subcommands and main share: exit codes, and how a subcommand hangs itself into the command line.
+// Exit codes, and the functions that add subcommands to the command line.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -6,17 +6,17 @@
 namespace penstock::cli {
 
 enum ExitCode : int {
-  kYes = 0,
-  // The answer is no: a schedule that is not valid.
-  kNo = 1,
-  // Bad use: a wrong word, a file that cannot be read.
-  kBadUse = 2,
+  kSuccess = 0,
+  // The command ran, and what it checked is wrong: a schedule that is not valid, results that differ.
+  kCheckFailed = 1,
+  // A wrong option or argument, a file that cannot be read or written, or any other error.
+  kUsageError = 2,
 };
 
-// Adds `penstock schedule …`. What is asked for runs when the line has been parsed, and leaves its exit code in `exit`.
+// Adds `penstock schedule …`. The subcommand runs when the command line has been parsed, and sets `exit` to its exit code.
 void add_schedule_command(CLI::App& app, int& exit);
 
-// The commands that need libtorch; program/commands.cc adds them.
+// A command that needs libtorch. program/commands.cc adds its options.
 struct ProgramCommand {
   const char* name;
   const char* description;
@@ -24,14 +24,14 @@ struct ProgramCommand {
 inline constexpr ProgramCommand kProgramCommands[] = {
     {"train", "Train a model in a pipeline: a small GPT, or an exported model"},
     {"generate", "Generate text with a trained GPT"},
-    {"launch", "Run a command as several ranks, each a process of this machine"},
-    {"split", "Cut an exported model into stages, and show them with their boundary values"},
-    {"check", "Compare outputs and gradients of an exported model in a pipeline with those of one process"},
-    {"run", "Run an exported model in a pipeline: inference"},
+    {"launch", "Start a command as several process ranks on this machine"},
+    {"split", "Split an exported model into stages, and show the values that cross their boundaries"},
+    {"check", "Compare outputs and gradients of a pipelined model with those of one process"},
+    {"run", "Run inference with an exported model in a pipeline"},
     {"eval", "Evaluate an exported model on data: loss, accuracy and perplexity"},
     {"export", "Export trained weights as safetensors, or as an exported model"},
 };
-// In the library that is loaded for them: adds what is needed for one of them, by its name.
+// Name and type of the function in the loaded library that adds options and callback to the command of its name.
 constexpr const char* kAddProgramCommand = "penstock_add_program_command";
 using AddProgramCommand = void(CLI::App* command, int* exit);
 

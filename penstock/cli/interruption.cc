@@ -11,25 +11,25 @@
 namespace penstock::cli {
 namespace {
 
-constexpr auto kMoment = std::chrono::milliseconds(250);
-constexpr std::size_t kMostRanks = 4096;
+constexpr auto kSameEvent = std::chrono::milliseconds(250);
+constexpr std::size_t kMaxRanks = 4096;
 
-// A handler may touch nothing but these.
-std::atomic<int> count = 0;
+// State of the signal handler, which may use lock-free atomics alone.
+std::atomic<int> num_interruptions = 0;
 std::atomic<int> first_signal = SIGINT;
-std::atomic<Clock::rep> last = 0;
+std::atomic<Clock::rep> last_signal_time = 0;
 std::atomic<std::size_t> num_ranks = 0;
-std::array<std::atomic<pid_t>, kMostRanks> ranks_to_tell;
+std::array<std::atomic<pid_t>, kMaxRanks> forwarded_to;
 static_assert(std::atomic<Clock::rep>::is_always_lock_free && std::atomic<pid_t>::is_always_lock_free);
 
 void note_interruption(int signal) {
   const Clock::rep now = Clock::now().time_since_epoch().count();
-  if (count > 0 && now - last < Clock::duration(kMoment).count()) return;
-  last = now;
-  const bool again = ++count > 1;
+  if (num_interruptions > 0 && now - last_signal_time < Clock::duration(kSameEvent).count()) return;
+  last_signal_time = now;
+  const bool again = ++num_interruptions > 1;
   if (!again) first_signal = signal;
   if (again && num_ranks == 0) ::_exit(interruption_code());
-  for (std::size_t i = 0; i < num_ranks; ++i) ::kill(ranks_to_tell[i], again ? SIGKILL : signal);
+  for (std::size_t i = 0; i < num_ranks; ++i) ::kill(forwarded_to[i], again ? SIGKILL : signal);
 }
 
 void handle_with(void (*handler)(int)) {
@@ -46,7 +46,7 @@ void catch_interruptions() {
 }
 
 int interruptions() {
-  return count;
+  return num_interruptions;
 }
 
 int interruption_code() {
@@ -54,14 +54,14 @@ int interruption_code() {
   return kSignalled + first_signal;
 }
 
-PassedOnInterruptions::PassedOnInterruptions(const ProcessRanks& ranks) {
-  const std::size_t told = std::min(static_cast<std::size_t>(ranks.size()), kMostRanks);
-  for (std::size_t i = 0; i < told; ++i) ranks_to_tell[i] = ranks.pid(static_cast<int>(i));
-  num_ranks = told;
+ForwardedInterruptions::ForwardedInterruptions(const ProcessRanks& ranks) {
+  const std::size_t count = std::min(static_cast<std::size_t>(ranks.size()), kMaxRanks);
+  for (std::size_t i = 0; i < count; ++i) forwarded_to[i] = ranks.pid(static_cast<int>(i));
+  num_ranks = count;
   catch_interruptions();
 }
 
-PassedOnInterruptions::~PassedOnInterruptions() {
+ForwardedInterruptions::~ForwardedInterruptions() {
   handle_with(SIG_DFL);
   num_ranks = 0;
 }

@@ -1,26 +1,29 @@
-// Ctrl-C, or the signal of a scheduler that takes the machine away: SIGINT and SIGTERM. Who runs something long catches
-// them to end in order.
+// Handles SIGINT (Ctrl-C) and SIGTERM (a job scheduler that ends the job), so that a long command can stop in order.
+//
+// Signals that arrive within 250 ms of each other count as one: a rank may get a signal both from the terminal and from the
+// process that has started it.
 #pragma once
 
 #include "penstock/transport/processes.h"
 
 namespace penstock::cli {
 
-// Exit code of a process that was interrupted: 130 after SIGINT and 143 after SIGTERM, as shells have it.
+// Returns the exit code after an interruption: 130 for SIGINT and 143 for SIGTERM, by the convention of shells.
 int interruption_code();
 
-// The first one is counted, and a second one ends the process at once. Those that come within a moment of each other are
-// one: a signal may reach a rank both by itself and from the process that has started it.
+// Installs the handler. The first interruption is only counted; a second one ends the process at once.
 void catch_interruptions();
+// Returns the number of interruptions so far. A long command polls it.
 int interruptions();
 
-// While it lives, the first one goes on to these ranks, and a second one kills them.
-class PassedOnInterruptions {
+// Forwards the first interruption to these process ranks, and kills them on a second one, for as long as it lives. There is
+// at most one at a time.
+class ForwardedInterruptions {
  public:
-  explicit PassedOnInterruptions(const ProcessRanks& ranks);
-  ~PassedOnInterruptions();
-  PassedOnInterruptions(const PassedOnInterruptions&) = delete;
-  PassedOnInterruptions& operator=(const PassedOnInterruptions&) = delete;
+  explicit ForwardedInterruptions(const ProcessRanks& ranks);
+  ~ForwardedInterruptions();
+  ForwardedInterruptions(const ForwardedInterruptions&) = delete;
+  ForwardedInterruptions& operator=(const ForwardedInterruptions&) = delete;
 };
 
 }  // namespace penstock::cli

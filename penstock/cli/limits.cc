@@ -29,22 +29,22 @@
 namespace penstock::cli {
 namespace {
 
-// Takes no memory and no lock, so that handlers of signals may call it.
+// Allocates nothing and takes no lock, so that signal handlers may call it.
 void write_error(std::string_view text) {
   [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, text.data(), text.size());
 }
 
-// The handler of the time limit writes this message, which is made before.
+// Message that the handler of the time limit writes. It is formatted before the timer is set.
 std::array<char, 128> time_message{};
 std::size_t time_message_size = 0;
 
-void end_in_time(int /*signal*/) {
+void exit_at_time_limit(int /*signal*/) {
   write_error({time_message.data(), time_message_size});
-  ::_exit(kBadUse);
+  ::_exit(kUsageError);
 }
 
 void set_timer(double seconds) {
-  // Longer than any run, and short enough for the system.
+  // Longer than any run, and within the range of setitimer.
   constexpr double kLongest = 1e8;
   constexpr std::int64_t kSecond = 1'000'000;
   const auto microseconds = static_cast<std::int64_t>(std::ceil(std::min(seconds, kLongest) * 1e6));
@@ -57,16 +57,16 @@ void set_timer(double seconds) {
 
 void limit_time(double seconds) {
   std::ostringstream text;
-  text << "penstock: the time limit of " << seconds << " s has passed.\n";
+  text << "penstock: time limit of " << seconds << " s exceeded.\n";
   const std::string message = std::move(text).str();
   time_message_size = message.copy(time_message.data(), time_message.size());
   struct sigaction action{};
-  action.sa_handler = end_in_time;
+  action.sa_handler = exit_at_time_limit;
   ::sigaction(SIGALRM, &action, nullptr);
   set_timer(seconds);
 }
 
-// Bytes of data that the process has, by /proc/self/status.
+// Returns the size of the process's data segment, VmData of /proc/self/status.
 std::int64_t data_bytes() {
   std::ifstream status("/proc/self/status");
   for (std::string line; std::getline(status, line);) {
@@ -81,7 +81,7 @@ std::string check_size(const std::string& text) {
   return parse_bytes(text) ? "" : "'" + text + "' should be a size above 0, such as 512MiB or 2GB";
 }
 
-// Data is all memory that the process may write to. Files that are mapped count, such as the weights of a model.
+// RLIMIT_DATA counts all private writable memory, and so the mapped weights of a model.
 void limit_memory(double bytes) {
   constexpr double kMost = 1e18;
   rlimit limit{};
@@ -93,16 +93,16 @@ void limit_memory(double bytes) {
   throw std::runtime_error("--memory-limit cannot be set: " + std::generic_category().message(errno) + ".");
 }
 
-// Takes no memory of its own where there may be none.
-[[noreturn]] void end_with_words() {
+// Terminate handler: prints the exception and exits. It avoids allocation, as memory may be what is missing.
+[[noreturn]] void report_and_exit() {
   try {
     if (const std::exception_ptr error = std::current_exception()) std::rethrow_exception(error);
-    // An exception that leaves a function which cannot throw is not the current one.
+    // An exception that leaves a noexcept function is not the current one.
     write_error(std::uncaught_exceptions() > 0
-                    ? "penstock: a thread of this process has failed, most likely as there is not enough memory.\n"
-                    : "penstock: a thread of this process has ended without an error that could be named.\n");
+                    ? "penstock: a thread of this process has failed, most likely because there is not enough memory.\n"
+                    : "penstock: a thread of this process has failed with an unknown error.\n");
   } catch (const std::bad_alloc&) {
-    write_error("penstock: a thread of this process has failed: there is not enough memory.\n");
+    write_error("penstock: a thread of this process has failed: not enough memory.\n");
   } catch (const std::exception& error) {
     try {
       write_error("penstock: a thread of this process has failed: " + printable(brief_reason_of(error)) + ".\n");
@@ -110,9 +110,9 @@ void limit_memory(double bytes) {
       write_error("penstock: a thread of this process has failed.\n");
     }
   } catch (...) {
-    write_error("penstock: a thread of this process has failed with an error without words.\n");
+    write_error("penstock: a thread of this process has failed with an exception of unknown type.\n");
   }
-  ::_exit(kBadUse);
+  ::_exit(kUsageError);
 }
 
 }  // namespace
@@ -120,11 +120,10 @@ void limit_memory(double bytes) {
 void LimitOptions::add_to(CLI::App& command) {
   command
       .add_option("--memory-limit", memory,
-                  "Most memory that each process may take once it has started, weights included, such as 2GiB "
-                  "(default: no limit)")
+                  "Memory limit of each process after its start, weights included, such as 2GiB (default: no limit)")
       ->option_text("SIZE")
       ->check(CLI::Validator(check_size, ""));
-  command.add_option("--time-limit", seconds, "Most seconds that the command may take (default: no limit)")
+  command.add_option("--time-limit", seconds, "Time limit of the command in seconds (default: no limit)")
       ->option_text("T")
       ->check(duration());
 }
@@ -150,7 +149,7 @@ void prepare_process() {
     files.rlim_cur = files.rlim_max;
     ::setrlimit(RLIMIT_NOFILE, &files);
   }
-  std::set_terminate(end_with_words);
+  std::set_terminate(report_and_exit);
 }
 
 }  // namespace penstock::cli

@@ -1,4 +1,4 @@
-// Limits of this process's memory and time, and its end when a library throws where nobody can catch it.
+// Limits the memory and time of this process, and reports exceptions that nothing catches.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -7,22 +7,21 @@
 
 namespace penstock::cli {
 
-// --memory-limit and --time-limit, for models of strangers. A model that goes beyond one of them ends the command with an
-// error.
+// --memory-limit and --time-limit, for untrusted models. A model that exceeds one of them ends the command with an error.
 struct LimitOptions {
   std::string memory;
   double seconds = 0;
 
   void add_to(CLI::App& command);
-  // Sets the limits of this process, the first time that it is called.
+  // Sets the limits of this process. Only the first call has an effect.
   void apply() const;
 };
 
-// Gives the process this much more time than --time-limit, so that the processes that it waits for end before it.
+// Extends the time limit of this process, so that the process ranks that it waits for reach theirs first.
 void postpone_time_limit(std::chrono::seconds more);
 
-// Lets the process open as many files as the system allows it to, and say in words why it ends when a library throws on a
-// thread of its own.
+// Raises the soft limit of file descriptors to the hard limit, and installs a terminate handler that prints the error when a
+// library throws on a thread of its own.
 void prepare_process();
 
 }  // namespace penstock::cli

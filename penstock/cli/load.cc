@@ -11,11 +11,11 @@
 namespace penstock::cli {
 namespace {
 
-// It stays loaded until the process ends.
+// Loads the library, which stays loaded until the process ends.
 AddProgramCommand* load() {
   constexpr const char* name = "libpenstock_programs.so";
-  const std::filesystem::path folder = std::filesystem::read_symlink("/proc/self/exe").parent_path();
-  const std::array places{folder / name, folder / ".." / "lib" / "penstock" / name};
+  const std::filesystem::path directory = std::filesystem::read_symlink("/proc/self/exe").parent_path();
+  const std::array places{directory / name, directory / ".." / "lib" / "penstock" / name};
   std::string reason;
   for (const std::filesystem::path& place : places) {
     if (!std::filesystem::exists(place)) continue;
@@ -25,8 +25,8 @@ AddProgramCommand* load() {
     reason = ::dlerror();
   }
   if (reason.empty()) {
-    throw std::runtime_error("this command needs libtorch, and was built without it: " + places.front().string() +
-                             " is not there.");
+    throw std::runtime_error("this command needs libtorch, and penstock was built without it: there is no " +
+                             places.front().string() + ".");
   }
   throw std::runtime_error("libtorch cannot be loaded: " + reason);
 }

@@ -1,5 +1,5 @@
-// Commands that need libtorch live in a library of their own, which is loaded when one of them is called: to load libtorch
-// takes longer than most questions about schedules.
+// Loads the library that has the commands that need libtorch, when one of them is called: loading libtorch takes longer
+// than most `penstock schedule` commands.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -7,8 +7,8 @@
 
 namespace penstock::cli {
 
-// Adds all of them by name, for the help; and to the one that is `called`, its options. Throws std::runtime_error if the
-// library is not there.
+// Adds all of these commands by name, so that --help lists them, and the options of the one that is `called`. Throws
+// std::runtime_error if the library cannot be loaded.
 void add_program_commands(CLI::App& app, const std::string& called, int& exit);
 
 }  // namespace penstock::cli

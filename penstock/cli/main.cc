@@ -20,13 +20,13 @@
 namespace penstock::cli {
 namespace {
 
-// The subcommand that the line got to before it went wrong.
+// Returns the last subcommand that was parsed before the error.
 const CLI::App& deepest(const CLI::App& app) {
   const auto chosen = app.get_subcommands();
   return chosen.empty() ? app : deepest(*chosen.back());
 }
 
-std::string hint_for(const CLI::App& app, const std::string& path, const std::string& word) {
+std::string suggestion_for(const CLI::App& app, const std::string& path, const std::string& word) {
   std::vector<std::string> words;
   if (word.starts_with('-')) {
     for (const CLI::Option* option : app.get_options()) {
@@ -40,7 +40,7 @@ std::string hint_for(const CLI::App& app, const std::string& path, const std::st
   return "see " + path + " --help.";
 }
 
-// What went wrong with the line itself, with the nearest right word for a wrong one.
+// Prints what is wrong with the command line, with the nearest valid word as a hint.
 void explain_usage(const CLI::App& root, const CLI::ParseError& error) {
   const CLI::App& app = deepest(root);
   const std::vector<std::string> left = app.remaining();
@@ -56,7 +56,7 @@ void explain_usage(const CLI::App& root, const CLI::ParseError& error) {
     const std::string& word = takes_commands || option == left.end() ? left.front() : *option;
     const std::string name = word.substr(0, word.find('='));
     const char* const kind = name.starts_with('-') ? "option" : takes_commands ? "command" : "argument";
-    std::cerr << path << ": there is no " << kind << " '" << name << "' here.\n  Hint: " << hint_for(app, path, name)
+    std::cerr << path << ": unknown " << kind << " '" << name << "'.\n  Hint: " << suggestion_for(app, path, name)
               << "\n";
     return;
   }
@@ -69,16 +69,16 @@ int run(int argc, char** argv) {
   app.set_version_flag("--version", std::string("penstock ") + PENSTOCK_VERSION);
   app.set_help_flag("-h,--help", "Print this help and exit");
   app.failure_message([](const CLI::App*, const CLI::Error&) { return std::string(); });
-  int exit = kYes;
+  int exit = kSuccess;
   add_schedule_command(app, exit);
   add_program_commands(app, argc > 1 ? argv[1] : "", exit);
   try {
     app.parse(argc, argv);
-  } catch (const CLI::Success& wanted) {
-    exit = app.exit(wanted);
+  } catch (const CLI::Success& help_or_version) {
+    exit = app.exit(help_or_version);
   } catch (const CLI::ParseError& error) {
     explain_usage(app, error);
-    return kBadUse;
+    return kUsageError;
   }
   if (!std::cout.flush()) throw std::runtime_error("standard output could not be written.");
   return exit;
@@ -92,13 +92,13 @@ int main(int argc, char** argv) {
   try {
     return penstock::cli::run(argc, argv);
   } catch (const std::bad_alloc&) {
-    // Without a stream, which may need some.
-    constexpr std::string_view kMessage = "penstock: there is not enough memory for this.\n";
+    // A stream might allocate.
+    constexpr std::string_view kMessage = "penstock: not enough memory.\n";
     static_cast<void>(!::write(STDERR_FILENO, kMessage.data(), kMessage.size()));
   } catch (const std::filesystem::filesystem_error& error) {
     std::cerr << "penstock: " << error.path1().string() << ": " << error.code().message() << ".\n";
   } catch (const std::exception& error) {
     std::cerr << "penstock: " << penstock::cli::with_option_hints(error.what()) << "\n";
   }
-  return penstock::cli::kBadUse;
+  return penstock::cli::kUsageError;
 }

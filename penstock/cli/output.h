@@ -1,4 +1,4 @@
-// Where a subcommand's result goes: standard output, or a file that is written whole or not at all.
+// Reads input files, and writes results to standard output or, atomically, to a file.
 #pragma once
 
 #include <functional>
@@ -7,14 +7,15 @@
 
 namespace penstock::cli {
 
-// Calls write(stream) with standard output when `path` is empty or "-". Otherwise writes a file beside `path` and renames
-// it once all is on the disk; on failure it is removed. Throws std::runtime_error, which names the file.
+// Calls write(stream) and prints the result if `path` is empty or "-". Otherwise writes a temporary file in the same
+// directory, syncs it and renames it to `path`; on failure it is removed. Throws std::runtime_error, which names the file.
 void write_output(const std::string& path, const std::function<void(std::ostream&)>& write);
 
-// Throws std::runtime_error unless the folder is there that a file is to be written to: before the work, and not after it.
-void require_folder(const std::string& path);
+// Throws std::runtime_error if `path` is a directory, or its parent directory does not exist. Called before long work, whose
+// result could not be written otherwise.
+void require_writable_path(const std::string& path);
 
-// The content of a file. Throws std::runtime_error, which names it.
+// Returns the content of a file. Throws std::runtime_error, which names it.
 std::string read_file(const std::string& path);
 
 }  // namespace penstock::cli

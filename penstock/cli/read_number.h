@@ -1,4 +1,4 @@
-// Reads numbers of the command line.
+// Parses numbers of the command line.
 #pragma once
 
 #include <charconv>
@@ -8,7 +8,7 @@
 
 namespace penstock::cli {
 
-// Returns the number that all of the text is; none for any other text, and for a number that this type does not have.
+// Returns the number if the whole text is one and the type can represent it, else nullopt.
 template <class Number>
 std::optional<Number> read_number(std::string_view text) {
   Number number{};

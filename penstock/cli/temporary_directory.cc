@@ -20,7 +20,7 @@ namespace fs = std::filesystem;
 constexpr std::string_view kPrefix = "penstock-";
 constexpr std::size_t kRandom = 6;
 
-// Returns a descriptor that holds the lock of a directory, or -1 if another process has it or it is gone.
+// Locks a directory and returns its descriptor, or -1 if another process holds the lock or the directory no longer exists.
 int locked(const fs::path& path) {
   const int opened = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
   if (opened < 0) return -1;
@@ -34,7 +34,7 @@ int locked(const fs::path& path) {
   return -1;
 }
 
-// Removes the directories of processes that were killed.
+// Removes the directories that killed processes have left: those that nobody has locked.
 void remove_leftovers(const fs::path& parent) {
   std::vector<fs::path> found;
   std::error_code ignored;
@@ -55,18 +55,19 @@ void remove_leftovers(const fs::path& parent) {
 TemporaryDirectory::TemporaryDirectory() {
   const fs::path parent = fs::temp_directory_path();
   remove_leftovers(parent);
-  // Another process that looks for leftovers may take a new one for such, before it is locked.
+  // Another process may remove the new directory before it is locked here.
   constexpr int kAttempts = 100;
   for (int attempt = 0; attempt < kAttempts && lock_ < 0; ++attempt) {
     std::string name = (parent / kPrefix).string() + std::string(kRandom, 'X');
     if (::mkdtemp(name.data()) == nullptr) {
-      throw std::runtime_error(parent.string() + ": no temporary directory can be made here: " +
-                               std::generic_category().message(errno) + ".\n  Hint: TMPDIR names another place.");
+      throw std::runtime_error(parent.string() +
+                               ": could not create a temporary directory: " + std::generic_category().message(errno) +
+                               ".\n  Hint: set TMPDIR to a writable directory.");
     }
     path_ = name;
     lock_ = locked(path_);
   }
-  if (lock_ < 0) throw std::runtime_error(parent.string() + ": no temporary directory can be locked here.");
+  if (lock_ < 0) throw std::runtime_error(parent.string() + ": could not lock a temporary directory.");
 }
 
 TemporaryDirectory::~TemporaryDirectory() {

@@ -1,12 +1,13 @@
-// A directory for the files of one command, which goes with it.
+// A directory for the temporary files of one command.
 #pragma once
 
 #include <filesystem>
 
 namespace penstock::cli {
 
-// Its name is penstock-XXXXXX, in the system's directory for temporary files. A lock on it, which the system releases when the
-// process ends, shows that it is in use; the next one that is made removes those of processes that were killed.
+// Creates penstock-XXXXXX in the system's directory for temporary files (TMPDIR) and removes it in the destructor. A lock,
+// which the system releases when the process ends, marks a directory that is in use; the constructor removes those of killed
+// processes.
 class TemporaryDirectory {
  public:
   // Throws std::runtime_error.

@@ -10,12 +10,12 @@
 namespace penstock::cli {
 namespace {
 
-// The colours that a drawing has (draw/text.cc): black on one of 256, and none. Others could hide text.
+// Escape sequences that drawings use (draw/text.cc): black text on one of 256 colours, and reset. Others could hide text.
 constexpr std::string_view kNoColour = "\x1b[0m";
 constexpr std::string_view kColour = "\x1b[30;48;5;";
 constexpr std::size_t kMostDigits = 3;
 
-// Returns the length that a UTF-8 character has by its first byte; 0 for a byte that cannot be first.
+// Returns the length of a UTF-8 character by its first byte, or 0 if no character begins with this byte.
 std::size_t length_by(unsigned first) {
   if (first < 0x80) return 1;
   if (first < 0xc2 || first >= 0xf5) return 0;
@@ -29,7 +29,7 @@ std::size_t printable_length(std::string_view text) {
   const std::size_t length = length_by(first);
   bool is_good = length > 0 && (first >= 0x20 || first == '\n' || first == '\t') && first != 0x7f;
   for (std::size_t i = 1; i < length; ++i) is_good = is_good && (byte(i) & 0xc0U) == 0x80;
-  // Longer forms than needed, surrogates, code points beyond the last one, and the control characters of Latin 1.
+  // Rejects overlong forms, surrogates, code points above U+10FFFF, and the control characters U+0080 to U+009F.
   const unsigned second = byte(1);
   is_good = is_good && !(first == 0xe0 && second < 0xa0) && !(first == 0xed && second >= 0xa0) &&
             !(first == 0xf0 && second < 0x90) && !(first == 0xf4 && second >= 0x90) &&
@@ -37,7 +37,7 @@ std::size_t printable_length(std::string_view text) {
   return is_good ? length : 0;
 }
 
-// Returns the length of the colour that text begins with, or 0.
+// Returns the length of the colour sequence that text begins with, or 0.
 std::size_t colour_length(std::string_view text) {
   if (text.starts_with(kNoColour)) return kNoColour.size();
   if (!text.starts_with(kColour)) return 0;
@@ -46,7 +46,7 @@ std::size_t colour_length(std::string_view text) {
   return is_colour ? end + 1 : 0;
 }
 
-// Returns the length of the end of text that could be the beginning of a character or a colour.
+// Returns the length of an incomplete character or colour sequence at the end of text, or 0.
 std::size_t unfinished_length(std::string_view text) {
   for (std::size_t length = std::min(text.size(), kColour.size() + kMostDigits); length > 0; --length) {
     const std::string_view end = text.substr(text.size() - length);
@@ -78,7 +78,8 @@ std::string printable(std::string_view text) {
   return result;
 }
 
-// A character may come in several writes, so its beginning waits here for the rest.
+// Stream buffer that escapes what it forwards. A character may arrive in several writes, so an incomplete one is kept for the
+// next write.
 class PrintableOutput::Filter : public std::streambuf {
  public:
   explicit Filter(std::ostream& stream) : stream_(stream), under_(stream.rdbuf(this)) {}
@@ -125,7 +126,7 @@ PrintableOutput::~PrintableOutput() = default;
 void erase_line() {
   constexpr std::string_view kErase = "\r\x1b[K";
   std::cout.flush();
-  // Past the filter.
+  // Bypasses the filter, which would escape the sequence.
   static_cast<void>(!::write(STDOUT_FILENO, kErase.data(), kErase.size()));
 }
 

@@ -1,5 +1,4 @@
-// Keeps what the command prints harmless to a terminal: names in models, files and messages come from anybody, and may have
-// control sequences in them.
+// Escapes control sequences in what the command prints: names in models, files and messages are untrusted.
 #pragma once
 
 #include <memory>
@@ -8,11 +7,11 @@
 
 namespace penstock::cli {
 
-// Returns text for a terminal: bytes that are not UTF-8, and control characters other than new lines and tabs, become
-// escapes such as "\x9b". The colours of drawings stay.
+// Returns text that is safe for a terminal: bytes that are not UTF-8, and control characters other than newline and tab, are
+// replaced by escapes such as "\x9b". Colour sequences of drawings stay.
 std::string printable(std::string_view text);
 
-// Filters standard output and standard error through printable() while it lives.
+// Filters standard output and standard error through printable() for as long as it lives. Any thread may print.
 class PrintableOutput {
  public:
   PrintableOutput();
@@ -26,7 +25,7 @@ class PrintableOutput {
   std::unique_ptr<Filter> error_;
 };
 
-// Erases the line of standard output that the cursor is in.
+// Erases the current line of the terminal on standard output.
 void erase_line();
 
 }  // namespace penstock::cli

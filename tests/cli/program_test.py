@@ -1,8 +1,7 @@
-"""penstock split, check and run, as a user calls them. PENSTOCK names the command, PENSTOCK_ZOO what zoo.py has written,
-and PENSTOCK_PROGRAMS what models.py has; with PENSTOCK_GRID=whole, every model of the zoo runs on processes with every
+"""Tests of penstock split, check and run. PENSTOCK names the command, PENSTOCK_ZOO the directory that zoo.py has written, and
+PENSTOCK_PROGRAMS that of models.py. With PENSTOCK_GRID=whole, every model of the zoo runs on process ranks with every
 schedule."""
 
-import array
 import fcntl
 import json
 import os
@@ -10,20 +9,18 @@ import pathlib
 import re
 import struct
 import subprocess
-import tempfile
 import time
 import unittest
 import xml.etree.ElementTree
 
-from messages import without_waiting
+from command_case import PENSTOCK, CommandCase
+from safetensors_files import read_tensors
 
-PENSTOCK = os.environ["PENSTOCK"]
-ZOO = os.environ["PENSTOCK_ZOO"]
-# What models.py has written.
-PROGRAMS = os.environ["PENSTOCK_PROGRAMS"]
+ZOO = os.path.abspath(os.environ["PENSTOCK_ZOO"])
+PROGRAMS = os.path.abspath(os.environ["PENSTOCK_PROGRAMS"])
 WHOLE_GRID = os.environ.get("PENSTOCK_GRID") == "whole"
 
-# A schedule, and the stages and ranks that it is run with.
+# Schedule, number of stages, number of ranks.
 SCHEDULES = [
     ("1F1B", 1, 1),
     ("1F1B", 2, 2),
@@ -38,52 +35,17 @@ SCHEDULES = [
 ]
 
 
-def read_tensors(path):
-    """The float32 and int64 tensors of a safetensors file, as lists; others by their bytes."""
-    with open(path, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-        data = file.read()
-    header.pop("__metadata__", None)
-    codes = {"F32": "f", "F64": "d", "I64": "q"}
-    tensors = {}
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        code = codes.get(entry["dtype"])
-        tensors[name] = list(array.array(code, data[begin:end])) if code else data[begin:end]
-    return tensors
-
-
-class Case(unittest.TestCase):
+class Case(CommandCase):
     def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = folder.name
-        # What the command leaves behind is seen here.
-        self.temporary = os.path.join(self.folder, "tmp")
+        super().setUp()
+        # Temporary files that the command leaves behind would be found here.
+        self.temporary = self.path("tmp")
         os.mkdir(self.temporary)
 
-    def path(self, name):
-        return os.path.join(self.folder, name)
-
-    def penstock(self, *words, environment={}):
-        result = subprocess.run(
-            [PENSTOCK, *map(str, words)], capture_output=True, text=True, timeout=120,
-            env={**os.environ, "TMPDIR": self.temporary, **environment},
-        )
+    def penstock(self, *words, code=0, environment=None):
+        result = super().penstock(*words, code=code, environment={"TMPDIR": self.temporary, **(environment or {})})
         self.assertEqual(os.listdir(self.temporary), [], words)
-        result.stderr = without_waiting(result.stderr)
         return result
-
-    def answers(self, *words, code=0):
-        result = self.penstock(*words)
-        self.assertEqual((result.returncode, result.stderr), (code, ""), (words, result.stdout))
-        return result.stdout
-
-    def refuses(self, *words, message):
-        result = self.penstock(*words)
-        self.assertEqual((result.returncode, result.stdout), (2, ""), words)
-        self.assertIn(message, result.stderr)
 
     def model(self, name):
         return os.path.join(ZOO, name + ".pt2")
@@ -103,7 +65,7 @@ class Usage(Case):
             ).stderr
             self.assertEqual("libtorch" in loaded, needed, words)
 
-    def test_wrong_words(self):
+    def test_usage_errors(self):
         self.refuses("split", message="MODEL.pt2 is required")
         self.refuses("splt", message="did you mean split?")
         self.refuses("check", self.model("mlp"), "--transport", "mpi", message="'mpi' is none of threads, gloo")
@@ -113,7 +75,7 @@ class Usage(Case):
         self.refuses("check", self.model("mlp"), "--timeout", "0", message="'0' should be a number above 0")
         self.refuses("run", self.model("mlp"), message="--inputs is required")
 
-    def test_files_that_are_no_models(self):
+    def test_files_that_are_not_models(self):
         self.refuses("split", self.path("none.pt2"), message="none.pt2: No such file or directory.")
         self.refuses("split", self.folder, message="is not a regular file.")
         with open(self.path("text.pt2"), "w") as file:
@@ -122,26 +84,26 @@ class Usage(Case):
 
 
 class Split(Case):
-    def test_shows_stages_and_what_crosses(self):
+    def test_shows_stages_and_boundary_values(self):
         text = self.answers("split", self.model("gpt"), "--at", "blocks.1", "blocks.2")
         self.assertRegex(text, r"gpt\.pt2: 3 stages\n  stage 0: embedding, position, dropout, blocks\.0\n")
         self.assertRegex(text, r"    -> stage 1: add_\d float32\[2, 6, 16\]\n  stage 1: blocks\.1\n")
         self.assertIn("  shared: embedding.weight by stages 0, 2\n", text)
 
-    def test_cuts_behind_a_module(self):
+    def test_cuts_after_a_module(self):
         self.assertEqual(
             self.answers("split", self.model("gpt"), "--at", "blocks.0:end"),
             self.answers("split", self.model("gpt"), "--at", "blocks.1"),
         )
 
-    def test_json_has_the_same(self):
+    def test_json_has_stages_and_boundary_values(self):
         read = json.loads(self.answers("split", self.model("gpt"), "--at", "blocks.1", "--json"))
         self.assertEqual(read["version"], 1)
         self.assertEqual(len(read["stages"]), 2)
         self.assertEqual([(one["from"], one["to"]) for one in read["crossings"]], [(0, 1)])
         self.assertEqual(read["shared"], [{"name": "embedding.weight", "stages": [0, 1]}])
 
-    def test_a_picture_is_whole_or_not_there(self):
+    def test_a_picture_is_written_completely_or_not_at_all(self):
         self.assertEqual(self.answers("split", self.model("unet"), "--stages", 4, "--format", "svg", "-o", self.path("a.svg")), "")
         picture = xml.etree.ElementTree.parse(self.path("a.svg")).getroot()
         self.assertEqual(len([one for one in picture.iter() if one.get("class") == "box"]), 4)
@@ -151,7 +113,7 @@ class Split(Case):
     def test_marks_are_cuts(self):
         self.assertIn("marks.pt2: 4 stages\n", self.answers("split", self.model("marks")))
 
-    def test_what_cannot_be_cut(self):
+    def test_rejects_cuts_that_are_impossible(self):
         self.refuses("split", self.model("gpt"), "--at", "block.1", message="Hint: did you mean blocks.1?")
         self.refuses("split", self.model("gpt"), "--at", "blocks", message="name one of those, such as blocks.0")
         self.refuses("split", self.model("mlp"), "--stages", 1000, message="cannot be cut into 1000 stages: it has")
@@ -159,7 +121,7 @@ class Split(Case):
 
 
 class Check(Case):
-    def test_says_that_it_is_bitwise_identical(self):
+    def test_reports_bitwise_identity(self):
         text = self.answers("check", self.model("mlp"), "--stages", 2)
         self.assertRegex(
             text,
@@ -167,16 +129,16 @@ class Check(Case):
             r"  outputs: 1, all bitwise identical\n  gradients: \d+, all bitwise identical\nbitwise identical to one process\n$",
         )
 
-    def test_what_is_shared_is_equal_but_for_rounding(self):
+    def test_shared_parameters_are_equal_up_to_rounding(self):
         words = ("check", self.model("gpt"), "--stages", 2, "--eval", "--inputs", os.path.join(ZOO, "gpt.inputs.safetensors"))
         text = self.answers(*words)
         self.assertIn("1F1B, 4 microbatches, evaluation\n", text)
-        self.assertRegex(text, r"the largest difference is \S+ in grad\.\S+ \(\S+ of its own scale, \S+ of the largest of all gradients\)\n")
-        self.assertIn("equal to one process, but for rounding\n", text)
-        self.assertIn("NOT what one process gives\n", self.answers(*words, "--tolerance", 0, code=1))
+        self.assertRegex(text, r"the largest difference is \S+ in grad\.\S+ \(\S+ relative to its own scale, \S+ relative to the largest of all gradients\)\n")
+        self.assertIn("equal to one process up to rounding\n", text)
+        self.assertIn("DIFFERENT from one process\n", self.answers(*words, "--tolerance", 0, code=1))
         self.assertNotIn("note:", text)
 
-    def test_says_when_products_depend_on_alignment(self):
+    def test_reports_that_products_depend_on_alignment(self):
         words = ("check", self.model("gpt"), "--stages", 2, "--eval", "--inputs", os.path.join(ZOO, "gpt.inputs.safetensors"))
         result = self.penstock(*words, environment={"MKL_CBWR": "AUTO"})
         self.assertRegex(
@@ -216,16 +178,16 @@ class Check(Case):
         self.refuses("check", self.model("mlp"), "--stages", 2, "--csv", self.path("stuck.csv"),
                      message="stuck.csv:2:5: 0B0 waits for 1B0 on rank 1\n  rank 1, " + self.path("stuck.csv") + ":4:1: 1F1 waits for 0F1 on rank 0")
 
-    def test_models_that_write_to_what_they_hold(self):
+    def test_models_that_mutate_their_state_or_inputs(self):
         for name in ("written_parameter", "counted_at_the_end", "plus_equals", "expanded_buffer", "sparse", "writes_input"):
             with self.subTest(name=name):
                 self.assertIn("bitwise identical to one process\n", self.answers("check", os.path.join(PROGRAMS, f"{name}.pt2")))
 
-    def test_a_dump_that_cannot_be_written_is_said_before_the_work(self):
-        self.refuses("check", self.model("mlp"), "--dump", self.folder, message="is a folder; give the name of a file.")
+    def test_a_dump_that_cannot_be_written_is_reported_before_the_run(self):
+        self.refuses("check", self.model("mlp"), "--dump", self.folder, message="is a directory; give the path of a file.")
         place = self.path("none/dump.safetensors")
         self.refuses("check", self.model("mlp"), "--dump", place,
-                     message=f"{place}: cannot be written, as there is no folder {self.path('none')}.")
+                     message=f"{place}: cannot be written: there is no directory {self.path('none')}.")
 
     def test_ranks_that_do_not_fit(self):
         self.refuses("check", self.model("mlp"), "--stages", 3, "--ranks", 2,
@@ -233,7 +195,7 @@ class Check(Case):
         self.refuses("check", self.model("mlp"), "--stages", 3, "--schedule", "ZBVZeroBubble",
                      message="ZBVZeroBubble has 2 stages a rank, and 3 stages do not go on such ranks")
 
-    def test_ranks_say_how_many_stages(self):
+    def test_ranks_determine_the_number_of_stages(self):
         self.assertIn(": 4 stages on 2 ranks", self.answers("check", self.model("mlp"), "--ranks", 2, "--schedule", "ZBVZeroBubble"))
 
     def test_inputs_that_do_not_fit(self):
@@ -260,7 +222,7 @@ class OnProcesses(Case):
                             "--transport", "gloo", "--microbatches", entry["microbatches"],
                             "--inputs", os.path.join(ZOO, name + ".inputs.safetensors"))
         self.assertIn(f"{stages} stage", text)
-        # Only what several stages have is summed up in another order.
+        # Only gradients of shared parameters are summed in another order.
         if not json.loads(self.answers("split", self.model(name), "--stages", stages, "--json"))["shared"]:
             self.assertIn("bitwise identical to one process\n", text, (name, schedule))
 
@@ -279,13 +241,12 @@ class OnProcesses(Case):
         path = pathlib.Path(self.path("inputs.safetensors"))
         path.write_bytes(inputs[:begin] + struct.pack("<q", 10**6) + inputs[begin + 8:])
         result = self.penstock("run", self.model("gpt"), "--stages", 2, "--transport", "gloo", "--inputs", path,
-                               "--output", self.path("out.safetensors"))
-        self.assertEqual(result.returncode, 2)
+                               "--output", self.path("out.safetensors"), code=2)
         self.assertEqual(result.stdout, "")
         self.assertEqual(len(re.findall(r"^penstock: ", result.stderr, re.M)), 1, result.stderr)
         self.assertRegex(result.stderr, r"^penstock: rank 0, stage 0, 0F0 \(microbatch 0\): .*: index out of range in self\n")
 
-    def test_ranks_end_when_they_are_told_to(self):
+    def test_ranks_end_on_sigterm(self):
         process = subprocess.Popen(
             [PENSTOCK, "check", self.model("mlp"), "--stages", "2", "--transport", "gloo", "--microbatches", "100000"],
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": self.temporary}
@@ -301,7 +262,7 @@ class OnProcesses(Case):
         self.assertEqual(os.listdir(self.temporary), [])
 
 
-    def test_what_a_killed_command_leaves_is_removed_by_the_next(self):
+    def test_the_next_command_removes_files_of_a_killed_one(self):
         words = [PENSTOCK, "check", self.model("mlp"), "--stages", "2", "--transport", "gloo", "--microbatches", "100000"]
         process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                                    env={**os.environ, "TMPDIR": self.temporary})

@@ -1,4 +1,4 @@
-"""penstock schedule, as a user calls it: answers, messages, exit codes, files. PENSTOCK names the command."""
+"""Tests of penstock schedule: output, messages, exit codes and files. PENSTOCK names the command."""
 
 import fcntl
 import json
@@ -6,45 +6,24 @@ import os
 import pty
 import struct
 import subprocess
-import tempfile
 import termios
 import unittest
 
-PENSTOCK = os.environ["PENSTOCK"]
-
-
-def penstock(*words, **options):
-    return subprocess.run([PENSTOCK, *map(str, words)], capture_output=True, text=True, timeout=60, **options)
+from command_case import PENSTOCK, CommandCase, penstock
 
 
 def schedule(*words):
     return penstock("schedule", *words)
 
 
-class Case(unittest.TestCase):
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = folder.name
-
-    def path(self, name):
-        return os.path.join(self.folder, name)
-
+class Case(CommandCase):
     def write(self, name, text):
         with open(self.path(name), "w", newline="") as file:
             file.write(text)
         return self.path(name)
 
     def answers(self, *words):
-        result = schedule(*words)
-        self.assertEqual((result.returncode, result.stderr), (0, ""), words)
-        return result.stdout
-
-    def refuses(self, *words, message):
-        result = penstock(*words)
-        self.assertEqual((result.returncode, result.stdout), (2, ""), words)
-        self.assertIn(message, result.stderr)
-        return result.stderr
+        return super().answers("schedule", *words)
 
 
 class Usage(Case):
@@ -55,18 +34,18 @@ class Usage(Case):
             self.assertIn("Usage: penstock", result.stdout)
         self.assertRegex(penstock("--version").stdout, r"^penstock \d+\.\d+\.\d+\n$")
 
-    def test_wrong_words_get_the_nearest_right_one(self):
-        self.refuses("shedule", "list", message="there is no command 'shedule' here.\n  Hint: did you mean schedule?")
-        self.refuses("schedule", "sho", message="penstock schedule: there is no command 'sho' here.\n  Hint: did you mean show?")
-        self.refuses("schedule", "simulate", "gpipe", "--rnks", 4, message="no option '--rnks' here.\n  Hint: did you mean --ranks?")
-        self.refuses("schedule", "show", "gpipe", "--rnks=4", message="no option '--rnks' here")
+    def test_suggests_the_nearest_word_for_an_unknown_one(self):
+        self.refuses("shedule", "list", message="unknown command 'shedule'.\n  Hint: did you mean schedule?")
+        self.refuses("schedule", "sho", message="penstock schedule: unknown command 'sho'.\n  Hint: did you mean show?")
+        self.refuses("schedule", "simulate", "gpipe", "--rnks", 4, message="unknown option '--rnks'.\n  Hint: did you mean --ranks?")
+        self.refuses("schedule", "show", "gpipe", "--rnks=4", message="unknown option '--rnks'.")
         self.refuses("schedule", "show", "gpip", "--ranks", 4, "--microbatches", 8, message="did you mean GPipe?")
         self.refuses("schedule", "show", "gpipe", "--ranks", 4, "--microbatches", 8, "--format", "hmtl", message="did you mean html?")
 
     def test_says_what_is_missing_or_out_of_range(self):
         self.refuses(message="A subcommand is required")
         self.refuses("schedule", message="A subcommand is required")
-        self.refuses("schedule", "show", message="which schedule?")
+        self.refuses("schedule", "show", message="the schedule is missing: give its name, or a file with --csv.")
         self.refuses("schedule", "show", "gpipe", "--microbatches", 4, message="--ranks is missing")
         self.refuses("schedule", "show", "gpipe", "--ranks", 4, message="--microbatches is missing")
         self.refuses("schedule", "show", "gpipe", "--ranks", 0, message="--ranks: '0' should be a whole number from 1 on")
@@ -79,20 +58,20 @@ class Usage(Case):
     def test_names_what_is_wrong_with_edges_and_groups(self):
         size = ("--ranks", 4, "--microbatches", 2)
         self.refuses("schedule", "verify", "gpipe", *size, "--edges", "0-9", message="there can be no edge from stage 0 to stage 9")
-        self.refuses("schedule", "verify", "gpipe", *size, "--edges", "0:3", message="--edges '0:3' is no list of stages.\n  Hint: --edges 0-3,1-2")
-        self.refuses("schedule", "verify", "gpipe", *size, "--edges", "0-1-2", message="is no list of edges")
-        self.refuses("schedule", "verify", "gpipe", *size, "--edges", "", message="is no list of stages")
-        self.refuses("schedule", "verify", "gpipe", *size, "--edges", "0-3,", message="is no list of stages")
+        self.refuses("schedule", "verify", "gpipe", *size, "--edges", "0:3", message="--edges '0:3' is not a list of stages.\n  Hint: --edges 0-3,1-2")
+        self.refuses("schedule", "verify", "gpipe", *size, "--edges", "0-1-2", message="is not a list of edges")
+        self.refuses("schedule", "verify", "gpipe", *size, "--edges", "", message="is not a list of stages")
+        self.refuses("schedule", "verify", "gpipe", *size, "--edges", "0-3,", message="is not a list of stages")
         self.answers("verify", "gpipe", *size, "--edges", "0-3", "--edges", "1-3")
         self.refuses("schedule", "verify", "gpipe", *size, "--shared", "0", message="at least two stages")
-        self.refuses("schedule", "verify", "gpipe", *size, "--shared", "a", message="--shared 'a' is no list of stages")
+        self.refuses("schedule", "verify", "gpipe", *size, "--shared", "a", message="--shared 'a' is not a list of stages")
 
     def test_files_that_cannot_be_read_or_written(self):
         self.refuses("schedule", "verify", "--csv", self.path("none.csv"), message="none.csv: could not be read: No such file")
         self.refuses("schedule", "verify", "--csv", self.folder, message="could not be read")
         gpipe = ("schedule", "export", "gpipe", "--ranks", 2, "--microbatches", 2)
         self.refuses(*gpipe, "-o", self.path("none/file.csv"), message="could not be written: No such file")
-        self.refuses(*gpipe, "-o", self.folder, message="is a folder")
+        self.refuses(*gpipe, "-o", self.folder, message="is a directory; give the path of a file.")
         self.assertEqual(os.listdir(self.folder), [])
 
     def test_says_when_nothing_can_be_written(self):
@@ -113,7 +92,7 @@ class Usage(Case):
         with open(file) as written:
             self.assertIn("0F0", written.read())
 
-    def test_help_names_the_usual_values(self):
+    def test_help_shows_default_values(self):
         text = self.answers("simulate", "--help")
         self.assertIn("--forward X [1]", text)
         self.assertIn("--latency X [0]", text)
@@ -142,7 +121,7 @@ class Simulate(Case):
         for name in ("GPipe", "1F1B"):
             self.assertEqual(self.simulate(name, "--ranks", 8, "--microbatches", 16)["makespan"], 69)
 
-    def test_json_has_the_figures(self):
+    def test_json_has_the_statistics(self):
         result = self.simulate("1f1b", "--ranks", 4, "--microbatches", 8)
         self.assertEqual(result["ranks"], 4)
         self.assertEqual(result["actions"], 64)
@@ -170,12 +149,12 @@ class Simulate(Case):
 
 
 class Verify(Case):
-    def test_valid_is_one_line_and_zero(self):
+    def test_a_valid_schedule_prints_one_line_and_exits_with_zero(self):
         text = self.answers("verify", "dualpipev", "--ranks", 4, "--microbatches", 3, "--edges", "0-3,1-2", "--shared", "0,7")
         self.assertEqual(text.count("\n"), 1)
         self.assertIn("valid", text)
 
-    def test_a_violation_is_one_with_the_place_marked(self):
+    def test_a_violation_exits_with_one_and_marks_its_place(self):
         result = schedule("verify", "--csv", self.write("bad.csv", "0F0,0B0\n1B0,1F0\n"))
         self.assertEqual(result.returncode, 1)
         self.assertIn("bad.csv:2:1: rank 1, 1B0: 1B0 comes before its forward 1F0.", result.stdout)
@@ -209,7 +188,7 @@ class Verify(Case):
         self.assertIn("2 messages", text)
         self.assertIn("1SEND_B0", self.answers("export", "--csv", self.path("half.csv"), "--lowered"))
 
-    def test_a_file_that_is_no_schedule_is_bad_use(self):
+    def test_a_file_that_is_not_a_schedule_is_a_usage_error(self):
         self.refuses("schedule", "verify", "--csv", self.write("bad.csv", "0F0,0X0\n"), message="bad.csv:1:5: '0X0' is not an action")
         self.refuses("schedule", "simulate", "--csv", self.write("bad.csv", "0F0,0B0\n1B0,1F0\n"), message="1B0 comes before its forward")
 

@@ -15,8 +15,8 @@ import threading
 import time
 import unittest
 
-from messages import without_waiting
-from train_case import PENSTOCK, Case
+from command_case import PENSTOCK, without_waiting
+from train_case import Case
 
 ROUNDS = int(os.environ.get("PENSTOCK_STRANGERS", "1"))
 
@@ -261,10 +261,10 @@ save_tensors({"args.0": torch.ones(2, 4), "target": torch.ones(2, 4)}, "batch.sa
         for words in (["split", "large.pt2"], ["check", "large.pt2"], ["check", "large.pt2", "--transport", "gloo"],
                       ["train", *SMALL]):
             result = self.penstock(*words, "--time-limit", "0.002", code=2)
-            self.assertEqual(result.stderr.splitlines()[0], "penstock: the time limit of 0.002 s has passed.")
+            self.assertEqual(result.stderr.splitlines()[0], "penstock: time limit of 0.002 s exceeded.")
         # The ranks of a run end before the process that has started them.
         result = self.penstock("train", *SMALL, "--steps", 1000000, "--transport", "gloo", "--time-limit", 3, code=2)
-        self.assertIn("penstock: the time limit of 3 s has passed.\n", result.stderr)
+        self.assertIn("penstock: time limit of 3 s exceeded.\n", result.stderr)
         # With time enough, it changes nothing.
         self.penstock("split", "large.pt2", "--time-limit", "1e300")
 

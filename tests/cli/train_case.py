@@ -1,18 +1,15 @@
-"""What the tests of penstock train have in common. PENSTOCK names the command, PENSTOCK_PROGRAMS the directory that models.py
-has written, and REFERENCE_PYTHON a Python with torch; with PENSTOCK_KILLS=N, N runs are killed, and with PENSTOCK_GRID=whole every
-schedule runs on processes too."""
+"""Base class of the tests of penstock train. PENSTOCK names the command, PENSTOCK_PROGRAMS the directory that models.py has
+written, and REFERENCE_PYTHON a Python with torch. With PENSTOCK_KILLS=N, N runs are killed; with PENSTOCK_GRID=whole, every
+schedule runs on process ranks too."""
 
 import json
 import os
 import pathlib
 import subprocess
-import tempfile
 import time
-import unittest
 
-from messages import without_waiting
+from command_case import PENSTOCK, CommandCase
 
-PENSTOCK = os.environ["PENSTOCK"]
 PROGRAMS = os.environ["PENSTOCK_PROGRAMS"]
 REFERENCE_PYTHON = os.environ["REFERENCE_PYTHON"]
 WHOLE_GRID = os.environ.get("PENSTOCK_GRID") == "whole"
@@ -26,7 +23,7 @@ def children_of(process):
     found = []
     for status in pathlib.Path("/proc").glob("[0-9]*/stat"):
         try:
-            # The name, in brackets, may have anything in it.
+            # The process name, in parentheses, may contain any character.
             if int(status.read_text().rpartition(")")[2].split()[1]) == process:
                 found.append(int(status.parent.name))
         except (FileNotFoundError, ProcessLookupError):
@@ -41,23 +38,11 @@ def is_running(process):
         return False
 
 
-class Case(unittest.TestCase):
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = pathlib.Path(folder.name)
-
-    def penstock(self, *words, code=0, environment=None):
-        result = subprocess.run([PENSTOCK, *map(str, words)], cwd=self.folder, capture_output=True, text=True, timeout=300,
-                                env={**os.environ, **(environment or {})})
-        self.assertEqual(result.returncode, code, (words, result.stdout, result.stderr))
-        result.stderr = without_waiting(result.stderr)
-        return result
-
+class Case(CommandCase):
     def train(self, *words, output="run", **options):
-        """Trains anew, unless it resumes."""
-        anew = [] if "--resume" in words else ["--overwrite"]
-        return self.penstock("train", "--output", output, *anew, *words, **options).stdout
+        """Starts a new run, unless it resumes one."""
+        overwrite = [] if "--resume" in words else ["--overwrite"]
+        return self.penstock("train", "--output", output, *overwrite, *words, **options).stdout
 
     def python(self, script, *words):
         """Runs a script with torch and the tests' own save_tensors."""
@@ -72,7 +57,7 @@ class Case(unittest.TestCase):
         self.python("".join(f"save_tensors({tensors}, 'data/{name}.safetensors')\n" for name, tensors in files.items()))
 
     def write_batches(self):
-        """Batches for pair.pt2, in microbatches of 3 rows: three to train on, and one that is held out."""
+        """Writes batches for pair.pt2, in microbatches of 3 rows: three for training, and one for evaluation."""
         (self.folder / "data").mkdir()
         self.python("""
 for i in range(3):
@@ -86,7 +71,7 @@ save_tensors({"args.0": x, "target": x @ torch.ones(4, 2)}, "data/eval-0.safeten
         return {line["step"]: line["loss"] for line in map(json.loads, lines) if "loss" in line}
 
     def begun(self, words, after, start=("train",), stderr=subprocess.DEVNULL):
-        """A training that has done some steps."""
+        """Starts a run, and returns its process when it has done some steps."""
         process = subprocess.Popen([PENSTOCK, *map(str, start), "--output", "run", *map(str, words)], cwd=self.folder,
                                    stdout=subprocess.PIPE, stderr=stderr, text=True)
         self.wait_for_steps(after)
@@ -105,7 +90,7 @@ save_tensors({"args.0": x, "target": x @ torch.ones(4, 2)}, "data/eval-0.safeten
         self.assertFalse(any(map(is_running, processes)))
 
     def names_in(self, directory):
-        return sorted(one.name for one in (self.folder / directory).iterdir())
+        return sorted(path.name for path in (self.folder / directory).iterdir())
 
     def assert_refused(self, *words, message):
         result = self.penstock(*words, code=2)

@@ -12,7 +12,8 @@ import subprocess
 import time
 import unittest
 
-from train_case import Case, KILLS, REFERENCE_PYTHON, PENSTOCK, PROGRAMS, SMALL, children_of
+from command_case import PENSTOCK
+from train_case import Case, KILLS, PROGRAMS, REFERENCE_PYTHON, SMALL, children_of
 
 
 class Checkpoints(Case):
@@ -37,7 +38,7 @@ class Checkpoints(Case):
         for steps in (3, 2):
             for transport in ("threads", "gloo"):
                 text = self.train(*words, "--steps", steps, "--resume", "--transport", transport)
-                self.assertEqual(text, f"nothing to do: step 3 of {steps} is done.\n  Hint: --steps N continues with more steps.\n")
+                self.assertEqual(text, f"nothing to do: step 3 of {steps} is done.\n  Hint: continue with a larger --steps N.\n")
         self.assertEqual({one: one.read_bytes() for one in self.folder.rglob("*") if one.is_file()}, before)
 
     def interrupted(self, words, after):
@@ -61,7 +62,7 @@ class Checkpoints(Case):
                     text, _ = process.communicate(timeout=60)
                     self.assertEqual(process.returncode, code, text)
                     self.assert_ended(ranks)
-                    done = int(re.search(r"stopped after step (\d+); --resume continues from here\.\n", text)[1])
+                    done = int(re.search(r"stopped after step (\d+); continue with --resume\.\n", text)[1])
                     self.assertEqual(self.names_in("kept"), [f"step-{done:08}"])
                     self.assertRegex(text, "throughput +[^0]")
                     self.assertIn('"name":"measured"', (self.folder / "run/timeline.html").read_text())
@@ -106,7 +107,7 @@ class Checkpoints(Case):
         self.assert_refused("train", *words, "--resume", "--length", 7, "--data", __file__,
                             message="is of another model.\n  It is of:  GPT, 6 layers of width 16 ")
         self.assert_refused("train", *words, "--resume", "--optimizer", "sgd",
-                            message="has what adamw remembers, and the optimizer is sgd.\n  Hint: --optimizer adamw continues it.")
+                            message="has the state of optimizer adamw, expected sgd.\n  Hint: continue with --optimizer adamw.")
         damaged = self.folder / "kept/step-00000002/weights-0.safetensors"
         content = bytearray(damaged.read_bytes())
         content[-1] ^= 1
@@ -172,7 +173,7 @@ class Directories(Case):
         self.train(*words, "--steps", 6, "--checkpoint-every", 2)
         before = self.names_in("kept")
         metrics = (self.folder / "run/metrics.jsonl").read_bytes()
-        hint = "\n  Hint: --resume continues that run, --overwrite begins anew, "
+        hint = "\n  Hint: --resume continues that run, --overwrite starts a new one, "
         for transport in ("threads", "gloo"):
             self.assert_refused("train", *words, "--steps", 3, "--output", "other", "--transport", transport,
                                 message="kept: has checkpoints of an earlier run, the last of them step-00000006."
@@ -185,10 +186,10 @@ class Directories(Case):
         # A directory that was made for a run that did not begin is removed.
         self.assertFalse((self.folder / "other").exists())
         text = self.train(*words, "--steps", 3)
-        self.assertIn("step 3: checkpoint in kept/step-00000003\n", text)
+        self.assertIn("step 3: checkpoint kept/step-00000003\n", text)
         self.assertEqual(self.names_in("kept"), ["step-00000003"])
         self.assertEqual(list(self.losses()), [1, 2, 3])
-        self.assertIn("continues after step 3\n", self.train(*words, "--steps", 4, "--resume"))
+        self.assertIn("resuming after step 3\n", self.train(*words, "--steps", 4, "--resume"))
 
     def test_one_checkpoint_is_not_a_directory_of_them(self):
         self.train(*SMALL, "--steps", 1, "--checkpoint", "kept")
@@ -336,7 +337,7 @@ class Preflight(Case):
         before = (self.folder / "run/metrics.jsonl").read_bytes()
         for number in (1, 2):
             text = self.penstock("train", *words).stdout
-            self.assertIn("there was no checkpoint to resume from; the metrics of the earlier run are in "
+            self.assertIn("no checkpoint to resume from; the metrics of the earlier run are now in "
                           f"run/metrics-{number}.jsonl\n", text)
             self.assertEqual((self.folder / f"run/metrics-{number}.jsonl").read_bytes(), before)
             self.assertEqual(list(self.losses()), [1, 2])
@@ -372,11 +373,11 @@ class Preflight(Case):
             text = self.penstock("train", *SMALL, "--steps", 500, "--microbatches", 4, "--checkpoint", "kept", "--dry-run",
                                  *more).stdout
             self.assertRegex(text, r"2 stages on 2 ranks \((threads|processes)\), 1F1B, 4 microbatches")
-            self.assertRegex(text, r"\ncut +stage 0 on rank 0: \d+ parameters, [\d.]+ k elements\n +stage 1 on rank 1: ")
+            self.assertRegex(text, r"\nstages +stage 0 on rank 0: \d+ parameters, [\d.]+ k elements\n +stage 1 on rank 1: ")
             self.assertRegex(text, r"\nbubble +[\d.]+ % measured, [\d.]+ % simulated\n")
             self.assertRegex(text, r"\nmemory +rank 0: [\d.]+ [kM]B measured, [\d.]+ [kM]B predicted\n +rank 1: ")
-            self.assertRegex(text, r"\ntime +[\d.e-]+ s a step, about \d+:\d\d for 500 steps\n")
-            self.assertRegex(text, r"\ncheckpoint +[\d.]+ [kM]B, of which the last 3 stay\nNothing was written\.\n$")
+            self.assertRegex(text, r"\ntime +[\d.e-]+ s per step, about \d+:\d\d for 500 steps\n")
+            self.assertRegex(text, r"\ncheckpoint +[\d.]+ [kM]B each; the last 3 are kept\nNothing was written\.\n$")
             self.assertEqual(list(self.folder.iterdir()), [])
 
     # A process that may write files of some bytes alone, which is what a full disk is like.

@@ -1,4 +1,4 @@
-"""penstock train, generate and launch, as a user calls them: what is computed and said. See train_case.py."""
+"""Tests of penstock train, generate and launch: results and messages. See train_case.py."""
 
 import json
 import os
@@ -9,7 +9,8 @@ import socket
 import subprocess
 import unittest
 
-from train_case import Case, REFERENCE_PYTHON, PENSTOCK, PROGRAMS, SMALL, WHOLE_GRID
+from command_case import PENSTOCK
+from train_case import Case, PROGRAMS, REFERENCE_PYTHON, SMALL, WHOLE_GRID
 
 
 class Training(Case):
@@ -17,9 +18,9 @@ class Training(Case):
         text = self.train("--digits", 1, "--rows", 64, "--layers", 2, "--width", 32, "--steps", 250, "--eval-every", 125)
         self.assertRegex(text, r"2 stages on 2 ranks \(threads\), 1F1B, 8 microbatches\n")
         self.assertRegex(text, r"step 250/250   loss 0\.\d+")
-        self.assertRegex(text, r"step 125: held out, loss [\d.]+, accuracy [\d.]+ %\n")
+        self.assertRegex(text, r"step 125: evaluation loss [\d.]+, accuracy [\d.]+ %\n")
         self.assertRegex(text, r"memory +rank 0: [\d.]+ [kM]B measured, [\d.]+ [kM]B predicted\n +rank 1: ")
-        self.assertRegex(text, r"Sums that it has never seen: [\d.]+ % of 512 right\.\n( +\d\+\d=\d\d( +wrong)?\n){6}")
+        self.assertRegex(text, r"Accuracy on 512 held-out sums: [\d.]+ %\n( +\d\+\d=\d\d( +wrong)?\n){6}")
         losses = self.losses()
         self.assertEqual(list(losses), list(range(1, 251)))
         self.assertLess(losses[250], losses[1] / 2)
@@ -47,11 +48,11 @@ class Training(Case):
         text = self.train("--data", "text", "--length", 16, "--rows", 16, "--layers", 2, "--width", 32, "--steps", 30,
                           "--checkpoint", "kept")
         self.assertRegex(text, r"text, 2240 bytes\n")
-        self.assertIn("A sample:\n", text)
-        self.assertIn("step 30: checkpoint in kept/step-00000030\n", text)
+        self.assertIn("Sample:\n", text)
+        self.assertIn("step 30: checkpoint kept/step-00000030\n", text)
         # The sample is of what was trained.
         generated = self.penstock("generate", "kept", "--bytes", 200, "--seed", 0).stdout
-        self.assertEqual(text.partition("A sample:\n")[2], generated)
+        self.assertEqual(text.partition("Sample:\n")[2], generated)
         sample = self.penstock("generate", "kept", "the water", "--bytes", 20, "--temperature", 0).stdout
         self.assertGreaterEqual(len(sample), len("the water") + 20 + 1)
         self.assertTrue(sample.startswith("the water"))
@@ -63,7 +64,7 @@ class Training(Case):
         common = ["--data", "text", "--length", 16, "--rows", 16, "--layers", 2, "--width", 32, "--steps", 3]
 
         def sample(*words):
-            return self.train(*common, *words).partition("A sample:\n")[2]
+            return self.train(*common, *words).partition("Sample:\n")[2]
 
         whole = sample("--ranks", 1, "--microbatches", 8)
         self.assertGreater(len(whole), 200)
@@ -78,7 +79,7 @@ class Training(Case):
         words = [model, "--data", "data", "--loss", "mse", "--steps", 60, "--learning-rate", 0.05]
         text = self.train(*words, "--microbatches", 4, "--checkpoint", "kept")
         self.assertIn("data, 3 batches\n", text)
-        self.assertRegex(text, r"step 60: held out, loss [\d.]+\n")
+        self.assertRegex(text, r"step 60: evaluation loss [\d.]+\n")
         losses = self.losses()
         self.assertLess(losses[60], losses[1] / 2)
         # Another schedule, and replicas.
@@ -87,7 +88,7 @@ class Training(Case):
             self.train(*words, *more, output="other")
             for step, loss in self.losses("other").items():
                 self.assertAlmostEqual(loss, losses[step], delta=1e-2 * losses[step])
-        self.assert_refused("generate", "kept", "x", message="is of an exported model, which writes no text by itself.")
+        self.assert_refused("generate", "kept", "x", message="has the weights of an exported model, not of a GPT.")
 
     def test_evaluates_a_model_that_gives_its_loss(self):
         script = """
@@ -104,7 +105,7 @@ torch.export.save(torch.export.export(Loss().train(), (torch.ones(3, 4), torch.o
         batch = '{"args.0": torch.randn(12, 4), "args.1": torch.randn(12, 2)}'
         self.batches(batch0=batch, eval0=batch)
         text = self.train("loss.pt2", "--data", "data", "--loss", "output", "--steps", 2, "--microbatches", 4)
-        self.assertRegex(text, r"step 2: held out, loss [\d.]+\n")
+        self.assertRegex(text, r"step 2: evaluation loss [\d.]+\n")
 
     def test_names_the_file_and_the_rows_of_bad_data(self):
         def refused(message, loss, **files):
@@ -182,14 +183,14 @@ print(torch.nn.functional.cross_entropy(output, y, ignore_index=7).item())
                                capture_output=True, text=True, timeout=120)
         self.assertAlmostEqual(self.losses()[1], float(found.stdout), delta=1e-6, msg=found.stderr)
 
-    def test_is_told_in_a_file_too(self):
+    def test_reads_options_from_a_file(self):
         (self.folder / "run.toml").write_text("digits = 1\nrows = 8\nlayers = 2\nwidth = 16\nheads = 2\nsteps = 3\n")
         (self.folder / "run.json").write_text(json.dumps({"digits": 1, "rows": 8, "layers": 2, "width": 16, "heads": 2,
                                                           "steps": 3, "shard": False}))
         self.train("--config", "run.toml", output="toml")
         self.train("--config", "run.json", output="json")
         self.assertEqual(self.losses("toml"), self.losses("json"))
-        # The line comes first, and what a run was told is a configuration itself.
+        # The command line takes precedence, and config.json of a run is a configuration file itself.
         self.train("--config", "run.toml", "--steps", 2, output="line")
         self.assertEqual(list(self.losses("line")), [1, 2])
         resolved = json.loads((self.folder / "toml/config.json").read_text())
@@ -198,22 +199,22 @@ print(torch.nn.functional.cross_entropy(output, y, ignore_index=7).item())
         self.assertEqual(self.losses("again"), self.losses("toml"))
         (self.folder / "wrong.toml").write_text("layer = 2\n")
         self.assert_refused("train", "--config", "wrong.toml",
-                            message="wrong.toml: there is no option 'layer'.\n  Hint: did you mean layers?")
+                            message="wrong.toml: unknown option 'layer'.\n  Hint: did you mean layers?")
         (self.folder / "wrong.json").write_text('{"rows": "many"}')
         self.assert_refused("train", "--config", "wrong.json", message="wrong.json: ")
 
-    def test_says_what_is_wrong(self):
+    def test_reports_usage_errors(self):
         self.assert_refused("train", "--data", "none", message="none: there is no such file or folder.")
         self.assert_refused("train", f"{PROGRAMS}/pair.pt2", "--layers", 2,
-                            message="--layers is of the GPT that is trained without MODEL.pt2; given is ")
+                            message="--layers is an option of the GPT, which is trained without MODEL.pt2; found ")
         self.assert_refused("train", "--stages", 9, message="a GPT of 4 layers cannot be cut into 9 stages")
         self.assert_refused("train", "--width", 10, "--heads", 4, message="the heads share it out evenly")
-        self.assert_refused("train", os.path.join(PROGRAMS, "pair.pt2"), message="what is ")
-        self.assert_refused("train", "--resume", message="--resume continues from the checkpoints of --checkpoint DIR, which is missing.\n  Hint: add --checkpoint DIR.")
+        self.assert_refused("train", os.path.join(PROGRAMS, "pair.pt2"), message="--data is missing: ")
+        self.assert_refused("train", "--resume", message="--resume needs the directory of the checkpoints.\n  Hint: add --checkpoint DIR.")
         self.assert_refused("train", "--resume", "--overwrite", "--checkpoint", "kept",
-                            message="--resume continues an earlier run, and --overwrite removes it; give one of them.")
+                            message="--resume continues an earlier run, and --overwrite removes it: they exclude each other.")
         self.assert_refused("generate", "none", "x", message="none: there is no such checkpoint.")
-        self.assert_refused("launch", message="what is to be launched?")
+        self.assert_refused("launch", message="the command to launch is missing.")
 
 
 class Sameness(Case):
@@ -234,7 +235,7 @@ class Sameness(Case):
                                    output="other")
                         self.assertEqual(self.losses("other"), whole)
 
-    def test_replicas_agree_but_for_rounding(self):
+    def test_replicas_agree_up_to_rounding(self):
         common = ["--digits", 1, "--rows", 16, "--layers", 2, "--width", 16, "--heads", 2, "--steps", 4]
         self.train(*common, "--microbatches", 4, output="one")
         for words in ([], ["--shard"], ["--transport", "gloo"], ["--transport", "gloo", "--shard"]):
@@ -245,7 +246,7 @@ class Sameness(Case):
 
 
 class Configuration(Case):
-    def test_says_what_was_chosen_and_nothing_else(self):
+    def test_has_the_options_that_apply_and_no_others(self):
         self.write_batches()
         self.train("--digits", 1, "--rows", 8, "--layers", 2, "--width", 16, "--heads", 2, "--steps", 1, output="gpt")
         self.train(os.path.join(PROGRAMS, "pair.pt2"), "--data", "data", "--loss", "mse", "--microbatches", 4, "--steps", 1,
@@ -280,10 +281,10 @@ class Configuration(Case):
         self.assertFalse(json.loads((self.folder / "run/config.json").read_text())["shuffle"])
 
     def test_options_of_another_kind_of_model_are_refused(self):
-        self.assert_refused("train", "--loss", "mse", message="--loss is for an exported model, and MODEL.pt2 is not given.")
-        self.assert_refused("train", "--no-shuffle", message="--shuffle is for an exported model, and MODEL.pt2 is not given.")
+        self.assert_refused("train", "--loss", "mse", message="--loss is an option of exported models, and MODEL.pt2 is missing.")
+        self.assert_refused("train", "--no-shuffle", message="--shuffle is an option of exported models, and MODEL.pt2 is missing.")
         self.assert_refused("train", "--learning-rate", 0.1, "--min-lr", 0.2,
-                            message="--min-lr is 0.2, more than --learning-rate, 0.1, which it is the end of.")
+                            message="--min-lr is 0.2, above --learning-rate, 0.1, from which the learning rate decays to it.")
 
     def test_values_that_no_run_could_have_are_refused(self):
         for words, message in (
@@ -328,7 +329,7 @@ class Configuration(Case):
             (self.folder / f"data/batch-{number}.safetensors").rename(self.folder / f"data/batch-{number + 3}.safetensors")
         self.assertEqual(losses("--steps", 3, "--no-shuffle"), [in_order[2], in_order[0], in_order[1]])
 
-    def test_progress_is_printed_as_often_as_told(self):
+    def test_log_every_sets_the_interval_of_progress_lines(self):
         for words, steps in (([], [1, 2, 3, 4, 5, 6, 7]), (["--log-every", 3], [1, 3, 6, 7])):
             text = self.train(*SMALL, "--steps", 7, *words)
             self.assertEqual([int(one) for one in re.findall(r"^step (\d)/7 ", text, re.MULTILINE)], steps)
@@ -363,7 +364,7 @@ class Processes(Case):
                         self.assertEqual(rank.returncode, code, text)
                     self.assertEqual(len(self.names_in("kept")), 1)
 
-    def test_ranks_with_other_models_or_weights_are_told_apart(self):
+    def test_ranks_with_different_models_or_weights_are_rejected(self):
         self.write_batches()
         self.python("""
 class Pair(torch.nn.Module):
@@ -392,12 +393,12 @@ for name in ("one", "two"):
         for text, code in texts(["one.pt2"], ["one.pt2"]):
             self.assertEqual(code, 0, text)
 
-    def test_a_timeout_may_be_as_long_as_one_likes(self):
+    def test_a_timeout_may_be_arbitrarily_long(self):
         for timeout in ("1e10", "1e300"):
             for transport in ("threads", "gloo"):
                 self.train(*SMALL, "--steps", 1, "--ranks", 2, "--transport", transport, "--timeout", timeout)
 
-    def test_ranks_with_other_options_are_told_apart(self):
+    def test_ranks_with_different_options_are_rejected(self):
         def ranks(*options):
             started = self.start_ranks(*(["--steps", 2, *words] for words in options))
             return [(one.communicate(timeout=120)[1], one.returncode) for one in started]
@@ -432,11 +433,11 @@ for name in ("one", "two"):
         for text, code in ranks(["--data", "a", *size, "--output", "one"], ["--data", "b", *size, "--output", "two"]):
             self.assertEqual(code, 0, text)
 
-    def test_launch_starts_ranks_and_says_how_they_end(self):
+    def test_launch_starts_ranks_and_reports_their_exit_codes(self):
         self.penstock("launch", "--processes", 2, "train", *SMALL, "--steps", 2, "--output", "run")
         self.assertEqual(list(self.losses()), [1, 2])
         result = self.penstock("launch", "--processes", 3, "train", *SMALL, "--steps", 2, code=2)
-        self.assertIn("there are 3 processes, and 2 ranks for each of 1 replicas need 2.", result.stderr)
+        self.assertIn("found 3 processes, expected 2: 2 ranks for each of 1 replicas.", result.stderr)
         self.assertIn("penstock launch: rank 0 exited with 2\n", result.stderr)
 
     def test_torchrun_starts_ranks(self):
@@ -448,7 +449,7 @@ for name in ("one", "two"):
         self.train(*SMALL, "--steps", 2, output="threads")
         self.assertEqual(self.losses(), self.losses("threads"))
 
-    def test_an_error_of_a_rank_is_said_once(self):
+    def test_an_error_of_a_rank_is_printed_once(self):
         result = self.penstock("train", *SMALL, "--transport", "gloo", "--timeout", 0.001, code=2)
         self.assertEqual(result.stderr.count("penstock: "), 1, result.stderr)
 

@@ -1,19 +1,17 @@
 """--weights, penstock export and penstock eval, as a user calls them. PENSTOCK names the command, PENSTOCK_PROGRAMS what
 models.py has written, and REFERENCE_PYTHON a Python with torch."""
 
-import array
 import json
 import os
 import pathlib
 import shutil
-import struct
 import subprocess
 import tempfile
 import unittest
 
-from messages import without_waiting
+from command_case import CommandCase
+from safetensors_files import read_tensors, read_tensors_and_metadata, write_tensors
 
-PENSTOCK = os.environ["PENSTOCK"]
 PROGRAMS = os.environ["PENSTOCK_PROGRAMS"]
 REFERENCE_PYTHON = os.environ["REFERENCE_PYTHON"]
 REFERENCE = pathlib.Path(__file__).resolve().parent / "weights_reference.py"
@@ -23,33 +21,7 @@ PAIR = os.path.join(PROGRAMS, "pair.pt2")
 NAMES = ["embedding.weight", "frozen.bias", "frozen.weight", "head.weight", "scale.factor"]
 
 
-def read_tensors(path):
-    """The float32 and int64 tensors of a safetensors file as lists, and its metadata."""
-    with open(path, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-        data = file.read()
-    metadata = header.pop("__metadata__", None)
-    tensors = {}
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        tensors[name] = list(array.array({"F32": "f", "I64": "q"}[entry["dtype"]], data[begin:end]))
-    return tensors, metadata
-
-
-def write_tensors(path, tensors):
-    """Tensors of float32, each a list of numbers."""
-    header = {}
-    data = b""
-    for name, numbers in tensors.items():
-        content = array.array("f", numbers).tobytes()
-        header[name] = {"dtype": "F32", "shape": [len(numbers)], "data_offsets": [len(data), len(data) + len(content)]}
-        data += content
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
-
-
-class Case(unittest.TestCase):
+class Case(CommandCase):
     @classmethod
     def setUpClass(cls):
         cls.given = tempfile.TemporaryDirectory()
@@ -68,27 +40,6 @@ class Case(unittest.TestCase):
             raise AssertionError(result.stderr)
         return result.stdout
 
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = pathlib.Path(folder.name)
-
-    def penstock(self, *words, code=0):
-        result = subprocess.run([PENSTOCK, *map(str, words)], cwd=self.folder, capture_output=True, text=True, timeout=300)
-        self.assertEqual(result.returncode, code, (words, result.stdout, result.stderr))
-        result.stderr = without_waiting(result.stderr)
-        return result
-
-    def answers(self, *words):
-        result = self.penstock(*words)
-        self.assertEqual(result.stderr, "", words)
-        return result.stdout
-
-    def refuses(self, *words, message):
-        result = self.penstock(*words, code=2)
-        self.assertEqual(result.stdout, "", words)
-        self.assertIn(message, result.stderr)
-
     def assert_close(self, expected, found, tolerance=1e-5):
         self.assertEqual(len(expected), len(found))
         scale = max(1.0, *map(abs, expected))
@@ -96,11 +47,11 @@ class Case(unittest.TestCase):
 
     def run_outputs(self, model, *words):
         self.answers("run", model, "--inputs", self.data / "eval-0.safetensors", "--output", "out.safetensors", *words)
-        return read_tensors(self.folder / "out.safetensors")[0]["output.0"]
+        return read_tensors(self.folder / "out.safetensors")["output.0"]
 
     def reference_outputs(self, model):
         self.reference("run", model, self.data / "eval-0.safetensors", self.folder / "expected.safetensors")
-        return read_tensors(self.folder / "expected.safetensors")[0]["output.0"]
+        return read_tensors(self.folder / "expected.safetensors")["output.0"]
 
     def train(self, *words, model=TIED, checkpoint="kept"):
         return self.answers("train", model, "--data", self.data, "--loss", "cross_entropy", "--microbatches", 4,
@@ -126,7 +77,7 @@ class Weights(Case):
         text = self.answers("check", TIED, "--stages", 2, "--weights", self.weights / "hf", "--inputs",
                             self.data / "eval-0.safetensors", "--dump", "dump.safetensors")
         self.assertRegex(text, "equal to one process")
-        found = read_tensors(self.folder / "dump.safetensors")[0]["output.0"]
+        found = read_tensors(self.folder / "dump.safetensors")["output.0"]
         self.assertEqual(found, self.run_outputs(TIED, "--weights", self.weights / "hf"))
 
     def test_what_does_not_fit_is_listed(self):
@@ -151,13 +102,13 @@ class Weights(Case):
         # Without a step, what is written is what was read.
         words = ["--learning-rate", 0, "--steps", 1, "--weight-decay", 0]
         text = self.train(*words, "--weights", self.weights / "hf")
-        self.assertIn(f"starts from the weights of {self.weights / 'hf'}\n", text)
+        self.assertIn(f"initial weights: {self.weights / 'hf'}\n", text)
         self.answers("export", "kept", "-o", "one.safetensors")
-        self.assertEqual(read_tensors(self.folder / "one.safetensors")[0], read_tensors(self.weights / "whole.safetensors")[0])
+        self.assertEqual(read_tensors(self.folder / "one.safetensors"), read_tensors(self.weights / "whole.safetensors"))
         # On other ranks, and from a checkpoint.
         self.train(*words, "--weights", "kept", "--stages", 2, "--transport", "gloo", checkpoint="again")
         self.answers("export", "again", "-o", "two.safetensors")
-        self.assertEqual(read_tensors(self.folder / "one.safetensors"), read_tensors(self.folder / "two.safetensors"))
+        self.assertEqual(read_tensors_and_metadata(self.folder / "one.safetensors"), read_tensors_and_metadata(self.folder / "two.safetensors"))
 
     def test_a_gpt_starts_from_a_checkpoint(self):
         small = ["--digits", 1, "--rows", 8, "--layers", 2, "--width", 16, "--heads", 2]
@@ -168,7 +119,7 @@ class Weights(Case):
                          "--output", f"run-{seed}", *words)
             for name in ("kept", f"again-{seed}"):
                 self.answers("export", name, "-o", name + ".safetensors")
-            first, second = (read_tensors(self.folder / f"{name}.safetensors")[0] for name in ("kept", f"again-{seed}"))
+            first, second = (read_tensors(self.folder / f"{name}.safetensors") for name in ("kept", f"again-{seed}"))
             self.assertEqual(first, second, words)
         # Sums of two digits are longer.
         self.refuses("train", "--digits", 2, *small[2:], "--weights", "kept",
@@ -179,10 +130,10 @@ class Weights(Case):
         self.train("--steps", 2)
         self.answers("export", "kept", "-o", "before.safetensors")
         text = self.train("--steps", 2, "--resume", "--weights", self.weights / "hf")
-        self.assertNotIn("starts from", text)
+        self.assertNotIn("initial weights", text)
         self.train("--steps", 3, "--resume", "--learning-rate", 0, "--weight-decay", 0, "--weights", self.weights / "hf")
         self.answers("export", "kept", "-o", "after.safetensors")
-        self.assertEqual(read_tensors(self.folder / "before.safetensors"), read_tensors(self.folder / "after.safetensors"))
+        self.assertEqual(read_tensors_and_metadata(self.folder / "before.safetensors"), read_tensors_and_metadata(self.folder / "after.safetensors"))
 
 
 class Export(Case):
@@ -190,7 +141,7 @@ class Export(Case):
         self.train("--steps", 4, "--stages", 2)
         text = self.answers("export", "kept", "-o", "model.safetensors")
         self.assertEqual(text, "model.safetensors: 5 tensors of kept/step-00000004\n")
-        tensors, metadata = read_tensors(self.folder / "model.safetensors")
+        tensors, metadata = read_tensors_and_metadata(self.folder / "model.safetensors")
         # Not scale.shift, which the model's state_dict does not have.
         self.assertEqual(sorted(tensors), NAMES)
         self.assertEqual(tensors["embedding.weight"], tensors["head.weight"])
@@ -208,7 +159,7 @@ class Export(Case):
         self.assert_close(self.reference_outputs(self.folder / "trained.pt2"), trained)
         self.assertGreater(max(abs(a - b) for a, b in zip(self.reference_outputs(TIED), trained)), 1e-3)
         self.reference("state", self.folder / "trained.pt2", self.folder / "state.safetensors")
-        self.assertEqual(read_tensors(self.folder / "state.safetensors")[0], read_tensors(self.folder / "model.safetensors")[0])
+        self.assertEqual(read_tensors(self.folder / "state.safetensors"), read_tensors(self.folder / "model.safetensors"))
         # The same model from elsewhere.
         shutil.copy(TIED, self.folder / "copy.pt2")
         self.answers("export", self.weights / "sharded", "--model", "copy.pt2", "--pt2", "other.pt2")
@@ -225,9 +176,9 @@ class Export(Case):
                      message="x.pt: is named by --output and by --pt2.")
         self.refuses("export", self.weights / "hf", "-o", "a.pt2",
                      message="a.pt2: --output writes safetensors.\n  Hint: --pt2 a.pt2 writes an exported model.")
-        self.refuses("export", self.weights / "hf", "-o", "none/a.safetensors", message="none/a.safetensors: cannot be written, ")
+        self.refuses("export", self.weights / "hf", "-o", "none/a.safetensors", message="none/a.safetensors: cannot be written: there is no directory none.")
         self.refuses("export", self.weights / "hf", "--pt2", "a.pt2",
-                     message="/hf: does not say which exported model it is of.\n  Hint: --model MODEL.pt2 names the archive ")
+                     message="/hf: does not say which exported model it belongs to.\n  Hint: name the exported model with --model MODEL.pt2.")
         self.refuses("export", self.weights / "hf", "--model", PAIR, "-o", "a.safetensors", "--pt2", "a.pt2",
                      message=f"/hf: does not fit {PAIR}:\n  tensor 'first.weight' is missing")
         shutil.copy(TIED, self.folder / "model.pt2")
@@ -240,7 +191,7 @@ class Export(Case):
         (self.folder / "kept").rmdir()
         self.train("--steps", 1, model="model.pt2")
         (self.folder / "model.pt2").unlink()
-        self.refuses("export", "kept", "--pt2", "a.pt2", message=f"kept/step-00000001: is of {self.folder / 'model.pt2'}, which is not there.\n  Hint: --model ")
+        self.refuses("export", "kept", "--pt2", "a.pt2", message=f"kept/step-00000001: belongs to {self.folder / 'model.pt2'}, which does not exist.\n  Hint: name the exported model with --model ")
 
 
 class Eval(Case):

@@ -105,7 +105,7 @@ class Outcome:
         return f"{self.scenario.name}:{fault.kind}:{fault.call}:{fault.form}:{fault.errno}"
 
     def text(self):
-        saved = "".join(re.findall(r"^.*checkpoint in.*\n", self.result.stdout, re.M))
+        saved = "".join(re.findall(r"^step \d+: checkpoint .*\n", self.result.stdout, re.M))
         return (f"{self.selector()}, which failed {self.result.failed_call!r}, exit code {self.result.code}\n"
                 + "".join(f"  {problem}\n" for problem in self.problems) + saved + f"stderr:\n{self.result.stderr}")
 

@@ -82,7 +82,7 @@ class Training:
 
     def problems_after(self, folder, result):
         """Yields what is wrong after a run, and resumes it. The problem "lost checkpoint" is one of them."""
-        reported = [int(step) for step in re.findall(r"^step (\d+): checkpoint in", result.stdout, re.M)]
+        reported = [int(step) for step in re.findall(r"^step (\d+): checkpoint ", result.stdout, re.M)]
         saved = max([self.saved_before, *reported])
         for checkpoint in checkpoints_in(folder).values():
             if not is_whole(checkpoint):
@@ -118,7 +118,7 @@ class Training:
         if resumed.code != 0:
             yield f"the resumed run fails: {resumed.stderr.splitlines()[:1]}"
             return
-        found = re.search(r"^continues after step (\d+)$|^nothing to do: step (\d+)", resumed.stdout, re.M)
+        found = re.search(r"^resuming after step (\d+)$|^nothing to do: step (\d+)", resumed.stdout, re.M)
         resumed_from = int(found[1] or found[2]) if found else 0
         if resumed_from < saved:
             yield f"lost checkpoint: step {saved} was saved, and the run resumes from step {resumed_from}"
@@ -149,7 +149,7 @@ class Resumed(Training):
 
     def problems_after(self, folder, result):
         has_begun = "microbatches\n" in result.stdout
-        if has_begun and f"continues after step {self.saved_before}\n" not in result.stdout:
+        if has_begun and f"resuming after step {self.saved_before}\n" not in result.stdout:
             yield f"lost checkpoint: the run does not resume from step {self.saved_before}"
         yield from super().problems_after(folder, result)
 

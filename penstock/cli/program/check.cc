@@ -1,4 +1,4 @@
-// penstock check: a model in a pipeline against the same in one process.
+// penstock check: compares a pipelined model with the same model in one process.
 #include <ATen/core/grad_mode.h>
 
 #include <iostream>
@@ -29,25 +29,25 @@
 namespace penstock::cli {
 namespace {
 
-// What the program writes to, such as statistics, becomes again what it was.
-class KeptState {
+// Restores the tensors that the program mutates, such as running statistics of batch norm, when it is destroyed.
+class RestoredState {
  public:
-  explicit KeptState(const Program& program) {
+  explicit RestoredState(const Program& program) {
     const std::set<int> written = written_values(*program.state()->exported);
     for (const ProgramInput& input : program.inputs()) {
       if (!written.contains(input.value)) continue;
       const at::Tensor& tensor = program.tensor(input);
-      kept_.emplace_back(tensor.detach(), tensor.detach().clone());
+      saved_.emplace_back(tensor.detach(), tensor.detach().clone());
     }
   }
-  ~KeptState() {
-    for (auto& [tensor, content] : kept_) tensor.copy_(content);
+  ~RestoredState() {
+    for (auto& [tensor, content] : saved_) tensor.copy_(content);
   }
-  KeptState(const KeptState&) = delete;
-  KeptState& operator=(const KeptState&) = delete;
+  RestoredState(const RestoredState&) = delete;
+  RestoredState& operator=(const RestoredState&) = delete;
 
  private:
-  std::vector<std::pair<at::Tensor, at::Tensor>> kept_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> saved_;
 };
 
 }  // namespace
@@ -65,21 +65,25 @@ void add_check(CLI::App& command, int& exit) {
   const auto options = std::make_shared<Options>();
   options->cut.add_to(command);
   options->run.add_to(command);
-  command.add_flag("--eval", options->eval, "Check in evaluation mode: without dropout, with learned statistics");
+  command.add_flag("--eval", options->eval, "Check in evaluation mode: no dropout, batch norm with running statistics");
   command
-      .add_option("--inputs", options->inputs, "Inputs of all microbatches: args.0, kwargs.mask, … (default: random)")
-      ->option_text("FILE.safetensors");
-  command.add_option("--dump", options->dump, "Write outputs and gradients of the pipeline: output.0, …, grad.NAME, …")
+      .add_option("--inputs", options->inputs,
+                  "Input tensors, args.0, kwargs.mask, …, for all microbatches together (default: random)")
       ->option_text("FILE.safetensors");
   command
-      .add_option("--tolerance", options->tolerance,
-                  "Largest difference allowed, as a part of a tensor's largest element or contribution of a microbatch "
-                  "(default: 8 times the spacing of the dtype's numbers at 1)")
+      .add_option("--dump", options->dump,
+                  "File to write outputs and gradients of the pipeline to: output.0, …, grad.NAME, …")
+      ->option_text("FILE.safetensors");
+  command
+      .add_option(
+          "--tolerance", options->tolerance,
+          "Largest allowed difference, relative to the largest element of a tensor or of a microbatch's contribution "
+          "to it (default: 8 times the machine epsilon of its dtype)")
       ->option_text("T")
       ->check(cost());
-  options->weights.add_to(command, "Weights to use in place of the model's own");
+  options->weights.add_to(command, "Weights to use instead of the model's own");
   on_call(command, [options, &exit] {
-    if (!options->dump.empty()) require_folder(options->dump);
+    if (!options->dump.empty()) require_writable_path(options->dump);
     Program program = read_program(options->cut, options->weights.read());
     if (options->eval) program.eval();
     const Pipe pipe = options->cut.cut(program, options->run.stages_wanted());
@@ -96,8 +100,8 @@ void add_check(CLI::App& command, int& exit) {
     pipelined.start();
     TensorsByName expected;
     std::map<std::string, double> contributions;
-    if (!OwnRanks::is_rank()) {
-      const KeptState kept(program);
+    if (!LocalRanks::is_rank()) {
+      const RestoredState restored(program);
       const WholeRun whole =
           run_whole(pipe, schedule, split_arguments(program, batch, schedule.microbatches()),
                     {.intra_op_threads = options->run.threads, .seed = options->run.seed, .is_cancelled = [] {
@@ -123,13 +127,13 @@ void add_check(CLI::App& command, int& exit) {
     outputs.write(std::cout, "outputs");
     gradients.write(std::cout, "gradients");
     std::cout << (is_identical ? "bitwise identical to one process\n"
-                  : is_good    ? "equal to one process, but for rounding\n"
-                               : "NOT what one process gives\n");
+                  : is_good    ? "equal to one process up to rounding\n"
+                               : "DIFFERENT from one process\n");
     if (!is_identical) {
       if (const auto reason = why_not_reproducible()) std::cout << "note: " << *reason << "\n";
     }
     if (!options->dump.empty()) write_safetensors(options->dump, {found.begin(), found.end()});
-    exit = is_good ? kYes : kNo;
+    exit = is_good ? kSuccess : kCheckFailed;
   });
 }
 

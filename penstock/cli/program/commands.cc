@@ -1,4 +1,4 @@
-// The way into the library that main loads.
+// Entry point of the library that has the commands that need libtorch, and what these commands share.
 #include "penstock/cli/program/commands.h"
 
 #include <c10/util/Exception.h>
@@ -19,7 +19,7 @@ struct Group {
   std::initializer_list<const char*> options;
 };
 
-// Where --help shows each option. Options that are not named here stand at the beginning.
+// Assigns options to the groups that --help shows. An option that is not listed stays in the first group.
 void group_options(CLI::App& command) {
   static const std::initializer_list<Group> kGroups{
       {"Model", {"--weights", "--layers", "--width", "--heads", "--dropout", "--dtype", "--allow-operator"}},
@@ -44,14 +44,14 @@ void group_options(CLI::App& command) {
 
 }  // namespace
 
-void penstock::cli::on_call(CLI::App& command, std::function<void()> act) {
+void penstock::cli::on_call(CLI::App& command, std::function<void()> run) {
   group_options(command);
-  command.callback([act = std::move(act)] {
-    // Its warnings are for those who work on it: a host without a name, memory that it does not know.
+  command.callback([run = std::move(run)] {
+    // libtorch's warnings, such as for a host without a name, are of no use to users of the command.
     if (std::getenv("TORCH_CPP_LOG_LEVEL") == nullptr) FLAGS_caffe2_log_level = c10::GLOG_ERROR;
     prepare_process();
     try {
-      act();
+      run();
     } catch (const c10::Error& error) {
       throw std::runtime_error(error.what_without_backtrace());
     }

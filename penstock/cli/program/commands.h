@@ -1,4 +1,4 @@
-// The commands that need libtorch, one file each.
+// Commands that need libtorch. Each has a source of its own.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -6,8 +6,9 @@
 
 namespace penstock::cli {
 
-// What a command does when it is called. What libtorch throws is said without where in its sources that was.
-void on_call(CLI::App& command, std::function<void()> act);
+// Groups the options of a command for --help, and calls `run` when the command line has been parsed. Errors of libtorch are
+// rethrown without their C++ backtrace.
+void on_call(CLI::App& command, std::function<void()> run);
 
 void add_split(CLI::App& command, int& exit);
 void add_check(CLI::App& command, int& exit);

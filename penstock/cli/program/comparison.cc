@@ -22,14 +22,14 @@ at::Tensor widened(const at::Tensor& tensor) {
   return tensor.to(tensor.is_complex() ? at::kComplexDouble : at::kDouble);
 }
 
-// Largest finite absolute element.
+// Returns the largest finite absolute element.
 double largest(const at::Tensor& tensor) {
   if (tensor.numel() == 0) return 0;
   const at::Tensor sizes = widened(tensor).abs();
   return sizes.masked_fill(sizes.isfinite().logical_not(), 0).max().item<double>();
 }
 
-// Eight times the spacing of the dtype's numbers at 1: what sums in another order may make of equal terms.
+// Returns eight times the machine epsilon of the dtype, which bounds what another order of summation changes.
 double rounding_of(const at::Tensor& tensor) {
   if (!has_rounding(tensor)) return 0;
   int bits = 3;
@@ -43,7 +43,7 @@ double rounding_of(const at::Tensor& tensor) {
   return 8 * std::pow(2.0, -bits);
 }
 
-double part_of(double absolute, double scale) {
+double relative_to(double scale, double absolute) {
   return scale > 0 ? absolute / scale : absolute;
 }
 
@@ -56,14 +56,14 @@ Difference difference_of(const std::string& name, const at::Tensor& expected, co
     return difference;
   }
   at::Tensor same = expected == found;
-  // Two NaN agree here.
+  // NaN equals NaN here.
   if (has_rounding(expected)) same = same.logical_or(expected.isnan().logical_and(found.isnan()));
   difference.is_identical = same.all().item<bool>();
   if (difference.is_identical) return difference;
   difference.absolute = (widened(expected) - widened(found)).abs().masked_fill(same, 0).max().item<double>();
   const double own = std::max({largest(expected), largest(found), contribution});
-  difference.of_own = part_of(difference.absolute, own);
-  difference.of_group = part_of(difference.absolute, group);
+  difference.of_own = relative_to(own, difference.absolute);
+  difference.of_group = relative_to(group, difference.absolute);
   const double rounding = rounding_of(expected);
   const double allowed = tolerance.value_or(rounding);
   const double noise = std::min(allowed, rounding) * group;
@@ -88,20 +88,23 @@ bool Comparison::is_tolerable() const {
   return std::ranges::all_of(differences, &Difference::is_tolerable);
 }
 
-void Comparison::write(std::ostream& out, const std::string& what) const {
-  out << "  " << what << ": " << differences.size();
+void Comparison::write(std::ostream& out, const std::string& group) const {
+  out << "  " << group << ": " << differences.size();
   if (differences.empty()) {
     out << "\n";
   } else if (is_identical()) {
     out << ", all bitwise identical\n";
   } else {
-    // One that is not tolerable comes before all that are.
-    const auto severity = [](const Difference& one) { return std::pair(!one.is_tolerable, one.of_own); };
+    // A difference above the tolerance counts as worse than any below it.
+    const auto severity = [](const Difference& difference) {
+      return std::pair(!difference.is_tolerable, difference.of_own);
+    };
     const auto worst = std::ranges::max_element(differences, {}, severity);
     const auto identical = std::ranges::count_if(differences, &Difference::is_identical);
     out << ", of which " << identical << " are bitwise identical; the largest difference is "
         << short_text(worst->absolute) << " in " << worst->name << " (" << short_text(worst->of_own)
-        << " of its own scale, " << short_text(worst->of_group) << " of the largest of all " << what << ")\n";
+        << " relative to its own scale, " << short_text(worst->of_group) << " relative to the largest of all " << group
+        << ")\n";
   }
 }
 
@@ -114,7 +117,7 @@ Comparison compare(const TensorsByName& expected, const TensorsByName& found, co
   for (const auto& [name, tensor] : expected) {
     if (!name.starts_with(options.prefix)) continue;
     const auto other = found.find(name);
-    if (other == found.end()) throw ProgramError(name + " is missing from what the pipeline gave.");
+    if (other == found.end()) throw ProgramError(name + " is missing from the results of the pipeline.");
     const auto contribution = options.contributions.find(name.substr(options.prefix.size()));
     comparison.differences.push_back(difference_of(
         name, tensor, other->second, contribution == options.contributions.end() ? 0 : contribution->second, group,
@@ -122,7 +125,7 @@ Comparison compare(const TensorsByName& expected, const TensorsByName& found, co
   }
   for (const auto& [name, tensor] : found) {
     if (name.starts_with(options.prefix) && !expected.contains(name)) {
-      throw ProgramError(name + " came out of the pipeline, and not out of one process.");
+      throw ProgramError(name + " is a result of the pipeline, but not of one process.");
     }
   }
   return comparison;

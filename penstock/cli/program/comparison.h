@@ -1,9 +1,9 @@
-// Compares what a pipeline computed with what one process computed, and judges the differences.
+// Compares the results of a pipeline with those of one process.
 //
-// A gradient that is zero but for rounding, such as that of a bias in front of a softmax, has no digits of its own to agree
-// in: sums in another order give other noise. So a difference is judged against the scale of the computation: the tensor's
-// own largest element, the largest contribution of a microbatch to it, and, for a tensor that is no larger than the rounding
-// of its group (all outputs, or all gradients), the largest element of that group.
+// A gradient that is zero up to rounding, such as that of a bias before a softmax, is noise, and another order of summation
+// gives other noise. A difference is therefore measured relative to the scale of the computation: the tensor's largest
+// element, the largest contribution of a microbatch to it, or, for a tensor that is no larger than the rounding error of its
+// group (all outputs, or all gradients), the largest element of that group.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,12 +18,12 @@
 
 namespace penstock::cli {
 
-// How one tensor differs between the two.
+// Difference of one tensor between the pipeline and one process.
 struct Difference {
   std::string name;
   // Largest absolute difference of two elements.
   double absolute = 0;
-  // The same as a part of the tensor's own scale, and of its group's.
+  // The same, relative to the tensor's own scale and to its group's.
   double of_own = 0;
   double of_group = 0;
   bool is_identical = true;
@@ -35,20 +35,20 @@ struct Comparison {
 
   bool is_identical() const;
   bool is_tolerable() const;
-  // Writes a line. `what` names the group in the plural: "gradients".
-  void write(std::ostream& out, const std::string& what) const;
+  // Writes a line about the group, whose name is in the plural: "gradients".
+  void write(std::ostream& out, const std::string& group) const;
 };
 
 struct ComparisonOptions {
-  // Compares the tensors whose names begin with this; they are a group.
+  // Prefix of the names of the tensors to compare, which form a group.
   std::string prefix = {};
-  // Largest difference allowed, as a part of the scale. By default, eight times the spacing of the dtype's numbers at 1.
+  // Largest allowed difference, relative to the scale. The default is eight times the machine epsilon of the dtype.
   std::optional<double> tolerance = std::nullopt;
-  // Largest absolute element that a microbatch contributed, by the tensors' names without the prefix.
+  // Largest absolute element of a microbatch's contribution, by tensor name without the prefix.
   std::map<std::string, double> contributions = {};
 };
 
-// Throws ProgramError for a tensor that only one of the two has.
+// Throws ProgramError for a tensor that only one of the two computed.
 Comparison compare(const TensorsByName& expected, const TensorsByName& found, const ComparisonOptions& options);
 
 }  // namespace penstock::cli

@@ -1,4 +1,4 @@
-// penstock eval: how good an exported model is on data.
+// penstock eval: evaluates an exported model on data.
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -16,9 +16,9 @@
 
 #include "penstock/cli/checks.h"
 #include "penstock/cli/program/commands.h"
+#include "penstock/cli/program/local_ranks.h"
 #include "penstock/cli/program/model_files.h"
 #include "penstock/cli/program/options.h"
-#include "penstock/cli/program/own_ranks.h"
 #include "penstock/cli/train/progress.h"
 #include "penstock/train/data.h"
 #include "penstock/train/model.h"
@@ -38,7 +38,7 @@ struct EvalOptions {
   bool json = false;
 };
 
-// Counts the right predictions of all microbatches, on the rank that has the last stage.
+// Counts the correct predictions of all microbatches, on the rank that has the last stage.
 class CountingData final : public Data {
  public:
   explicit CountingData(std::unique_ptr<Data> data) : data_(std::move(data)) {}
@@ -57,7 +57,7 @@ class CountingData final : public Data {
   std::string unit() const override { return data_->unit(); }
   std::string description() const override { return data_->description(); }
 
-  // None if the loss is not one of classes.
+  // Returns nullopt unless the loss compares classes.
   std::optional<std::int64_t> right() const { return right_; }
 
  private:
@@ -68,7 +68,7 @@ class CountingData final : public Data {
 
 struct Metrics {
   double loss = 0;
-  // The next two are there if the loss is one of classes.
+  // True if the loss compares classes; accuracy and perplexity are defined then.
   bool has_classes = false;
   double accuracy = 0;
   double perplexity = 0;
@@ -95,7 +95,7 @@ struct Metrics {
   }
 };
 
-// Evaluates in this process: on all ranks, or on the one of the transport. The rank that has the last stage prints.
+// Evaluates on all ranks in this process or, with a transport, on its rank. The rank that has the last stage prints.
 void evaluate(const EvalOptions& options, std::shared_ptr<Transport> transport) {
   Program program = read_program(options.cut, options.weights.read());
   program.eval();
@@ -136,11 +136,12 @@ void add_eval(CLI::App& command, int& /*exit*/) {
   const auto options = std::make_shared<EvalOptions>();
   options->cut.add_to(command);
   options->run.add_to(command);
-  options->weights.add_to(command, "Weights to use in place of the model's own");
+  options->weights.add_to(command, "Weights to use instead of the model's own");
   command
-      .add_option("--data", options->data,
-                  "Batches in safetensors files: one, or a directory, of which the files named eval… are read, or all "
-                  "if there are none")
+      .add_option(
+          "--data", options->data,
+          "Safetensors file with a batch, or a directory of them, of which the files named eval… are used if there are "
+          "any")
       ->option_text("PATH")
       ->required();
   command
@@ -148,19 +149,20 @@ void add_eval(CLI::App& command, int& /*exit*/) {
                   "Loss: the model's output, or its output compared with the batch's target")
       ->option_text("output|mse|cross_entropy [output]")
       ->check(one_of({"output", "mse", "cross_entropy"}));
-  command.add_option("--ignore-index", options->files.ignore_index, "Target class that cross_entropy leaves out")
+  command.add_option("--ignore-index", options->files.ignore_index, "Target class that cross_entropy ignores")
       ->option_text("N [-100]");
   command.add_flag("--json", options->json, "Print JSON");
   on_call(command, [options] {
     const auto as_rank = [&] {
-      evaluate(*options, c10d_transport(rendezvous(options->run.timeout_in_milliseconds(), say_waiting)));
+      evaluate(*options, c10d_transport(rendezvous(options->run.timeout_in_milliseconds(), print_waiting)));
     };
-    if (OwnRanks::is_rank()) {
-      OwnRanks::run([&](const std::filesystem::path&, int) { as_rank(); });
+    if (LocalRanks::is_rank()) {
+      LocalRanks::run([&](const std::filesystem::path&, int) { as_rank(); });
     }
     if (options->run.transport == "threads") return evaluate(*options, nullptr);
     const Program program = read_program(options->cut, options->weights.read());
-    OwnRanks ranks(options->run.make(options->cut.cut(program, options->run.stages_wanted()).num_stages(), 0).ranks());
+    LocalRanks ranks(
+        options->run.make(options->cut.cut(program, options->run.stages_wanted()).num_stages(), 0).ranks());
     ranks.wait(Clock::now() + std::chrono::hours(24));
   });
 }

@@ -1,4 +1,4 @@
-// penstock export: what was trained, for other programs to read.
+// penstock export: writes trained weights as safetensors, or as an exported model.
 #include <filesystem>
 #include <iostream>
 #include <memory>
@@ -22,7 +22,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Returns the tensors that the model's state_dict has.
+// Returns the tensors of the model's state_dict: all weights but non-persistent buffers.
 NamedTensors state_dict_of(const WeightFiles& weights) {
   std::set<std::string> left_out;
   if (weights.checkpoint) {
@@ -36,15 +36,15 @@ NamedTensors state_dict_of(const WeightFiles& weights) {
   return state;
 }
 
-// Returns the exported model that the run of a checkpoint has trained.
+// Returns the path of the exported model that was trained, from the checkpoint's configuration.
 std::string model_of(const WeightFiles& weights) {
   std::string model;
   if (weights.checkpoint) model = parse_json(weights.checkpoint->configuration).value("model", "");
   if (!model.empty() && fs::exists(model)) return model;
-  throw std::runtime_error(
-      weights.path +
-      (model.empty() ? ": does not say which exported model it is of" : ": is of " + model + ", which is not there") +
-      ".\n  Hint: --model MODEL.pt2 names the archive that --pt2 is a copy of.");
+  throw std::runtime_error(weights.path +
+                           (model.empty() ? ": does not say which exported model it belongs to"
+                                          : ": belongs to " + model + ", which does not exist") +
+                           ".\n  Hint: name the exported model with --model MODEL.pt2.");
 }
 
 void require_other_file(const std::string& target, const std::string& model) {
@@ -67,16 +67,19 @@ void add_export(CLI::App& command, int& /*exit*/) {
   const auto options = std::make_shared<Options>();
   command
       .add_option("CHECKPOINT", options->checkpoint,
-                  "A checkpoint or a directory of them, a safetensors file, or a Hugging Face directory")
+                  "Checkpoint or directory of checkpoints, safetensors file, or Hugging Face directory")
       ->required();
-  command.add_option("-o,--output", options->output, "Write the weights to one file, by the model's own names")
-      ->option_text("FILE.safetensors");
-  auto* const pt2 = command
-                        .add_option("--pt2", options->pt2,
-                                    "Write a copy of the exported model with the weights, for torch.export.load")
-                        ->option_text("FILE.pt2");
   command
-      .add_option("--model", options->model, "The exported model that --pt2 is a copy of; by default that of the run")
+      .add_option("-o,--output", options->output,
+                  "File to write the weights to, under the names of the model's state_dict")
+      ->option_text("FILE.safetensors");
+  auto* const pt2 =
+      command
+          .add_option("--pt2", options->pt2,
+                      "File to write a copy of the exported model with the weights to, for torch.export.load")
+          ->option_text("FILE.pt2");
+  command
+      .add_option("--model", options->model, "Exported model to copy for --pt2 (default: the model that was trained)")
       ->option_text("MODEL.pt2")
       ->needs(pt2);
   add_allowed_operators(command, options->allowed_operators);
@@ -93,7 +96,7 @@ void add_export(CLI::App& command, int& /*exit*/) {
       throw std::runtime_error(options->output + ": is named by --output and by --pt2.\n  Hint: write two files.");
     }
     for (const std::string& path : {options->output, options->pt2}) {
-      if (!path.empty()) require_folder(path);
+      if (!path.empty()) require_writable_path(path);
     }
     const WeightFiles weights = read_weight_files(options->checkpoint);
     // Everything is read and compared before the first file is written.
@@ -108,7 +111,7 @@ void add_export(CLI::App& command, int& /*exit*/) {
     }
     if (!options->output.empty()) {
       const NamedTensors state = state_dict_of(weights);
-      // The format is what transformers asks for.
+      // transformers requires this metadata.
       write_safetensors(options->output, state, {{"format", "pt"}});
       std::cout << options->output << ": " << state.size() << (state.size() == 1 ? " tensor" : " tensors") << " of "
                 << weights.path << "\n";

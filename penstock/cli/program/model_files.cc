@@ -8,9 +8,8 @@ namespace penstock::cli {
 
 void WeightsOption::add_to(CLI::App& command, const std::string& description) {
   command
-      .add_option(
-          "--weights", path,
-          description + ": a checkpoint or a directory of them, a safetensors file, or a Hugging Face directory")
+      .add_option("--weights", path,
+                  description + ": checkpoint or directory of checkpoints, safetensors file, or Hugging Face directory")
       ->option_text("PATH");
 }
 

@@ -1,4 +1,4 @@
-// The files that the commands on exported models read besides the model: weights, and inputs.
+// Reads exported models, weights and inputs for the commands on exported models.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -13,22 +13,22 @@
 
 namespace penstock::cli {
 
-// --weights: the weights to use instead of the model's own.
+// --weights: weights to use instead of the model's own.
 struct WeightsOption {
   std::string path;
 
   void add_to(CLI::App& command, const std::string& description);
-  // Throws WeightsError. None if the option is not given.
+  // Returns nullopt if the option is not given. Throws WeightsError.
   std::optional<WeightFiles> read() const;
 };
 
-// Reads an exported model, and loads the weights if there are any. Throws ProgramError, with what differs, unless they fit.
+// Reads an exported model, and loads the weights if they are given. Throws ProgramError, which lists the differences, if they
+// do not fit the model.
 Program read_program(const CutOptions& cut, const std::optional<WeightFiles>& weights = std::nullopt);
 
-// Reads the inputs of all microbatches, args.0, kwargs.mask, …, from a file that may have been written for training: without
-// its target.
+// Reads the inputs of all microbatches, args.0, kwargs.mask, …. A target, which files for training have, is left out.
 TensorsByName read_inputs(const std::string& path);
-// Returns how many rows a batch has.
+// Returns the number of rows of a batch.
 std::int64_t rows_in(const TensorsByName& batch);
 
 }  // namespace penstock::cli

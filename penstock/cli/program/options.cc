@@ -14,7 +14,7 @@ namespace penstock::cli {
 void add_allowed_operators(CLI::App& command, std::vector<std::string>& names) {
   command
       .add_option("--allow-operator", names,
-                  "Operators that the model may call in addition to those that only compute on their arguments")
+                  "Operators to allow in addition to those that only compute on their arguments")
       ->option_text("LIBRARY::NAME…")
       ->expected(1, CLI::detail::expected_max_vector_size);
 }
@@ -23,11 +23,13 @@ void CutOptions::add_to(CLI::App& command, bool required) {
   command.add_option("MODEL.pt2", model, "Exported model, written by torch.export.save")->required(required);
   auto* const places = command
                            .add_option("--at", at,
-                                       "Modules to cut before, or after with NAME:end, in addition to the model's own "
+                                       "Modules to cut before, or after with NAME:end, in addition to the model's "
                                        "pipe_split() marks")
                            ->option_text("NAME…")
                            ->expected(1, CLI::detail::expected_max_vector_size);
-  command.add_option("--stages", stages, "Number of stages, cut so that they take about the same time")
+  command
+      .add_option("--stages", stages,
+                  "Number of stages, cut so that they take about the same time (default: cut at the marks)")
       ->option_text("N")
       ->check(whole_number())
       ->excludes(places);
@@ -35,9 +37,9 @@ void CutOptions::add_to(CLI::App& command, bool required) {
   limits.add_to(command);
 }
 
-Pipe CutOptions::cut(const Program& program, int otherwise) const {
+Pipe CutOptions::cut(const Program& program, int default_stages) const {
   if (stages > 0) return pipeline(program, stages);
-  if (at.empty() && program.graph().marks.empty() && otherwise > 1) return pipeline(program, otherwise);
+  if (at.empty() && program.graph().marks.empty() && default_stages > 1) return pipeline(program, default_stages);
   SplitSpec spec;
   for (const std::string& name : at) {
     constexpr std::string_view kEnd = ":end";
@@ -58,11 +60,11 @@ void RunOptions::add_to(CLI::App& command) {
       command.add_option("--schedule", schedule, "Name of the schedule; `penstock schedule list` lists them")
           ->option_text("NAME [1F1B]");
   auto* const by_file =
-      command.add_option("--csv", csv, "File with a schedule, one row for each rank")->option_text("FILE");
+      command.add_option("--csv", csv, "CSV file with a schedule, one row for each rank")->option_text("FILE");
   by_file->excludes(by_name)->excludes(command.get_option("--ranks"));
   command
       .add_option("--microbatches", microbatches,
-                  "Number of microbatches (default: as many as the inputs hold, or two for each rank)")
+                  "Number of microbatches (default: as many as the inputs can be split into, or two for each rank)")
       ->option_text("M")
       ->check(whole_number());
   command.add_option("--transport", transport, "Thread ranks, or process ranks that communicate through Gloo")
@@ -71,10 +73,10 @@ void RunOptions::add_to(CLI::App& command) {
   command.add_option("--threads", threads, "Number of intra-op threads of each rank")
       ->option_text("N [1]")
       ->check(whole_number());
-  command.add_option("--seed", seed, "Seed of random numbers: dropout and random inputs")
+  command.add_option("--seed", seed, "Seed of random numbers, for dropout and random inputs")
       ->option_text("S [0]")
       ->check(cli::seed());
-  command.add_option("--timeout", timeout, "Timeout in seconds of a wait for another rank")
+  command.add_option("--timeout", timeout, "Timeout of each wait for another rank, in seconds")
       ->option_text("T [300]")
       ->check(duration());
 }
@@ -90,7 +92,7 @@ int RunOptions::stages_wanted() const {
   return ranks == 0 ? 1 : ranks * find_generator(schedule).default_stages_per_rank();
 }
 
-Schedule RunOptions::make(int stages, int rows) const {
+Schedule RunOptions::make(int stages, int available) const {
   if (!csv.empty()) {
     Schedule read = parse_csv(read_file(csv), {.source = csv});
     if (read.stages() != stages) {
@@ -107,7 +109,7 @@ Schedule RunOptions::make(int stages, int rows) const {
   const std::string name(generator.name);
   int per_rank = generator.stages_per_rank;
   if (per_rank == 0) per_rank = ranks > 0 && stages % ranks == 0 ? stages / ranks : generator.default_stages_per_rank();
-  // One stage is one rank's, whatever the schedule would like.
+  // A single stage runs on one rank under any schedule.
   if (generator.stages_per_rank == 0 && stages == 1) per_rank = 1;
   const int found = ranks > 0 ? ranks : stages / per_rank;
   if (found * per_rank != stages) {
@@ -116,7 +118,7 @@ Schedule RunOptions::make(int stages, int rows) const {
                        (ranks > 0 ? std::to_string(ranks) + (ranks == 1 ? " rank" : " ranks") : "such ranks") +
                        ".\n  Hint: cut the model with --stages N, or choose another schedule.");
   }
-  const int count = microbatches > 0 ? microbatches : rows > 0 ? rows : 2 * found;
+  const int count = microbatches > 0 ? microbatches : available > 0 ? available : 2 * found;
   return generate(schedule, {.ranks = found, .stages_per_rank = per_rank, .microbatches = count});
 }
 

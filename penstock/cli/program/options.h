@@ -1,4 +1,4 @@
-// What the commands on exported models have in common: CUT and RUN.
+// Options that the commands on exported models share: how to cut a model, and how to run it.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -17,7 +17,7 @@ namespace penstock::cli {
 // Adds --allow-operator.
 void add_allowed_operators(CLI::App& command, std::vector<std::string>& names);
 
-// CUT: where to cut a model.
+// Options that say where to cut a model into stages.
 struct CutOptions {
   std::string model;
   std::vector<std::string> at;
@@ -26,13 +26,13 @@ struct CutOptions {
   LimitOptions limits;
 
   void add_to(CLI::App& command, bool required = true);
-  // At the places that were named and the model's own marks; in so many stages; without a word, at the marks, or in
-  // `otherwise` stages if there are none.
-  Pipe cut(const Program& program, int otherwise = 1) const;
+  // Cuts the model into --stages stages, or at the modules of --at and the model's pipe_split() marks. Without options and
+  // marks it cuts into `default_stages`.
+  Pipe cut(const Program& program, int default_stages = 1) const;
   ProgramOptions program() const { return {.allowed_operators = allowed_operators}; }
 };
 
-// RUN: how to run it.
+// Options that say how to run a pipeline.
 struct RunOptions {
   int ranks = 0;
   std::string schedule = "1F1B";
@@ -45,10 +45,11 @@ struct RunOptions {
 
   void add_to(CLI::App& command);
   std::chrono::milliseconds timeout_in_milliseconds() const;
-  // How many stages these ranks have, if they were named and nothing else says.
+  // Returns the number of stages that --ranks or --csv ask for, and 1 without them.
   int stages_wanted() const;
-  // The schedule for so many stages. `rows` is how many microbatches the inputs are, or 0 for any number.
-  Schedule make(int stages, int rows) const;
+  // Returns the schedule for this number of stages. `available` is the number of microbatches that the inputs can be split
+  // into, or 0 if any number will do. Throws ProgramError if schedule, stages and ranks do not fit together.
+  Schedule make(int stages, int available) const;
 };
 
 }  // namespace penstock::cli

@@ -17,7 +17,7 @@ constexpr int kLine = 18;
 constexpr int kPadding = 12;
 constexpr int kGap = 26;
 constexpr int kLeft = 24;
-// Between the arcs of skips, on the right.
+// Distance between the arrows of skip connections, on the right.
 constexpr int kLane = 22;
 constexpr int kLabel = 300;
 
@@ -25,7 +25,7 @@ std::string shortened(const std::string& text, std::size_t most) {
   return text.size() <= most ? text : text.substr(0, most - 3) + "...";
 }
 
-// Names in a row, in lines of a width.
+// Returns the names, separated by commas, in at most `most` lines of `width` characters.
 std::vector<std::string> lines_of(const std::vector<std::string>& names, std::size_t width, std::size_t most) {
   std::vector<std::string> lines(1);
   for (std::size_t i = 0; i < names.size(); ++i) {
@@ -49,7 +49,7 @@ struct Box {
 }  // namespace
 
 void draw_pipe(std::ostream& out, const PipeInfo& info) {
-  // What goes along each edge.
+  // Boundary values of each edge between stages.
   std::map<std::pair<int, int>, std::vector<const PipeInfo::Crossing*>> edges;
   for (const PipeInfo::Crossing& crossing : info.crossings) edges[{crossing.from, crossing.to}].push_back(&crossing);
 

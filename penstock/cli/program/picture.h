@@ -1,4 +1,4 @@
-// A model in stages as a picture.
+// Draws a model that is cut into stages.
 #pragma once
 
 #include <iosfwd>
@@ -7,7 +7,8 @@
 
 namespace penstock::cli {
 
-// SVG: a box for each stage, from top to bottom, and what crosses beside the arrows; skips go around.
+// Writes an SVG with a box for each stage, from top to bottom, and arrows with the names of the boundary values. Arrows of
+// skip connections go around the boxes.
 void draw_pipe(std::ostream& out, const PipeInfo& info);
 
 }  // namespace penstock::cli

@@ -20,11 +20,11 @@
 namespace penstock::cli {
 namespace {
 
-// Metadata of a rank's results.
+// Metadata key in the file of a rank's results.
 constexpr const char* kSeconds = "seconds";
 
-std::string results_of(const std::filesystem::path& folder, int rank) {
-  return folder / ("rank-" + std::to_string(rank) + ".safetensors");
+std::string results_file(const std::filesystem::path& directory, int rank) {
+  return directory / ("rank-" + std::to_string(rank) + ".safetensors");
 }
 
 }  // namespace
@@ -35,7 +35,8 @@ Pipelined::Pipelined(const Pipe& pipe, const Schedule& schedule, const RunOption
 Pipelined::~Pipelined() = default;
 
 void Pipelined::start() {
-  if (options_.transport == "gloo" && !OwnRanks::is_rank()) processes_ = std::make_unique<OwnRanks>(schedule_.ranks());
+  if (options_.transport == "gloo" && !LocalRanks::is_rank())
+    processes_ = std::make_unique<LocalRanks>(schedule_.ranks());
 }
 
 TensorsByName Pipelined::run_here(const TensorsByName& batch, std::shared_ptr<Transport> transport) {
@@ -46,7 +47,7 @@ TensorsByName Pipelined::run_here(const TensorsByName& batch, std::shared_ptr<Tr
   bool has_outputs = false;
   std::mutex mutex;
   PipelineOptions options{.transport = std::move(transport)};
-  // The target of a microbatch is its number, so that its output is known by it.
+  // The target of a microbatch is its index, by which the loss function stores its output.
   options.loss = [&](const c10::IValue& output, const c10::IValue& target, const Kwargs&) {
     const std::scoped_lock lock(mutex);
     outputs[static_cast<std::size_t>(target.toTensor().item<std::int64_t>())] = flatten_args_detach(output).value;
@@ -80,11 +81,11 @@ TensorsByName Pipelined::run_here(const TensorsByName& batch, std::shared_ptr<Tr
 }
 
 TensorsByName Pipelined::run(const TensorsByName& batch) {
-  if (OwnRanks::is_rank()) {
-    OwnRanks::run([&](const std::filesystem::path& folder, int rank) {
+  if (LocalRanks::is_rank()) {
+    LocalRanks::run([&](const std::filesystem::path& directory, int rank) {
       const TensorsByName result =
-          run_here(batch, c10d_transport(rendezvous(options_.timeout_in_milliseconds(), say_waiting)));
-      write_safetensors(results_of(folder, rank), {result.begin(), result.end()},
+          run_here(batch, c10d_transport(rendezvous(options_.timeout_in_milliseconds(), print_waiting)));
+      write_safetensors(results_file(directory, rank), {result.begin(), result.end()},
                         {{kSeconds, std::to_string(seconds_)}});
     });
   }
@@ -92,7 +93,7 @@ TensorsByName Pipelined::run(const TensorsByName& batch) {
   processes_->wait(Clock::now() + std::chrono::hours(24));
   TensorsByName result;
   for (int rank = 0; rank < schedule_.ranks(); ++rank) {
-    const SafetensorsFile file(results_of(processes_->folder(), rank));
+    const SafetensorsFile file(results_file(processes_->directory(), rank));
     for (const std::string& name : file.names()) result.emplace(name, file.tensor(name));
     seconds_ = std::max(seconds_, std::stod(file.metadata().at(kSeconds)));
   }

@@ -1,18 +1,19 @@
-// A batch through a pipeline, on threads or on processes.
+// Runs one batch through a pipeline, on thread ranks or process ranks.
 #pragma once
 
 #include <string>
 
+#include "penstock/cli/program/local_ranks.h"
 #include "penstock/cli/program/options.h"
-#include "penstock/cli/program/own_ranks.h"
 #include "penstock/program/inputs.h"
 #include "penstock/program/pipe.h"
 
 namespace penstock::cli {
 
-// Outputs (outputs_by_name), and with `backward` the gradients of the mean of the microbatches' losses, "grad.NAME". When ranks are
-// processes, this one starts them as itself with the same words, and each of them comes here too: it does its part and
-// ends. Throws PipelineError and what else goes wrong; of processes, what the first of them said.
+// Computes outputs (outputs_by_name) and, with `backward`, the gradients of the mean of the microbatches' losses ("grad.NAME").
+// With process ranks, each rank is this command again, with the same arguments: it reaches run() too, runs its stages, writes
+// its results and exits there. Throws PipelineError or, with process ranks, std::runtime_error with the message of the first
+// rank that failed.
 class Pipelined {
  public:
   Pipelined(const Pipe& pipe, const Schedule& schedule, const RunOptions& options, bool backward);
@@ -20,10 +21,10 @@ class Pipelined {
   Pipelined(const Pipelined&) = delete;
   Pipelined& operator=(const Pipelined&) = delete;
 
-  // Starts processes, if that is what ranks are: they work while this process does something else.
+  // Starts process ranks, which run while this process does other work. Does nothing with thread ranks.
   void start();
   TensorsByName run(const TensorsByName& batch);
-  // Returns how long the pipeline took for the batch, on the rank that took longest.
+  // Returns the time that the slowest rank took for the batch.
   double seconds() const { return seconds_; }
 
  private:
@@ -34,7 +35,7 @@ class Pipelined {
   const RunOptions& options_;
   bool backward_;
   double seconds_ = 0;
-  std::unique_ptr<OwnRanks> processes_;
+  std::unique_ptr<LocalRanks> processes_;
 };
 
 }  // namespace penstock::cli

@@ -1,4 +1,4 @@
-// penstock run: a model in a pipeline, forwards alone.
+// penstock run: inference in a pipeline.
 #include <iostream>
 #include <memory>
 #include <string>
@@ -24,15 +24,16 @@ void add_run(CLI::App& command, int& /*exit*/) {
   const auto options = std::make_shared<Options>();
   options->cut.add_to(command);
   options->run.add_to(command);
-  command.add_option("--inputs", options->inputs, "Inputs of all microbatches: args.0, kwargs.mask, …")
+  command
+      .add_option("--inputs", options->inputs, "Input tensors, args.0, kwargs.mask, …, for all microbatches together")
       ->option_text("FILE.safetensors")
       ->required();
-  command.add_option("--output", options->output, "File for the outputs: output.0, …")
+  command.add_option("--output", options->output, "File to write the outputs to: output.0, …")
       ->option_text("FILE.safetensors")
       ->required();
-  options->weights.add_to(command, "Weights to use in place of the model's own");
+  options->weights.add_to(command, "Weights to use instead of the model's own");
   on_call(command, [options] {
-    require_folder(options->output);
+    require_writable_path(options->output);
     Program program = read_program(options->cut, options->weights.read());
     program.eval();
     const Pipe pipe = options->cut.cut(program, options->run.stages_wanted());

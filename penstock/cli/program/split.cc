@@ -1,4 +1,4 @@
-// penstock split: the stages of a model, and what crosses.
+// penstock split: shows the stages of a model and the values that cross their boundaries.
 #include <algorithm>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -57,11 +57,12 @@ void add_split(CLI::App& command, int& /*exit*/) {
   const auto options = std::make_shared<Options>();
   options->cut.add_to(command);
   auto* const json = command.add_flag("--json", options->json, "Print JSON");
-  command.add_option("--format", options->format, "Output format: text, or svg for a picture")
+  command.add_option("--format", options->format, "Output format, text or svg")
       ->check(one_of({"text", "svg"}))
       ->option_text("FORMAT [text]")
       ->excludes(json);
-  command.add_option("-o,--output", options->output, "Write to a file")->option_text("FILE");
+  command.add_option("-o,--output", options->output, "File to write to (default: standard output)")
+      ->option_text("FILE");
   on_call(command, [options] {
     const Pipe pipe = options->cut.cut(read_program(options->cut));
     write_output(options->output, [&](std::ostream& out) {

@@ -1,4 +1,4 @@
-// penstock schedule: list, show, export, verify and simulate schedules; compare.cc has the rest.
+// penstock schedule: lists, shows, exports, verifies and simulates schedules. compare.cc has `compare`.
 #include <sys/ioctl.h>
 #include <unistd.h>
 
@@ -27,7 +27,7 @@
 namespace penstock::cli {
 namespace {
 
-// Of standard output, if it is a terminal.
+// Returns the width of the terminal on standard output, or the default width if there is none.
 int terminal_width() {
   winsize size{};
   if (::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0) return size.ws_col;
@@ -59,12 +59,13 @@ void add_show(CLI::App& parent) {
   options->costs.add_to(*command, "one stage and one microbatch");
   command
       ->add_option("--format", options->format,
-                   "Output format: text, svg, html (an interactive timeline) or trace (Chrome, Perfetto)")
+                   "Output format: text, svg, html (interactive timeline) or trace (Chrome, Perfetto)")
       ->check(one_of({"text", "svg", "html", "trace"}))
       ->option_text("FORMAT [text]");
   command->add_flag("--lowered", options->is_lowered,
-                    "Show messages, sharding and reductions; as text, a table of the lists");
-  command->add_option("-o,--output", options->output, "Write to a file")->option_text("FILE");
+                    "Show communication, sharding and reductions; with --format text, as a table of all actions");
+  command->add_option("-o,--output", options->output, "File to write to (default: standard output)")
+      ->option_text("FILE");
   command->callback([options] {
     const Schedule given = options->spec.schedule();
     const Schedule executed = lowered(given);
@@ -99,10 +100,11 @@ void add_export(CLI::App& parent) {
     std::string output;
   };
   const auto options = std::make_shared<Options>();
-  auto* const command = parent.add_subcommand("export", "Write a schedule as CSV, a row for each rank");
+  auto* const command = parent.add_subcommand("export", "Write a schedule as CSV, one row for each rank");
   options->spec.add_to(*command);
-  command->add_flag("--lowered", options->is_lowered, "Write messages, sharding and reductions too");
-  command->add_option("-o,--output", options->output, "Write to a file")->option_text("FILE");
+  command->add_flag("--lowered", options->is_lowered, "Write communication, sharding and reductions too");
+  command->add_option("-o,--output", options->output, "File to write to (default: standard output)")
+      ->option_text("FILE");
   command->callback([options] {
     const Schedule given = options->spec.schedule();
     const Schedule wanted = options->is_lowered ? lowered(given) : given;
@@ -114,13 +116,13 @@ void add_export(CLI::App& parent) {
 void add_verify(CLI::App& parent, int& exit) {
   const auto spec = std::make_shared<ScheduleOptions>();
   auto* const command =
-      parent.add_subcommand("verify", "Verify that a schedule is complete, in order and free of deadlock");
+      parent.add_subcommand("verify", "Verify that a schedule is complete, correctly ordered and free of deadlock");
   spec->add_to(*command);
   command->callback([spec, &exit] {
     const Schedule given = spec->schedule();
     if (const auto violation = verify(given)) {
       std::cout << spec->title() << ": not valid\n" << with_option_hints(explain(given, *violation));
-      exit = kNo;
+      exit = kCheckFailed;
       return;
     }
     const Schedule executed = lowered(given);
@@ -137,7 +139,7 @@ void add_simulate(CLI::App& parent) {
   };
   const auto options = std::make_shared<Options>();
   auto* const command =
-      parent.add_subcommand("simulate", "Simulate a schedule: its makespan, stalls and saved activations");
+      parent.add_subcommand("simulate", "Simulate a schedule: makespan, bubble, stalls and peak activations");
   options->spec.add_to(*command);
   options->costs.add_to(*command, "one stage and one microbatch");
   command->add_flag("--json", options->json, "Print JSON");
@@ -187,7 +189,7 @@ void add_simulate(CLI::App& parent) {
 
 void add_schedule_command(CLI::App& app, int& exit) {
   auto* const schedule =
-      app.add_subcommand("schedule", "Make, draw, verify, simulate and compare schedules; needs no libtorch");
+      app.add_subcommand("schedule", "Generate, draw, verify, simulate and compare schedules (needs no libtorch)");
   schedule->require_subcommand(1);
   add_list(*schedule);
   add_show(*schedule);

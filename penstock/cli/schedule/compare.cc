@@ -1,4 +1,4 @@
-// penstock schedule compare: schedules side by side, with the same work for each rank.
+// penstock schedule compare: simulates all schedules with the same work for each rank.
 #include "penstock/cli/schedule/compare.h"
 
 #include <algorithm>
@@ -25,7 +25,7 @@
 namespace penstock::cli {
 namespace {
 
-// What a rank can keep between forwards and backwards: microbatches of its whole share of the model, or bytes.
+// Memory of a rank for saved activations: in bytes, or in microbatches of the rank's whole share of the model.
 struct MemoryLimit {
   double amount = 0;
   bool is_bytes = false;
@@ -48,7 +48,7 @@ struct CompareOptions {
   bool json = false;
 };
 
-// One schedule and what it takes.
+// Simulation results of one schedule.
 struct Row {
   std::string name;
   int stages = 0;
@@ -56,7 +56,8 @@ struct Row {
   int most_stages_per_rank = 0;
   Timeline timeline;
   std::size_t messages = 0;
-  // At most on a rank: in whole shares of it, since a stage's is smaller the more of them there are.
+  // Peak of any rank: in microbatches of the rank's share of the model, as a stage is smaller the more of them a rank has; and
+  // in bytes.
   double microbatches = 0;
   double bytes = 0;
 
@@ -82,8 +83,7 @@ Row simulated(std::string name, const Schedule& schedule, const Costs& by_rank) 
   return row;
 }
 
-// The schedules of the files. They are compared with those of as many ranks and microbatches, so `size` is theirs unless
-// the options say it.
+// Reads the schedules of --csv. Unless the options give the numbers of ranks and microbatches, `size` is set to theirs.
 std::vector<Schedule> read_files(const std::vector<std::string>& files, ScheduleOptions& size) {
   std::vector<Schedule> schedules;
   for (const std::string& file : files) {
@@ -92,14 +92,14 @@ std::vector<Schedule> read_files(const std::vector<std::string>& files, Schedule
     if (size.ranks == 0) size.ranks = read.ranks();
     if (size.microbatches == 0) size.microbatches = read.microbatches();
     if (read.ranks() != size.ranks || read.microbatches() != size.microbatches) {
-      throw ScheduleError(file + ": found " + size_text(read) + ", but what it is compared with has " +
+      throw ScheduleError(file + ": found " + size_text(read) + ", but the schedules it is compared with have " +
                           counted(static_cast<std::size_t>(size.ranks), "rank") + " and " +
                           counted(static_cast<std::size_t>(size.microbatches), "microbatch") +
                           ".\n  Hint: compare schedules of the same work: see --ranks and --microbatches.");
     }
     if (!features_of(read).backward) {
-      throw ScheduleError(file + ": has forwards alone, which are not the work of a step.\n  Hint: " +
-                          "`penstock schedule simulate --csv " + file + "` takes it.");
+      throw ScheduleError(file + ": has no backwards, and only schedules of whole steps can be compared.\n  Hint: " +
+                          "simulate it alone with `penstock schedule simulate --csv " + file + "`.");
     }
   }
   return schedules;
@@ -158,7 +158,7 @@ void write_json(const std::vector<Row>& rows, const ScheduleOptions& size, const
 }
 
 void compare(CompareOptions options) {
-  const std::vector<Schedule> own = read_files(options.files, options.size);
+  const std::vector<Schedule> from_files = read_files(options.files, options.size);
   options.size.require_size();
   const int ranks = options.size.ranks;
   const Costs by_rank = options.costs.get(ranks, ranks);
@@ -167,12 +167,14 @@ void compare(CompareOptions options) {
   if (limit && limit->is_bytes) require_bytes(by_rank, ranks, *options.memory);
 
   std::vector<Row> rows;
-  for (std::size_t i = 0; i < own.size(); ++i) rows.push_back(simulated(options.files[i], own[i], by_rank));
+  for (std::size_t i = 0; i < from_files.size(); ++i) {
+    rows.push_back(simulated(options.files[i], from_files[i], by_rank));
+  };
   for (const Generator& generator : generators()) {
     const int per_rank = generator.stages_per_rank == 0 ? options.size.stages_per_rank : 0;
     const Schedule schedule = generate(
         generator.name, {.ranks = ranks, .stages_per_rank = per_rank, .microbatches = options.size.microbatches});
-    // Without a backward it is not the same work.
+    // A schedule without backwards does less work.
     if (features_of(schedule).backward) rows.push_back(simulated(std::string(generator.name), schedule, by_rank));
   }
   std::ranges::stable_sort(rows, {}, [](const Row& row) { return row.timeline.makespan; });
@@ -188,27 +190,28 @@ void compare(CompareOptions options) {
 void add_compare(CLI::App& parent) {
   const auto options = std::make_shared<CompareOptions>();
   auto* const command =
-      parent.add_subcommand("compare", "All schedules side by side, the best first, with the same work for each rank");
+      parent.add_subcommand("compare", "Compare all schedules with the same work for each rank, the fastest first");
   options->size.add_size_to(*command);
   command
       ->add_option("--stages-per-rank", options->size.stages_per_rank,
-                   "Stages a rank, for the schedules that take any number")
+                   "Number of stages of each rank, for schedules that allow any number")
       ->option_text("V [2]")
       ->check(whole_number());
   command
-      ->add_option("--csv", options->files,
-                   "A file with a schedule to compare too, whose ranks and microbatches are the default; may be given "
-                   "again")
+      ->add_option(
+          "--csv", options->files,
+          "CSV file with a schedule to compare too; sets the defaults of --ranks and --microbatches; repeatable")
       ->option_text("FILE")
       ->expected(1)
       ->take_all();
-  options->costs.add_to(*command, "a rank's whole share of the model, which its stages divide");
+  options->costs.add_to(*command, "all stages of a rank together");
   command
-      ->add_option("--memory", options->memory,
-                   "Mark what fits into a rank's memory for activations: microbatches such as 4, or bytes such as "
-                   "512MiB, which need activation_bytes in --costs")
+      ->add_option(
+          "--memory", options->memory,
+          "Memory of a rank for activations, to mark the schedules that fit: microbatches such as 4, or bytes such as "
+          "512MiB (needs activation_bytes in --costs)")
       ->option_text("N");
-  command->add_flag("--json", options->json, "As JSON");
+  command->add_flag("--json", options->json, "Print JSON");
   command->callback([options] { compare(*options); });
 }
 

@@ -1,4 +1,4 @@
-// What a schedule contains, and tables of text.
+// Counts the actions of a schedule, and formats tables.
 #pragma once
 
 #include <cstddef>
@@ -10,19 +10,19 @@
 
 namespace penstock::cli {
 
-// Returns what is executed: the lists as they are if they have messages, else lowered. Throws ScheduleError when they are
-// not valid.
+// Returns the schedule as it is executed: unchanged if it has communication, else lowered. Throws ScheduleError if it is not
+// valid.
 Schedule lowered(const Schedule& schedule);
 
-// Counts F, I, W and B; a pair has two.
+// Counts F, I, W and B. An overlapped pair counts as two.
 std::size_t count_computations(const Schedule& schedule);
 std::size_t count_messages(const Schedule& schedule);
-// "4 ranks, 4 stages, 8 microbatches, 64 computations, 48 messages"
+// Returns "4 ranks, 4 stages, 8 microbatches, 64 computations, 48 messages".
 std::string contents_text(const Schedule& schedule);
 
-// Aligns columns of text; the first to the left, the others to the right.
+// Writes a table with aligned columns, the first to the left and the others to the right.
 void write_columns(std::ostream& out, const std::vector<std::vector<std::string>>& rows);
-// A number with so many digits behind the point.
+// Returns a number with this many digits after the decimal point.
 std::string rounded(double value, int digits);
 
 }  // namespace penstock::cli

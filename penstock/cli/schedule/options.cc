@@ -14,19 +14,21 @@
 namespace penstock::cli {
 namespace {
 
-// The numbers in a text such as "0,3", or with another sign between them.
-std::vector<int> numbers(const std::string& text, char between, const std::string& option, const std::string& example) {
+// Parses a list of numbers such as "0,3".
+std::vector<int> numbers(const std::string& text, char separator, const std::string& option,
+                         const std::string& example) {
   std::vector<int> result;
-  const char* at = text.data();
-  const char* const end = at + text.size();
+  const char* next = text.data();
+  const char* const end = next + text.size();
   while (true) {
     int value = 0;
-    const auto read = std::from_chars(at, end, value);
-    const bool good = read.ec == std::errc() && value >= 0 && (read.ptr == end || *read.ptr == between);
-    if (!good) throw ScheduleError(option + " '" + text + "' is no list of stages.\n  Hint: " + option + " " + example);
+    const auto read = std::from_chars(next, end, value);
+    const bool good = read.ec == std::errc() && value >= 0 && (read.ptr == end || *read.ptr == separator);
+    if (!good)
+      throw ScheduleError(option + " '" + text + "' is not a list of stages.\n  Hint: " + option + " " + example);
     result.push_back(value);
     if (read.ptr == end) return result;
-    at = read.ptr + 1;
+    next = read.ptr + 1;
   }
 }
 
@@ -36,7 +38,8 @@ std::vector<Edge> parse_edges(const std::vector<std::string>& lists) {
     for (std::size_t begin = 0; begin <= list.size();) {
       const std::size_t end = std::min(list.find(',', begin), list.size());
       const std::vector<int> ends = numbers(list.substr(begin, end - begin), '-', "--edges", "0-3,1-2");
-      if (ends.size() != 2) throw ScheduleError("--edges '" + list + "' is no list of edges.\n  Hint: --edges 0-3,1-2");
+      if (ends.size() != 2)
+        throw ScheduleError("--edges '" + list + "' is not a list of edges.\n  Hint: --edges 0-3,1-2");
       result.push_back({ends[0], ends[1]});
       begin = end + 1;
     }
@@ -55,7 +58,7 @@ std::vector<std::vector<int>> parse_groups(const std::vector<std::string>& lists
 void ScheduleOptions::add_to(CLI::App& command) {
   auto* const by_name = command.add_option("NAME", name, "Name of the schedule; `penstock schedule list` lists them");
   auto* const by_file =
-      command.add_option("--csv", csv, "File with a schedule, one row for each rank")->option_text("FILE");
+      command.add_option("--csv", csv, "CSV file with a schedule, one row for each rank")->option_text("FILE");
   by_name->excludes(by_file);
   add_size_to(command);
   command
@@ -66,11 +69,11 @@ void ScheduleOptions::add_to(CLI::App& command) {
       ->excludes(by_file);
   command.get_option("--ranks")->excludes(by_file);
   command.get_option("--microbatches")->excludes(by_file);
-  command.add_option("--edges", edges, "Skip connections between stages, such as 0-3,1-2; may be given again")
+  command.add_option("--edges", edges, "Skip connections between stages, such as 0-3,1-2; repeatable")
       ->option_text("LIST")
       ->expected(1)
       ->take_all();
-  command.add_option("--shared", shared, "Stages that share parameters, such as 0,3; may be given again")
+  command.add_option("--shared", shared, "Stages that share parameters, such as 0,3; repeatable")
       ->option_text("LIST")
       ->expected(1)
       ->take_all();
@@ -90,7 +93,9 @@ Schedule ScheduleOptions::schedule() const {
     return parse_csv(read_file(csv), {.source = csv, .skips = parse_edges(edges), .shared = parse_groups(shared)});
   }
   if (name.empty())
-    throw ScheduleError("which schedule? Give its name, or a file with --csv.\n  Hint: penstock schedule list");
+    throw ScheduleError(
+        "the schedule is missing: give its name, or a file with --csv.\n  Hint: `penstock schedule list` lists the "
+        "names.");
   find_generator(name);
   require_size();
   const Schedule schedule =
@@ -102,22 +107,24 @@ Schedule ScheduleOptions::schedule() const {
 }
 
 void ScheduleOptions::require_size() const {
-  if (ranks == 0) throw ScheduleError("--ranks is missing: how many ranks?");
-  if (microbatches == 0) throw ScheduleError("--microbatches is missing: how many microbatches?");
+  if (ranks == 0) throw ScheduleError("--ranks is missing.\n  Hint: give the number of ranks, such as --ranks 4.");
+  if (microbatches == 0)
+    throw ScheduleError(
+        "--microbatches is missing.\n  Hint: give the number of microbatches, such as --microbatches 8.");
 }
 
-void CostOptions::add_to(CLI::App& command, const std::string& of) {
-  const auto add = [&](const char* name, double& value, const std::string& what) {
-    std::ostringstream usual;
-    usual << "X [" << value << "]";
-    command.add_option(name, value, what)->option_text(usual.str())->check(cost());
+void CostOptions::add_to(CLI::App& command, const std::string& unit) {
+  const auto add = [&](const char* name, double& value, const std::string& description) {
+    std::ostringstream text;
+    text << "X [" << value << "]";
+    command.add_option(name, value, description)->option_text(text.str())->check(cost());
   };
-  add("--forward", costs.stage.forward, "Time of a forward of " + of);
-  add("--input", costs.stage.input, "Time of an input backward");
-  add("--weight", costs.stage.weight, "Time of a weight backward; a full backward takes both");
+  add("--forward", costs.stage.forward, "Time of a forward of " + unit + ", in any unit");
+  add("--input", costs.stage.input, "Time of an input backward, in the same unit");
+  add("--weight", costs.stage.weight, "Time of a weight backward; a full backward takes the time of both");
   add("--latency", costs.link.latency, "Time from a send to its arrival");
-  add("--bandwidth", costs.link.bandwidth, "Bytes that a link carries in a unit of time (0: no limit)");
-  command.add_option("--costs", file, "File with costs by stage and by link")->option_text("FILE.json");
+  add("--bandwidth", costs.link.bandwidth, "Bandwidth of a link in bytes per unit of time (0: unlimited)");
+  command.add_option("--costs", file, "JSON file with costs by stage and by link")->option_text("FILE.json");
 }
 
 Costs CostOptions::get(int entries, int ranks) const {

@@ -1,4 +1,4 @@
-// Options that subcommands of `penstock schedule` share: which schedule is meant, and what its actions cost.
+// Options that subcommands of `penstock schedule` share: the schedule, and the costs of its actions.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -10,7 +10,7 @@
 
 namespace penstock::cli {
 
-// A schedule by its name and size, or from a file.
+// Options of a schedule: its name and size, or a file.
 struct ScheduleOptions {
   std::string name;
   std::string csv;
@@ -21,24 +21,25 @@ struct ScheduleOptions {
   std::vector<std::string> shared;
 
   void add_to(CLI::App& command);
-  // Adds --ranks and --microbatches alone.
+  // Adds only --ranks and --microbatches.
   void add_size_to(CLI::App& command);
 
   std::string title() const;
-  // Throws ScheduleError when an option is missing or cannot be read, and std::runtime_error when the file cannot.
+  // Generates or reads the schedule. Throws ScheduleError if an option is missing or malformed, and std::runtime_error if the
+  // file cannot be read.
   Schedule schedule() const;
   // Throws ScheduleError when the number of ranks or microbatches is missing.
   void require_size() const;
 };
 
-// Costs for the simulator, from options and from a file.
+// Options of the simulator's costs: times, or a file.
 struct CostOptions {
   Costs costs;
   std::string file;
 
-  // `of` names what the time of a forward is that of.
-  void add_to(CLI::App& command, const std::string& of);
-  // Returns the costs of `entries` stages or, for `compare`, of as many ranks' shares of the model.
+  // `unit` says what --forward is the time of: "one stage and one microbatch".
+  void add_to(CLI::App& command, const std::string& unit);
+  // Returns costs with one entry for each stage or, for `compare`, for each rank.
   Costs get(int entries, int ranks) const;
 };
 

@@ -11,7 +11,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char* kHint = "\n  Hint: --resume continues that run, --overwrite begins anew, ";
+constexpr const char* kHint = "\n  Hint: --resume continues that run, --overwrite starts a new one, ";
 
 }  // namespace
 
@@ -24,7 +24,7 @@ RunDirectories::RunDirectories(const TrainOptions& options) : options_(options),
                               ": is a checkpoint, expected the directory that checkpoints are written to.\n" +
                               "  Hint: --checkpoint " + fs::path(checkpoint).lexically_normal().parent_path().string());
     }
-    // One lock is enough for one directory.
+    // If both are the same directory, it is locked once.
     if (!fs::equivalent(checkpoint, options.output, ignored)) checkpoint_.emplace(checkpoint);
   }
   if (options.overwrite || options.resume) return;
@@ -42,10 +42,10 @@ RunDirectories::RunDirectories(const TrainOptions& options) : options_(options),
 void RunDirectories::require_space(std::int64_t steps, std::int64_t checkpoint_bytes, std::int64_t metrics) const {
   output_.require_space(static_cast<std::uintmax_t>(metrics), "metrics");
   if (options_.checkpoint.empty()) return;
-  // The last --keep, and the one that is being written; those that an earlier start has left are there already.
+  // The last --keep checkpoints and the one that is being written, less those that already exist.
   const std::int64_t saves = options_.checkpoint_every > 0 ? steps / options_.checkpoint_every + 1 : 1;
-  const std::int64_t there = options_.overwrite ? 0 : count_checkpoints(options_.checkpoint);
-  const std::int64_t count = std::clamp<std::int64_t>(options_.keep + std::int64_t{1} - there, 1, saves);
+  const std::int64_t existing = options_.overwrite ? 0 : count_checkpoints(options_.checkpoint);
+  const std::int64_t count = std::clamp<std::int64_t>(options_.keep + std::int64_t{1} - existing, 1, saves);
   const double bytes =
       static_cast<double>(count) * static_cast<double>(checkpoint_bytes) + static_cast<double>(metrics);
   constexpr double kMost = 1e18;
@@ -61,24 +61,24 @@ void RunDirectories::clear() const {
   if (failed) throw RunDirectoryError(metrics() + ": could not be removed: " + failed.message() + ".");
 }
 
-std::optional<std::string> RunDirectories::set_metrics_aside() const {
-  const auto require_known = [](const std::string& path, const std::error_code& error) {
+std::optional<std::string> RunDirectories::rename_old_metrics() const {
+  const auto require_success = [](const std::string& path, const std::error_code& error) {
     if (error) throw RunDirectoryError(path + ": could not be renamed: " + error.message() + ".");
   };
   std::error_code error;
   const bool is_there = fs::exists(metrics(), error);
-  require_known(metrics(), error);
+  require_success(metrics(), error);
   if (!is_there) return std::nullopt;
-  std::string aside;
+  std::string renamed;
   bool is_taken = true;
   for (int number = 1; is_taken; ++number) {
-    aside = file("metrics-" + std::to_string(number) + ".jsonl");
-    is_taken = fs::exists(aside, error);
-    require_known(aside, error);
+    renamed = file("metrics-" + std::to_string(number) + ".jsonl");
+    is_taken = fs::exists(renamed, error);
+    require_success(renamed, error);
   }
-  fs::rename(metrics(), aside, error);
-  require_known(metrics(), error);
-  return aside;
+  fs::rename(metrics(), renamed, error);
+  require_success(metrics(), error);
+  return renamed;
 }
 
 std::string RunDirectories::file(const std::string& name) const {

@@ -1,4 +1,4 @@
-// The directories that `penstock train` writes to: --output and --checkpoint.
+// The directories that `penstock train` writes to: the run directory (--output) and the one for checkpoints (--checkpoint).
 #pragma once
 
 #include <cstdint>
@@ -10,22 +10,22 @@
 
 namespace penstock::cli {
 
-// Holds the locks of both for as long as it lives. One process of a run has it, the coordinator.
+// Holds the locks of both directories for as long as it lives. Only the coordinator of a run has one.
 class RunDirectories {
  public:
-  // Locks both directories, and refuses what another run has left in them unless the options say --resume or --overwrite.
-  // Nothing is removed yet. Throws RunDirectoryError.
+  // Locks both directories. Throws RunDirectoryError if another run holds a lock, or if an earlier run has left files and
+  // neither --resume nor --overwrite is given. Removes nothing yet.
   explicit RunDirectories(const TrainOptions& options);
 
-  // Throws RunDirectoryError when there is less room than the run will take: `metrics` bytes in the output directory, and
-  // the checkpoints of `steps` steps.
+  // Throws RunDirectoryError if the disk has too little free space for `metrics` bytes in the run directory and the
+  // checkpoints of `steps` steps.
   void require_space(std::int64_t steps, std::int64_t checkpoint_bytes, std::int64_t metrics) const;
 
   // Removes the checkpoints and the metrics of an earlier run, for --overwrite.
   void clear() const;
-  // Renames the metrics of a run that has left no checkpoint, for a --resume that begins anew. Returns their new path; none
-  // if there are no metrics. Throws RunDirectoryError.
-  std::optional<std::string> set_metrics_aside() const;
+  // Renames the metrics of an earlier run that has left no checkpoint, when --resume starts a new run. Returns the new path,
+  // or nullopt if there are no metrics. Throws RunDirectoryError.
+  std::optional<std::string> rename_old_metrics() const;
 
   std::string file(const std::string& name) const;
   std::string metrics() const { return file("metrics.jsonl"); }

@@ -24,7 +24,7 @@ std::string seconds_text(double seconds) {
 void dry_run(Trainer& trainer, const std::vector<Batch>& held_out, const TrainOptions& options) {
   if (!held_out.empty()) trainer.evaluate({held_out.front()});
   const std::int64_t left = options.steps - trainer.steps_done();
-  // The first step also does what is done once, such as learning shapes.
+  // The first step includes work that is done once, such as exchanging shapes.
   StepReport report = trainer.step();
   if (left > 1) report = trainer.step();
   const std::vector<Record> records = trainer.records();
@@ -36,7 +36,7 @@ void dry_run(Trainer& trainer, const std::vector<Batch>& held_out, const TrainOp
   const Schedule& schedule = trainer.pipeline().schedule();
   const Timeline simulated = simulate_records(schedule, records);
   for (std::size_t stage = 0; stage < sizes.size(); ++stage) {
-    std::cout << (stage == 0 ? "cut          stage " : "             stage ") << stage << " on rank "
+    std::cout << (stage == 0 ? "stages       stage " : "             stage ") << stage << " on rank "
               << schedule.placement().rank_of(static_cast<int>(stage)) << ": " << sizes[stage].parameters
               << (sizes[stage].parameters == 1 ? " parameter, " : " parameters, ")
               << short_number(static_cast<double>(sizes[stage].elements)) << " elements\n";
@@ -50,12 +50,12 @@ void dry_run(Trainer& trainer, const std::vector<Batch>& held_out, const TrainOp
               << short_number(static_cast<double>(memory[rank].measured)) << "B measured, "
               << short_number(static_cast<double>(memory[rank].predicted)) << "B predicted\n";
   }
-  std::cout << "time         " << seconds_text(report.seconds) << " a step, about "
+  std::cout << "time         " << seconds_text(report.seconds) << " per step, about "
             << clock_text(report.seconds * static_cast<double>(left)) << " for " << left
             << (left == 1 ? " step\n" : " steps\n");
   if (!options.checkpoint.empty()) {
-    std::cout << "checkpoint   " << short_number(static_cast<double>(checkpoint)) << "B, of which the last "
-              << options.keep << " stay\n";
+    std::cout << "checkpoint   " << short_number(static_cast<double>(checkpoint)) << "B each; the last " << options.keep
+              << " are kept\n";
   }
   std::cout << "Nothing was written." << std::endl;
 }

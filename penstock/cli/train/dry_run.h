@@ -1,4 +1,4 @@
-// penstock train --dry-run: what a run would be, and what it would take, without writing anything.
+// penstock train --dry-run: estimates memory, time and disk space of a run without writing anything.
 #pragma once
 
 #include <vector>
@@ -8,8 +8,8 @@
 
 namespace penstock::cli {
 
-// Tries an evaluation, runs two trial steps and prints the cut, the schedule, and estimates of memory, time and checkpoints. All processes call
-// it; the one that is the coordinator prints. Throws PipelineError.
+// Runs an evaluation and two trial steps, and prints the stages and estimates of bubble, memory, time and checkpoint size.
+// Every process of the run calls it, and the coordinator prints. Throws PipelineError.
 void dry_run(Trainer& trainer, const std::vector<Batch>& held_out, const TrainOptions& options);
 
 }  // namespace penstock::cli

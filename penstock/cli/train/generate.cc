@@ -1,4 +1,4 @@
-// penstock generate: text from a model that penstock train has trained.
+// penstock generate: generates text with a GPT that `penstock train` has trained.
 #include <iostream>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -18,14 +18,14 @@
 namespace penstock::cli {
 namespace {
 
-// The GPT of a checkpoint, as its configuration has it.
+// Returns the options of the GPT in a checkpoint, from the checkpoint's configuration.
 GptOptions gpt_of(const Checkpoint& checkpoint) {
   const auto configuration = parse_json(checkpoint.info().configuration);
   if (!configuration.value("model", "").empty()) {
     throw std::runtime_error(checkpoint.path() +
-                             ": is of an exported model, which writes no text by itself.\n  Hint: "
+                             ": has the weights of an exported model, not of a GPT.\n  Hint: run it with "
                              "penstock run MODEL.pt2 --weights " +
-                             checkpoint.path() + " runs it.");
+                             checkpoint.path() + ".");
   }
   GptOptions gpt{
       .layers = configuration.at("layers"), .width = configuration.at("width"), .heads = configuration.at("heads")};
@@ -48,16 +48,19 @@ void add_generate(CLI::App& command, int& /*exit*/) {
     int ranks = 2;
   };
   const auto options = std::make_shared<Options>();
-  command.add_option("CHECKPOINT", options->checkpoint, "Checkpoint, or a directory of checkpoints")->required();
-  command.add_option("TEXT", options->text, "What it goes on from");
+  command
+      .add_option("CHECKPOINT", options->checkpoint,
+                  "Checkpoint, or directory of checkpoints, of which the newest is used")
+      ->required();
+  command.add_option("TEXT", options->text, "Prompt to continue");
   command.add_option("--bytes", options->write.bytes, "Number of bytes to generate")
       ->option_text("N [200]")
       ->check(whole_number());
-  command.add_option("--temperature", options->write.temperature, "Sampling temperature (0: greedy)")
+  command.add_option("--temperature", options->write.temperature, "Sampling temperature; 0 is greedy")
       ->option_text("T [0.8]")
       ->check(cost());
-  command.add_option("--seed", options->write.seed, "Seed of the sampling")->option_text("S [0]");
-  command.add_option("--ranks", options->ranks, "Number of ranks that share the model")
+  command.add_option("--seed", options->write.seed, "Seed of the random numbers for sampling")->option_text("S [0]");
+  command.add_option("--ranks", options->ranks, "Number of ranks, each with one stage of the model")
       ->option_text("P [2]")
       ->check(whole_number());
   on_call(command, [options] {

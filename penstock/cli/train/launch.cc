@@ -1,4 +1,4 @@
-// penstock launch: a command of this one as several ranks, each a process of this machine.
+// penstock launch: starts a penstock command as several process ranks on this machine.
 #include <chrono>
 #include <cstdlib>
 #include <iostream>
@@ -22,18 +22,18 @@ void add_launch(CLI::App& command, int& exit) {
       ->option_text("N [2]")
       ->check(whole_number());
   command.prefix_command();
-  command.footer("The rest is a command of penstock and its options: penstock launch --processes 4 train --ranks 4");
+  command.footer("A penstock command with its options follows: penstock launch --processes 4 train --ranks 4");
   on_call(command, [options, &command, &exit] {
-    const std::vector<std::string> words = command.remaining();
-    if (words.empty())
-      throw std::runtime_error("what is to be launched?\n  Hint: penstock launch --processes 4 train …");
+    const std::vector<std::string> arguments = command.remaining();
+    if (arguments.empty())
+      throw std::runtime_error("the command to launch is missing.\n  Hint: penstock launch --processes 4 train …");
     ProcessRanks ranks(
-        {.program = "/proc/self/exe", .arguments = words, .ranks = options->processes, .environment = {}});
-    const PassedOnInterruptions interruptions(ranks);
+        {.program = "/proc/self/exe", .arguments = arguments, .ranks = options->processes, .environment = {}});
+    const ForwardedInterruptions interruptions(ranks);
     const std::vector<ProcessEnd> ends = ranks.wait(Clock::now() + std::chrono::hours(24 * 365));
     for (std::size_t rank = 0; rank < ends.size(); ++rank) {
       if (ends[rank].succeeded()) continue;
-      // Each rank has said for itself what went wrong.
+      // The rank has printed its own error.
       std::cerr << "penstock launch: rank " << rank << " " << to_string(ends[rank]) << "\n";
       if (exit == 0) exit = ends[rank].how == ProcessEnd::How::Exited ? ends[rank].code : 1;
     }

@@ -28,7 +28,7 @@ using nlohmann::json;
 
 MetricsFile::MetricsFile(std::string path, std::int64_t step) : path_(std::move(path)) {
   std::error_code ignored;
-  if (std::filesystem::exists(path_, ignored)) cut(step);
+  if (std::filesystem::exists(path_, ignored)) truncate_after(step);
   file_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
   if (file_ < 0) fail(path_);
 }
@@ -37,7 +37,7 @@ MetricsFile::~MetricsFile() {
   if (file_ >= 0) ::close(file_);
 }
 
-void MetricsFile::cut(std::int64_t step) {
+void MetricsFile::truncate_after(std::int64_t step) {
   const std::string text = read_file(path_);
   std::string kept;
   for (std::string_view rest = text; !rest.empty();) {
@@ -47,7 +47,7 @@ void MetricsFile::cut(std::int64_t step) {
     const bool has_step = parsed.is_object() && parsed.contains("step") && parsed["step"].is_number_integer();
     if (end != std::string_view::npos && has_step && parsed["step"].get<std::int64_t>() <= step) {
       kept.append(line).append("\n");
-      // A loss that is not finite is null in JSON.
+      // JSON has null for a loss that is not finite.
       if (const auto loss = parsed.find("loss"); loss != parsed.end()) {
         losses_.push_back(loss->is_number() ? loss->get<double>() : std::numeric_limits<double>::quiet_NaN());
       }

@@ -1,5 +1,4 @@
-// metrics.jsonl: a line of JSON for each step and evaluation of a run. The file is appended to, and never rewritten in
-// place.
+// metrics.jsonl: one line of JSON for each step and each evaluation of a run.
 #pragma once
 
 #include <cstdint>
@@ -8,26 +7,26 @@
 
 namespace penstock::cli {
 
+// Appends lines to the file, each with a single write, so that a killed process leaves at most one incomplete line.
 class MetricsFile {
  public:
-  // Continues the file of a run that has done `step` steps: lines of later steps, and a line that a killed process has
-  // left unfinished, are removed by writing the others aside and renaming. Throws std::runtime_error, which names the
-  // file.
+  // Opens the file of a run that has done `step` steps. Lines of later steps and an incomplete line are removed, by atomic
+  // replacement of the file. Throws std::runtime_error, which names the file.
   MetricsFile(std::string path, std::int64_t step);
   ~MetricsFile();
   MetricsFile(const MetricsFile&) = delete;
   MetricsFile& operator=(const MetricsFile&) = delete;
 
-  // Appends a line, in one write. Throws std::runtime_error.
+  // Appends a line. Throws std::runtime_error.
   void write(const std::string& line);
 
-  // Losses of the steps that the file had; NaN where one was not finite.
+  // Losses of the steps already in the file; NaN for one that was not finite.
   const std::vector<double>& losses() const { return losses_; }
   // Number of lines that the constructor removed.
   std::int64_t removed() const { return removed_; }
 
  private:
-  void cut(std::int64_t step);
+  void truncate_after(std::int64_t step);
 
   std::string path_;
   std::vector<double> losses_;

@@ -20,7 +20,7 @@ std::string short_number(double number) {
   std::size_t unit = 0;
   for (; number >= 1000 && unit + 1 < units.size(); ++unit) number /= 1000;
   std::array<char, 32> text{};
-  // Of what is less than ten the first digits, as a slow run is not one of 0 rows a second.
+  // Significant digits below ten, so that a slow run does not show 0 rows/s.
   if (unit == 0 && number < 10 && number != std::round(number)) {
     std::snprintf(text.data(), text.size(), "%.2g", number);
     return text.data();

@@ -1,13 +1,13 @@
-// Numbers as people read them.
+// Formats numbers for people.
 #pragma once
 
 #include <string>
 
 namespace penstock::cli {
 
-// "0.034", "1.20 k", "34.0 M".
+// Returns a number in three digits with a prefix: "0.034", "1.20 k", "34.0 M".
 std::string short_number(double number);
-// "1:04", minutes and seconds.
+// Returns minutes and seconds: "1:04".
 std::string clock_text(double seconds);
 
 }  // namespace penstock::cli

@@ -1,4 +1,4 @@
-// What `penstock train` can be told, on its line or in a file.
+// Options of `penstock train`, from the command line or a configuration file.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -19,6 +19,7 @@
 
 namespace penstock::cli {
 
+// The functions are in options.cc and, for configuration files, in configuration.cc.
 struct TrainOptions {
   CutOptions cut;
   RunOptions run;
@@ -51,43 +52,32 @@ struct TrainOptions {
   bool resume = false;
   bool overwrite = false;
   bool dry_run = false;
-  // 0: about twenty lines.
+  // 0 stands for about twenty lines in all.
   std::int64_t log_every = 0;
   WeightsOption weights;
   std::string output = "penstock-train";
   std::string config;
 
   void add_to(CLI::App& command);
-  // Throws std::runtime_error for options that do not go together, such as one that makes a GPT where a model is given.
-  void require_fit(const CLI::App& command) const;
-  // Takes up what the file says and the command line does not; relative paths of inputs are relative to the file. Throws
-  // std::runtime_error, which names the file.
+  // Throws std::runtime_error for options that contradict each other, such as --layers for an exported model.
+  void require_consistent(const CLI::App& command) const;
+  // Sets the options that the file of --config has and the command line has not. Relative paths of inputs are relative to the
+  // file. Throws std::runtime_error, which names the file.
   void read_config(CLI::App& command) const;
-  // Returns the options of this kind of model, data and optimizer by name, with their values; paths are absolute.
+  // Returns the values of all options that apply to this kind of model, data and optimizer, by name. Paths are absolute.
   nlohmann::json resolved(const CLI::App& command) const;
 
-  // Returns the options that all ranks of a run must have in common; `configuration` is what resolved() gives. Paths may
-  // differ between hosts, so what counts is that they are given.
+  // Returns the options that must be equal on all ranks; `configuration` is the result of resolved(). Paths may differ between
+  // hosts, so only their presence is compared.
   RankOptions shared_by_ranks(const nlohmann::json& configuration) const;
 
   bool is_gpt() const { return cut.model.empty(); }
-  // Of ranks, and without them the stages of a GPT.
+  // Returns the number of ranks to use: --ranks, 0 if the stages decide, or the default.
   int ranks_wanted() const;
 
  private:
-  // Returns false for an option, by name, that this kind of model, data or optimizer does not have.
+  // Returns false for the name of an option that this kind of model, data or optimizer does not have.
   bool applies(const std::string& name) const;
 };
-
-// All that a run is made of.
-struct TrainSetup {
-  // One for each replica of this process.
-  std::vector<std::unique_ptr<Model>> replicas;
-  // Of the data's own model, where it needs one.
-  std::optional<Program> program;
-  std::unique_ptr<Data> data;
-  std::optional<Schedule> schedule;
-};
-TrainSetup set_up(const TrainOptions& options, int replicas);
 
 }  // namespace penstock::cli

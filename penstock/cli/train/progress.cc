@@ -27,15 +27,15 @@ Progress::Progress(const std::string& metrics, std::int64_t first, std::int64_t 
     : metrics_(metrics, first),
       steps_(steps),
       log_every_(log_every > 0 ? log_every : std::max<std::int64_t>(1, steps / 20)),
-      leaves_lines_(log_every > 0),
+      keeps_lines_(log_every > 0),
       unit_(std::move(unit)),
       terminal_(::isatty(STDOUT_FILENO) == 1),
       began_(began),
       first_(first),
       losses_(metrics_.losses()) {
   if (metrics_.removed() > 0) {
-    say(metrics + ": " + std::to_string(metrics_.removed()) + (metrics_.removed() == 1 ? " line" : " lines") +
-        " after step " + std::to_string(first) + " removed");
+    print(metrics + ": " + std::to_string(metrics_.removed()) + (metrics_.removed() == 1 ? " line" : " lines") +
+          " after step " + std::to_string(first) + " removed");
   }
 }
 
@@ -54,7 +54,7 @@ void Progress::stepped(const StepReport& report) {
   rates_.push_back(static_cast<double>(report.size) / report.seconds);
   json memory = json::array();
   for (const std::int64_t bytes : report.memory) memory.push_back(bytes);
-  json line_of_step{{"step", report.step},
+  json step_metrics{{"step", report.step},
                     {"loss", report.loss},
                     {"learning_rate", report.learning_rate},
                     {"gradient_norm", report.gradient_norm},
@@ -62,16 +62,17 @@ void Progress::stepped(const StepReport& report) {
                     {"seconds", report.seconds},
                     {"bubble", report.bubble},
                     {"memory", memory}};
-  // A loss that is not finite is null in JSON.
-  if (!report.skipped.empty()) line_of_step["skipped"] = report.skipped;
-  metrics_.write(line_of_step.dump());
+  // JSON has null for a loss that is not finite.
+  if (!report.skipped.empty()) step_metrics["skipped"] = report.skipped;
+  metrics_.write(step_metrics.dump());
   if (!report.skipped.empty()) {
     ++skipped_;
-    say("skipped " + report.skipped);
+    print("skipped " + report.skipped);
     return;
   }
-  const bool is_told = terminal_ || report.step == first_ + 1 || report.step == steps_ || report.step % log_every_ == 0;
-  if (!is_told) return;
+  const bool is_printed =
+      terminal_ || report.step == first_ + 1 || report.step == steps_ || report.step % log_every_ == 0;
+  if (!is_printed) return;
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began_).count();
   const double left = seconds / static_cast<double>(report.step - first_) * static_cast<double>(steps_ - report.step);
   std::string by_rank;
@@ -87,7 +88,7 @@ void Progress::stepped(const StepReport& report) {
     erase_line();
     std::cout << line.data() << std::flush;
     has_line_ = true;
-    if (leaves_lines_ && report.step % log_every_ == 0) {
+    if (keeps_lines_ && report.step % log_every_ == 0) {
       std::cout << std::endl;
       has_line_ = false;
     }
@@ -96,20 +97,20 @@ void Progress::stepped(const StepReport& report) {
   }
 }
 
-void Progress::evaluated(std::int64_t step, const Trainer::Evaluation& evaluation, const std::string& figure,
+void Progress::evaluated(std::int64_t step, const Trainer::Evaluation& evaluation, const std::string& metric,
                          double value) {
   json line = {{"step", step}, {"eval_loss", evaluation.loss}};
-  if (!figure.empty()) line[figure] = value;
+  if (!metric.empty()) line[metric] = value;
   metrics_.write(line.dump());
-  if (!evaluation.nonfinite.empty()) return say(evaluation.nonfinite);
+  if (!evaluation.nonfinite.empty()) return print(evaluation.nonfinite);
   std::ostringstream text;
   text.precision(4);
-  text << "step " << step << ": held out, loss " << evaluation.loss;
-  if (!figure.empty()) text << ", " << figure << " " << 100 * value << " %";
-  say(text.str());
+  text << "step " << step << ": evaluation loss " << evaluation.loss;
+  if (!metric.empty()) text << ", " << metric << " " << 100 * value << " %";
+  print(text.str());
 }
 
-void Progress::say(const std::string& line) {
+void Progress::print(const std::string& line) {
   clear_line();
   std::cout << line << std::endl;
 }

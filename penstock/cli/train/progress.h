@@ -1,5 +1,5 @@
-// What a run says while it goes on: a line that is written anew in a terminal, and now and then a line elsewhere; and
-// metrics.jsonl, a line of JSON for each step and evaluation.
+// Reports the progress of a run: on a terminal, a status line that is updated at each step; elsewhere, a line every few steps;
+// and metrics.jsonl.
 #pragma once
 
 #include <chrono>
@@ -15,8 +15,8 @@ namespace penstock::cli {
 
 class Progress {
  public:
-  // `first` steps have been done before; lines of later ones are removed from the metrics. A line of progress is printed
-  // every `log_every` steps; 0 for about twenty in all. Throws std::runtime_error if the file cannot be written.
+  // The run resumes after step `first`; metrics of later steps are removed. Progress is printed every `log_every` steps, or
+  // about twenty times in all if it is 0. Throws std::runtime_error if the metrics cannot be written.
   Progress(const std::string& metrics, std::int64_t first, std::int64_t steps, std::int64_t log_every, std::string unit,
            std::chrono::steady_clock::time_point began);
   ~Progress();
@@ -24,15 +24,17 @@ class Progress {
   Progress& operator=(const Progress&) = delete;
 
   void stepped(const StepReport& report);
-  // With a figure of its own, such as the accuracy; none for an empty name.
-  void evaluated(std::int64_t step, const Trainer::Evaluation& evaluation, const std::string& figure = {},
+  // `metric` names a further metric, such as "accuracy", with its value; it may be empty.
+  void evaluated(std::int64_t step, const Trainer::Evaluation& evaluation, const std::string& metric = {},
                  double value = 0);
-  // A line of its own.
-  void say(const std::string& line);
+  // Prints a line above the status line.
+  void print(const std::string& line);
 
   const std::vector<double>& losses() const { return losses_; }
-  // Returns the median over the steps of this run.
+  // Returns the median throughput of the steps of this run.
   double units_per_second() const;
+  // Number of the last step.
+  std::int64_t steps() const { return steps_; }
   // Number of steps of this run that were skipped.
   std::int64_t skipped() const { return skipped_; }
 
@@ -42,8 +44,8 @@ class Progress {
   MetricsFile metrics_;
   std::int64_t steps_;
   std::int64_t log_every_;
-  // In a terminal, the lines of --log-every stay.
-  bool leaves_lines_;
+  // True if --log-every is given: on a terminal, the status lines of these steps stay.
+  bool keeps_lines_;
   std::string unit_;
   bool terminal_;
   bool has_line_ = false;

@@ -1,7 +1,6 @@
-// penstock train: a model made better, from data to a checkpoint.
-#include <array>
+// penstock train: trains a GPT or an exported model in a pipeline.
+#include <algorithm>
 #include <csignal>
-#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <iostream>
@@ -9,18 +8,19 @@
 #include <optional>
 #include <string>
 
+#include "penstock/base/text.h"
 #include "penstock/cli/command.h"
 #include "penstock/cli/interruption.h"
 #include "penstock/cli/output.h"
 #include "penstock/cli/program/commands.h"
-#include "penstock/cli/program/own_ranks.h"
+#include "penstock/cli/program/local_ranks.h"
 #include "penstock/cli/train/directories.h"
 #include "penstock/cli/train/dry_run.h"
 #include "penstock/cli/train/options.h"
 #include "penstock/cli/train/progress.h"
+#include "penstock/cli/train/setup.h"
+#include "penstock/cli/train/summary.h"
 #include "penstock/runtime/digest.h"
-#include "penstock/schedule/draw.h"
-#include "penstock/schedule/generators.h"
 #include "penstock/schedule/json.h"
 #include "penstock/train/agreement.h"
 #include "penstock/train/write_text.h"
@@ -32,13 +32,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-std::string percent(double part) {
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), "%.1f %%", 100 * part);
-  return text.data();
-}
-
-// One run, in this process: all of it, or one rank's part.
+// One run in this process: all ranks on threads or, with a transport, one process rank.
 class Run {
  public:
   Run(const TrainOptions& options, nlohmann::json configuration, std::shared_ptr<Transport> transport)
@@ -47,7 +41,7 @@ class Run {
         setup_(set_up(options, transport == nullptr ? options.data_parallel : 1)),
         held_out_(setup_.data->held_out()),
         transport_(std::move(transport)) {
-    // What was chosen where nothing was said.
+    // Values that the options left open.
     configuration_["ranks"] = setup_.schedule->ranks();
     configuration_["microbatches"] = setup_.schedule->microbatches();
     if (options.learning_rate.schedule != "constant") configuration_["min-lr"] = options.learning_rate.end();
@@ -59,7 +53,7 @@ class Run {
   int train(const Agreement& agreement) {
     agreement.require_same_options(resolved_options());
     require_processes();
-    // Locked until the run ends.
+    // The coordinator holds their locks until the run ends.
     std::optional<RunDirectories> directories;
     agreement.fail_together([&] {
       if (is_coordinator()) directories.emplace(options_);
@@ -76,18 +70,19 @@ class Run {
       if (is_coordinator()) {
         if (!options_.dry_run) remove_unfinished_checkpoints(options_.checkpoint);
         std::cout << "nothing to do: step " << trainer.steps_done() << " of " << options_.steps
-                  << " is done.\n  Hint: --steps N continues with more steps." << std::endl;
+                  << " is done.\n  Hint: continue with a larger --steps N." << std::endl;
       }
-      return kYes;
+      return kSuccess;
     }
     const std::int64_t checkpoint_bytes = trainer.checkpoint_bytes();
     agreement.fail_together([&] {
       if (is_coordinator()) require_space(*directories, trainer, checkpoint_bytes);
     });
     if (options_.dry_run) {
-      if (is_coordinator()) introduce(trainer);
+      if (is_coordinator())
+        print_introduction(trainer, options_, setup_, transport_ == nullptr ? "threads" : "processes");
       dry_run(trainer, held_out_, options_);
-      return kYes;
+      return kSuccess;
     }
 
     std::optional<Progress> progress;
@@ -95,21 +90,22 @@ class Run {
     const std::int64_t first = trainer.steps_done();
     std::chrono::steady_clock::time_point began;
     events.starting = [&] {
-      if (is_coordinator()) introduce(trainer);
+      if (is_coordinator())
+        print_introduction(trainer, options_, setup_, transport_ == nullptr ? "threads" : "processes");
       began = std::chrono::steady_clock::now();
       catch_interruptions();
     };
-    // What an earlier run has left stays until the first step has succeeded.
+    // Files of an earlier run stay until the first step has succeeded.
     events.begun = [&] {
       agreement.fail_together([&] {
         if (!is_coordinator()) return;
         if (options_.overwrite) directories->clear();
-        const auto aside = options_.resume && first == 0 ? directories->set_metrics_aside() : std::nullopt;
+        const auto renamed = options_.resume && first == 0 ? directories->rename_old_metrics() : std::nullopt;
         write_output(directories->file("config.json"),
                      [&](std::ostream& out) { out << configuration_.dump(2) << "\n"; });
         progress.emplace(directories->metrics(), first, options_.steps, options_.log_every, setup_.data->unit(), began);
-        if (aside)
-          progress->say("there was no checkpoint to resume from; the metrics of the earlier run are in " + *aside);
+        if (renamed)
+          progress->print("no checkpoint to resume from; the metrics of the earlier run are now in " + *renamed);
       });
     };
     const int stop_code = penstock::train(trainer, options_.steps, held_out_,
@@ -122,12 +118,12 @@ class Run {
                                           events);
     summarize(trainer, progress);
     if (stop_code == 0) {
-      show_what_it_learnt(trainer, progress);
-      return kYes;
+      print_sample(trainer, progress);
+      return kSuccess;
     }
     if (progress) {
-      progress->say("stopped after step " + std::to_string(trainer.steps_done()) +
-                    (options_.checkpoint.empty() ? "." : "; --resume continues from here."));
+      progress->print("stopped after step " + std::to_string(trainer.steps_done()) +
+                      (options_.checkpoint.empty() ? "." : "; continue with --resume."));
     }
     return stop_code;
   }
@@ -135,8 +131,8 @@ class Run {
  private:
   std::string path(const char* name) const { return (fs::path(options_.output) / name).string(); }
 
-  // Returns what the ranks of a run have in common besides their options: what the files say that they have read, and
-  // what was chosen by it.
+  // Returns further values that must be equal on all ranks: checksums of the files they have read, and the numbers of ranks
+  // and microbatches that follow from them.
   RankOptions resolved_options() const {
     if (transport_ == nullptr) return {};
     RankOptions files{{"data (names, sizes or checksum)", setup_.data->fingerprint()},
@@ -179,63 +175,42 @@ class Run {
     const Checkpoint checkpoint(options_.checkpoint);
     const auto before = parse_json(checkpoint.info().configuration).value("optimizer", "");
     if (before != options_.optimizer.name) {
-      throw CheckpointError(checkpoint.path() + ": has what " + before + " remembers, and the optimizer is " +
-                            options_.optimizer.name + ".\n  Hint: --optimizer " + before + " continues it.");
+      throw CheckpointError(checkpoint.path() + ": has the state of optimizer " + before + ", expected " +
+                            options_.optimizer.name + ".\n  Hint: continue with --optimizer " + before + ".");
     }
     trainer.load(checkpoint);
   }
 
   void require_space(const RunDirectories& directories, Trainer& trainer, std::int64_t checkpoint_bytes) const {
-    // A line of metrics, and an action of the timeline, are shorter than this.
+    // Upper bound of the bytes of a line of metrics and of an action in the timeline.
     constexpr std::int64_t kLine = 400;
     const Schedule& schedule = trainer.pipeline().schedule();
     const std::int64_t steps = options_.steps - trainer.steps_done();
     std::int64_t lines = steps;
     for (int rank = 0; rank < schedule.ranks(); ++rank) lines += std::ssize(schedule.actions(rank));
-    // Those of a run that is meant to be stopped do not count for ever.
+    // A run with a huge number of steps is meant to be stopped early.
     constexpr std::int64_t kMostLines = 100'000;
     directories.require_space(steps, checkpoint_bytes, std::min(lines, kMostLines) * kLine);
   }
 
   void require_processes() const {
     if (transport_ == nullptr || transport_->ranks() == ranks_needed()) return;
-    throw std::runtime_error("there are " + std::to_string(transport_->ranks()) + " processes, and " +
-                             std::to_string(setup_.schedule->ranks()) + " ranks for each of " +
-                             std::to_string(options_.data_parallel) + " replicas need " +
-                             std::to_string(ranks_needed()) + ".\n  Hint: see --ranks and --data-parallel.");
-  }
-
-  void introduce(const Trainer& trainer) const {
-    const Schedule& schedule = *setup_.schedule;
-    std::cout << (options_.is_gpt() ? trainer.model().description() : options_.cut.model) << "\n"
-              << setup_.data->description() << "\n"
-              << schedule.stages() << " stages on " << schedule.ranks() << (schedule.ranks() == 1 ? " rank" : " ranks")
-              << (transport_ == nullptr ? " (threads), " : " (processes), ")
-              << (options_.run.csv.empty() ? std::string(find_generator(options_.run.schedule).name) : options_.run.csv)
-              << ", " << schedule.microbatches() << " microbatches";
-    if (options_.data_parallel > 1) {
-      std::cout << ", " << options_.data_parallel << (options_.shard ? " replicas, sharded" : " replicas");
-    }
-    std::cout << "\n";
-    if (trainer.steps_done() > 0) {
-      std::cout << "continues after step " << trainer.steps_done() << "\n";
-    } else if (!options_.weights.path.empty()) {
-      std::cout << "starts from the weights of " << options_.weights.path << "\n";
-    }
-    std::cout << std::endl;
+    throw std::runtime_error(internal::concat(
+        "found ", transport_->ranks(), " processes, expected ", ranks_needed(), ": ", setup_.schedule->ranks(),
+        " ranks for each of ", options_.data_parallel, " replicas.\n  Hint: see --ranks and --data-parallel."));
   }
 
   const AdditionData* sums() const { return dynamic_cast<const AdditionData*>(setup_.data.get()); }
 
   double accuracy(const Trainer::Evaluation& evaluation) const {
-    double right = 0;
+    double correct = 0;
     double all = 0;
     for (std::size_t i = 0; i < held_out_.size(); ++i) {
       const at::Tensor output = evaluation.outputs[i].toTensor();
-      right += sums()->right_sums(held_out_[i], output);
+      correct += sums()->right_sums(held_out_[i], output);
       all += static_cast<double>(output.size(0));
     }
-    return right / all;
+    return correct / all;
   }
 
   LoopEvents events_of(std::optional<Progress>& progress) {
@@ -250,10 +225,10 @@ class Run {
       } else {
         progress->evaluated(step, evaluation);
       }
-      last_ = evaluation;
+      last_evaluation_ = evaluation;
     };
-    events.saved = [&](std::int64_t step, const std::string& where) {
-      progress->say("step " + std::to_string(step) + ": checkpoint in " + where);
+    events.saved = [&](std::int64_t step, const std::string& path) {
+      progress->print("step " + std::to_string(step) + ": checkpoint " + path);
     };
     return events;
   }
@@ -262,76 +237,21 @@ class Run {
   void summarize(Trainer& trainer, std::optional<Progress>& progress) {
     const std::vector<Record> records = trainer.records();
     const std::vector<RankMemory> memory = trainer.memory();
-    if (progress && !records.empty()) sum_up(trainer, records, memory, *progress);
+    if (!progress || records.empty()) return;
+    const std::string page = path("timeline.html");
+    write_timeline(page, trainer, records, *progress);
+    print_statistics(trainer, records, memory, setup_.data->unit(), *progress);
+    progress->print("timeline     " + page + "\n");
   }
 
-  // Shows sums or a sample of text. All processes call it.
-  void show_what_it_learnt(Trainer& trainer, std::optional<Progress>& progress) {
+  // Prints sums, or a sample of text. All processes call it.
+  void print_sample(Trainer& trainer, std::optional<Progress>& progress) {
     std::string sample;
     const bool is_text = options_.is_gpt() && sums() == nullptr;
     if (is_text) sample = write_text(trainer.writing_pipeline(), options_.length, "", {.seed = options_.run.seed});
     if (!progress) return;
-    if (sums() != nullptr) show_sums(*progress);
-    if (is_text) progress->say("A sample:\n" + sample);
-  }
-
-  // Throughput, bubble and memory, and the page.
-  void sum_up(Trainer& trainer, const std::vector<Record>& records, const std::vector<RankMemory>& memory,
-              Progress& progress) const {
-    const Schedule& schedule = trainer.pipeline().schedule();
-    std::vector<double> bubbles;
-    for (const Record& record : records) bubbles.push_back(timeline_of(schedule, record).bubble);
-    const Timeline measured = timeline_of(schedule, records.back());
-    const Costs costs = costs_of(schedule, records);
-    const Timeline simulated = simulate_records(schedule, records);
-    const std::vector<double>& losses = progress.losses();
-    const std::string page = path("timeline.html");
-    write_output(page, [&](std::ostream& out) {
-      draw_html(out, {.schedule = schedule,
-                      .timeline = measured,
-                      .costs = costs,
-                      .title = "The last step",
-                      .name = "measured",
-                      .second_timeline = &simulated,
-                      .second_name = "simulated",
-                      .unit = "ms",
-                      .curve_name = "Loss",
-                      .curve = losses,
-                      .curve_first_step =
-                          static_cast<int>(trainer.steps_done() - static_cast<std::int64_t>(losses.size()) + 1)});
-    });
-    std::string text = "\nthroughput   " + short_number(progress.units_per_second()) + " " + setup_.data->unit() +
-                       "/s\nbubble       " + percent(median(bubbles)) + " measured, " + percent(simulated.bubble) +
-                       " simulated\n";
-    for (std::size_t rank = 0; rank < memory.size(); ++rank) {
-      text += (rank == 0 ? "memory       rank " : "             rank ") + std::to_string(rank) + ": " +
-              short_number(static_cast<double>(memory[rank].measured)) + "B measured, " +
-              short_number(static_cast<double>(memory[rank].predicted)) + "B predicted\n";
-    }
-    if (progress.skipped() > 0) {
-      text += "skipped      " + std::to_string(progress.skipped()) + " of " + std::to_string(options_.steps) +
-              " steps, whose loss or gradients were not finite\n";
-    }
-    progress.say(text + "timeline     " + page + "\n");
-  }
-
-  void show_sums(Progress& progress) const {
-    constexpr std::int64_t kShown = 6;
-    std::size_t count = 0;
-    for (const Batch& batch : held_out_) count += static_cast<std::size_t>(batch.args[0].toTensor().size(0));
-    std::string text =
-        "Sums that it has never seen: " + percent(accuracy_) + " of " + std::to_string(count) + " right.\n";
-    const at::Tensor output = last_.outputs.front().toTensor();
-    const Batch& batch = held_out_.front();
-    for (std::int64_t row = 0; row < std::min(kShown, output.size(0)); ++row) {
-      const at::Tensor one = output.narrow(0, row, 1);
-      const Batch alone{.args = {batch.args[0].toTensor().narrow(0, row, 1)},
-                        .kwargs = {},
-                        .target = batch.target.toTensor().narrow(0, row, 1)};
-      text +=
-          "  " + sums()->written(batch, output, row) + (sums()->right_sums(alone, one) == 1 ? "" : "   wrong") + "\n";
-    }
-    progress.say(text);
+    if (sums() != nullptr) print_sums(*sums(), held_out_, last_evaluation_, accuracy_, *progress);
+    if (is_text) progress->print("Sample:\n" + sample);
   }
 
   const TrainOptions& options_;
@@ -340,38 +260,38 @@ class Run {
   std::vector<Batch> held_out_;
   std::shared_ptr<Transport> transport_;
   double accuracy_ = 0;
-  Trainer::Evaluation last_;
+  Trainer::Evaluation last_evaluation_;
 };
 
 int train(const TrainOptions& options, const nlohmann::json& configuration) {
-  // A limit on the size of files is an error of the write, as a full disk is.
+  // A write beyond the limit of file sizes fails with an error, like one on a full disk.
   std::signal(SIGXFSZ, SIG_IGN);
   const std::chrono::milliseconds timeout = options.run.timeout_in_milliseconds();
   const auto as_rank = [&] {
     const std::shared_ptr<Transport> transport =
-        c10d_transport(rendezvous(timeout, say_waiting), {.agreed = options.shared_by_ranks(configuration)});
+        c10d_transport(rendezvous(timeout, print_waiting), {.agreed = options.shared_by_ranks(configuration)});
     const Agreement agreement(transport.get(), timeout);
     std::optional<Run> run;
     agreement.fail_together([&] { run.emplace(options, configuration, transport); });
     return run->train(agreement);
   };
-  if (OwnRanks::is_rank()) {
-    OwnRanks::run([&](const fs::path&, int) {
+  if (LocalRanks::is_rank()) {
+    LocalRanks::run([&](const fs::path&, int) {
       const int code = as_rank();
-      if (code != kYes) std::exit(code);
+      if (code != kSuccess) std::exit(code);
     });
   }
   if (is_in_rank_environment()) return as_rank();
   Run run(options, configuration, nullptr);
   if (options.run.transport == "threads") return run.train(Agreement(nullptr, timeout));
-  OwnRanks ranks(run.ranks_needed());
+  LocalRanks ranks(run.ranks_needed());
   try {
     ranks.wait(Clock::now() + std::chrono::hours(24 * 365));
   } catch (const std::runtime_error&) {
     if (interruptions() > 0) return interruption_code();
     throw;
   }
-  return kYes;
+  return kSuccess;
 }
 
 }  // namespace
@@ -381,7 +301,7 @@ void add_train(CLI::App& command, int& exit) {
   options->add_to(command);
   on_call(command, [options, &command, &exit] {
     options->read_config(command);
-    options->require_fit(command);
+    options->require_consistent(command);
     options->cut.limits.apply();
     exit = train(*options, options->resolved(command));
   });

@@ -1,0 +1,60 @@
+#include "penstock/cli/train/setup.h"
+
+#include <cstdint>
+#include <stdexcept>
+#include <utility>
+
+#include "penstock/cli/program/model_files.h"
+
+namespace penstock::cli {
+
+TrainSetup set_up(const TrainOptions& options, int replicas) {
+  TrainSetup setup;
+  RunOptions run = options.run;
+  run.ranks = options.ranks_wanted();
+  const std::uint64_t seed = run.seed;
+  const bool bfloat16 = options.dtype == "bfloat16";
+  const std::optional<WeightFiles> weights = options.weights.read();
+  int stages = 0;
+  if (options.is_gpt()) {
+    GptOptions gpt = options.gpt;
+    gpt.bfloat16 = bfloat16;
+    if (options.data.empty()) {
+      auto sums = std::make_unique<AdditionData>(options.digits, options.rows, seed);
+      gpt.length = sums->length();
+      setup.data = std::move(sums);
+    } else {
+      gpt.length = options.length;
+      setup.data = std::make_unique<TextData>(options.data, options.length, options.rows, seed);
+    }
+    stages = options.cut.stages > 0 ? options.cut.stages : run.stages_wanted();
+    if (!options.cut.at.empty())
+      throw std::runtime_error("--at is an option of exported models.\n  Hint: cut a GPT with --stages N.");
+    for (int i = 0; i < replicas; ++i) setup.replicas.push_back(gpt_model(gpt, seed, stages, weights));
+  } else {
+    if (options.data.empty()) {
+      throw std::runtime_error("--data is missing: " + options.cut.model +
+                               " needs batches to train on.\n  Hint: --data DIR names a directory of safetensors "
+                               "files with args.0, kwargs.mask, …, and target.");
+    }
+    for (int i = 0; i < replicas; ++i) {
+      Program program = read_program(options.cut, weights);
+      program.train();
+      if (bfloat16) program.set_autocast(at::kBFloat16);
+      if (i == 0) setup.program = program;
+      Pipe pipe = options.cut.cut(program, run.stages_wanted());
+      stages = pipe.num_stages();
+      setup.replicas.push_back(program_model(std::move(pipe)));
+    }
+    setup.data = batch_files(
+        options.data, *setup.program,
+        {.loss = options.loss, .ignore_index = options.ignore_index, .seed = seed, .shuffle = options.shuffle});
+  }
+  constexpr int kMicrobatchesPerRank = 4;
+  const Schedule probe = run.make(stages, /*available=*/0);
+  setup.schedule =
+      run.microbatches > 0 || !run.csv.empty() ? probe : run.make(stages, kMicrobatchesPerRank * probe.ranks());
+  return setup;
+}
+
+}  // namespace penstock::cli

@@ -1,0 +1,28 @@
+// Builds the parts of a training run from the options of `penstock train`.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "penstock/cli/train/options.h"
+#include "penstock/program/program.h"
+#include "penstock/schedule/schedule.h"
+#include "penstock/train/data.h"
+#include "penstock/train/model.h"
+
+namespace penstock::cli {
+
+struct TrainSetup {
+  // One model for each replica of this process.
+  std::vector<std::unique_ptr<Model>> replicas;
+  // The exported model, if there is one. The data refer to it.
+  std::optional<Program> program;
+  std::unique_ptr<Data> data;
+  std::optional<Schedule> schedule;
+};
+
+// Reads the model, cuts it, opens the data and makes the schedule. Throws std::runtime_error and the errors of these layers.
+TrainSetup set_up(const TrainOptions& options, int replicas);
+
+}  // namespace penstock::cli
