@@ -1,4 +1,4 @@
-"""Our attention compared with PyTorch's, on one thread: 1 x 8 heads x 2,048 x 64 in float32, causal within a window of 256.
+"""Benchmarks attention, compared with PyTorch, on one thread: 1 x 8 heads x 2,048 x 64 in float32, causal within a window of 256.
 
     attention.py --bench penstock_attention_bench [--runs N]
 
@@ -23,7 +23,7 @@ LENGTHS = (1024, 2048, 4096, 8192)
 
 
 class PyTorch:
-    """What torch has for it, at one length."""
+    """PyTorch's implementations, at one sequence length."""
 
     def __init__(self, length):
         import torch
@@ -60,7 +60,7 @@ class PyTorch:
         self.torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=self.dense).backward(self.seed)
 
     def warm_up(self):
-        # What is made on first use, such as compiled code, is made now.
+        # Warm up: compilation and other work of the first call.
         self.mask = self.make_mask()
         for act in (self.eager, self.compiled, self.sdpa, self.sdpa_both):
             act()
@@ -75,7 +75,7 @@ def seconds(act):
 def compare_times(path, runs):
     pytorch = PyTorch(LENGTH)
     pytorch.warm_up()
-    # name, how to measure it, what of ours it stands beside
+    # Name, function that measures it, and the result of Penstock to compare it with.
     measured = {
         "our forward": (lambda: bench.numbers(1, "forward", LENGTH)[0], None),
         "flex_attention, eager": (lambda: seconds(pytorch.eager), "our forward"),
@@ -100,7 +100,7 @@ def compare_times(path, runs):
 
 
 def peak_memory(length):
-    """PyTorch's, for SDPA with the dense mask; run in a process of its own."""
+    """Returns the peak memory of PyTorch's SDPA with a dense mask. Runs in a process of its own."""
     status = pathlib.Path("/proc/self/status")
 
     def line(name):
@@ -133,7 +133,7 @@ def compare_memory(path):
 def main():
     arguments = argparse.ArgumentParser(description="Times our attention compared with PyTorch's.")
     arguments.add_argument("--bench", required=True, help="the penstock_attention_bench program")
-    arguments.add_argument("--runs", type=int, default=11, help="of each (default: %(default)s)")
+    arguments.add_argument("--runs", type=int, default=11, help="number of runs of each case (default: %(default)s)")
     arguments.add_argument("--peak-memory", type=int, metavar="LENGTH", help=argparse.SUPPRESS)
     options = arguments.parse_args()
     if options.runs < 1:
@@ -145,14 +145,14 @@ def main():
     shape = f"1 x {HEADS} heads x {LENGTH:,} x {SIZE}, window {WINDOW}, one thread"
     print(f"{shape}: median of {options.runs} runs (fastest–slowest)\n")
     ratios = compare_times(options.bench, options.runs)
-    print("\nmemory that forward + backward hold at most, besides their inputs")
+    print("\npeak memory of forward + backward, without their inputs")
     a_token = compare_memory(options.bench)
     return report_goals(
         {
             "forward at least 20 times as fast as eager flex_attention": ratios["flex_attention, eager"] >= 20,
             "forward no slower than compiled flex_attention": ratios["flex_attention, compiled"] >= 1,
             "forward + backward at least 2.5 times as fast as SDPA": ratios["SDPA, dense mask, forward + backward"] >= 2.5,
-            # Memory by length in pages: a fifth more a token is not another power.
+            # Memory is allocated in pages, so up to a fifth more per token still counts as linear.
             "memory linear in the length": a_token[-1] <= 1.2 * a_token[0],
         }
     )

@@ -1,4 +1,4 @@
-"""The GPT of examples/ as bench/program.py exports it for us and gives it to PyTorch; its blocks are those of
+"""The GPT of examples/, which bench/program.py exports for Penstock and passes to PyTorch. Its blocks equal those of
 bench/transformer.h."""
 
 import pathlib
@@ -11,19 +11,19 @@ sys.path.append(str(pathlib.Path(__file__).parent.parent / "examples"))
 from export_gpt import BYTES, GPT, Block  # noqa: E402, F401
 
 LAYERS = 4
-# A case's width, and the rows and tokens of a microbatch: one that computes, and one that is all overhead.
+# Width, rows and tokens of a microbatch for each case: one bound by computation, and one by overhead.
 CASES = {"wide": (256, 2, 128), "tiny": (64, 1, 1)}
 
 
 def make(case):
-    """The model, and the ids of a microbatch."""
+    """Returns the model, and the token ids of a microbatch."""
     width, rows, length = CASES[case]
     torch.manual_seed(0)
     return GPT(LAYERS, width, length), torch.zeros(rows, length, dtype=torch.int64)
 
 
 def text_for(case, microbatches):
-    """The ids of a batch, and those that come next."""
+    """Returns the token ids of a batch, and the next tokens as targets."""
     _, rows, length = CASES[case]
     text = torch.randint(BYTES, (rows * microbatches, length + 1))
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()

@@ -1,7 +1,7 @@
-"""What the benchmarks share: programs that answer questions, tables, and goals.
+"""Common parts of the benchmarks: measuring processes, tables and goals.
 
-Ours and PyTorch's take turns in one run, so that what else the machine does hits both. Times are medians, with the
-fastest and the slowest run beside them as a measure of the noise.
+Penstock and PyTorch alternate within one run, so that other load on the machine affects both. Times are medians, with the
+fastest and the slowest run in parentheses as a measure of the noise.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import subprocess
 
 
 class Answering:
-    """A process that answers each line with a line of numbers."""
+    """A process that measures what each line of its input asks for, and prints a line of numbers."""
 
     def __init__(self, *command):
         self.command = command
@@ -20,7 +20,7 @@ class Answering:
         return self
 
     def __exit__(self, *error):
-        # One that has died already breaks the pipe.
+        # The pipe is broken if the process has died.
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         self.process.wait()
@@ -36,7 +36,7 @@ class Answering:
         except ValueError:
             numbers = []
         if len(numbers) != count:
-            raise SystemExit(f"{' '.join(self.command)}: '{question}' should give {count} numbers, and gave '{answer.strip()}'.")
+            raise SystemExit(f"{' '.join(self.command)}: '{question}' expected {count} numbers, found '{answer.strip()}'.")
         return numbers
 
 
@@ -63,7 +63,7 @@ def ratio_of(theirs, ours):
 
 
 def report_goals(goals):
-    """Of {what: whether it is reached}; what main returns."""
+    """Prints which goals are missed, and returns the exit code. `goals` maps each goal to True if it is reached."""
     missed = [goal for goal, reached in goals.items() if not reached]
     print("\ngoals: " + ("all reached" if not missed else "missed: " + "; ".join(missed)))
     return 1 if missed else 0

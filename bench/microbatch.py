@@ -1,4 +1,4 @@
-"""Microbatches: how fast ours are split and merged, compared with torch.distributed.pipelining.
+"""Benchmarks splitting and merging of microbatches, compared with torch.distributed.pipelining.
 
     microbatch.py --bench build/release/bin/penstock_microbatch_bench [--runs 15]
 
@@ -22,16 +22,15 @@ from measure import Answering, print_table, ratio_of, report_goals, with_noise
 
 TENSORS = 4
 CHUNKS = 64
-# Rows, columns, and whether the tensors are leaves that require grad. Of the wide ones joining is mostly copying, and of
-# leaves that require grad splitting is mostly libtorch's making of a node of the graph for each chunk, for ours and the
-# pytorch alike.
+# Rows, columns, and True if the tensors are leaves that require grad. Merging wide tensors is mostly copying, and splitting
+# leaves that require grad is mostly libtorch's creation of a graph node for each chunk, for Penstock and PyTorch alike.
 CASES = ((512, 16, False), (512, 64, False), (512, 256, False), (512, 64, True))
-# Of a case in a run, which counts by its median: on a busy machine most of the short ones are left alone.
+# Repetitions of a case in a run, of which the median counts: on a busy machine most short ones are undisturbed.
 REPEATS = 21
 
 
 def keep_freed_memory():
-    """Or it is chance in which of the two processes malloc asks for new pages for each tensor that is merged."""
+    """Keeps freed memory in malloc. Otherwise it is random which of the two processes gets new pages for merged tensors."""
     malloc_trim_threshold, malloc_mmap_threshold = -1, -3
     libc = ctypes.CDLL(None)
     libc.mallopt(malloc_mmap_threshold, 1 << 30)
@@ -42,7 +41,7 @@ def torch_seconds(rows, columns, grad):
     args = tuple(torch.rand(rows, columns, requires_grad=grad) for _ in range(TENSORS))
     spec = tuple(TensorChunkSpec(0) for _ in args)
     splitting, merging = [], []
-    # What the last one left is not to be collected in this one's time.
+    # Collect the garbage of the last case now, outside of the measured time.
     gc.collect()
     for _ in range(REPEATS):
         start = time.perf_counter()
@@ -60,7 +59,7 @@ def our_seconds(bench, rows, columns, grad):
 
 
 def rows_of(case, ours, theirs):
-    """Of the table, and the ratio of both together."""
+    """Returns the rows of the table, and the ratio of both together."""
     rows, columns, grad = case
     name = f"{rows}x{columns}{', requires grad' if grad else ''}"
     table = []
@@ -74,21 +73,21 @@ def rows_of(case, ours, theirs):
 def main():
     arguments = argparse.ArgumentParser(description="Times our microbatches compared with PyTorch's.")
     arguments.add_argument("--bench", required=True, help="the penstock_microbatch_bench program")
-    arguments.add_argument("--runs", type=int, default=15, help=f"of each case, {REPEATS} times each (default: %(default)s)")
+    arguments.add_argument("--runs", type=int, default=15, help=f"number of runs of each case, with {REPEATS} repetitions each (default: %(default)s)")
     options = arguments.parse_args()
     if options.runs < 1:
         arguments.error("--runs is at least 1")
 
     torch.set_num_threads(1)
     keep_freed_memory()
-    # Torch itself is not to be looked through at every collection.
+    # Exclude the objects of torch itself from garbage collection.
     gc.collect()
     gc.freeze()
     ratios = {}
     table = [(f"{TENSORS} float32 tensors", f"{CHUNKS} chunks", "ours", "PyTorch", "ratio")]
     with Answering(options.bench) as bench:
         for case in CASES:
-            # The first of all pays for caches and allocators.
+            # Warm up caches and allocators.
             our_seconds(bench, *case)
             torch_seconds(*case)
             ours, theirs = [], []

@@ -1,4 +1,4 @@
-"""Exported programs: what running one costs beside eager PyTorch, and in stages beside torch.distributed.pipelining.
+"""Benchmarks exported models, compared with eager PyTorch and, in stages, with torch.distributed.pipelining.
 
     program.py --bench build/release/bin/penstock_program_bench [--runs 5]
 
@@ -18,7 +18,7 @@ from measure import Answering, print_table, ratio_of, report_goals, with_noise
 EAGER_STEPS = 10
 WIDE_MICROBATCHES, WIDE_STEPS = 8, 3
 TINY_MICROBATCHES, TINY_STEPS = 64, 10
-# How many times as fast as PyTorch we want to be: schedule and stages.
+# Goal for the ratio to PyTorch, by schedule and number of stages.
 TINY_GOALS = {("1F1B", 2): 1.5, ("Interleaved1F1B", 4): 3}
 
 
@@ -64,7 +64,7 @@ def compare_torch(bench, pytorch, folder, runs):
 def main():
     arguments = argparse.ArgumentParser(description="Measures exported programs compared with eager PyTorch and torch.distributed.pipelining.")
     arguments.add_argument("--bench", required=True, help="the penstock_program_bench program")
-    arguments.add_argument("--runs", type=int, default=5, help="of each case (default: %(default)s)")
+    arguments.add_argument("--runs", type=int, default=5, help="number of runs of each case (default: %(default)s)")
     options = arguments.parse_args()
     if options.runs < 1:
         arguments.error("--runs is at least 1")

@@ -1,9 +1,9 @@
-"""Steps: what our executor costs and keeps, compared with torch.distributed.pipelining and beside a bare loop.
+"""Benchmarks time and memory of a step, compared with torch.distributed.pipelining and with a loop without an executor.
 
     runtime.py --bench build/release/bin/penstock_runtime_bench [--runs 5]
 
-Runs in a Python with torch. Ours are two thread ranks and, where it says so, two processes on Gloo, which PyTorch's
-always are, as it has no threads.
+Needs a Python with torch. Penstock runs two thread ranks or, where a row says so, two process ranks on Gloo; PyTorch always
+runs two processes on Gloo, as it has no thread ranks.
 """
 
 import argparse
@@ -15,10 +15,10 @@ from measure import Answering, print_table, ratio_of, report_goals, with_noise
 
 MICROBATCHES = 64
 STEPS = 15
-# How many times as fast as PyTorch we want to be.
+# Goal: this many times as fast as PyTorch.
 OVERHEAD = {"1F1B": 4, "Interleaved1F1B": 8, "InterleavedZeroBubble": 8, "ZBVZeroBubble": 8}
 PROCESSES = 2
-# Of the bare loop and the executor in each run: short ones, so that what else the machine does hits both.
+# Turns of loop and executor in each run, short enough that other load on the machine affects both.
 TURNS = 8
 TURN_STEPS = 5
 TRANSFORMER_MICROBATCHES = 8
@@ -102,7 +102,7 @@ def compare_accumulation(benches, runs):
 
 
 def peak_of(command, microbatches):
-    """In a process of its own, so that it has nothing of an earlier question."""
+    """Returns the peak memory of a new process, in MiB."""
     with Answering(*command) as answering:
         return answering.numbers(1, "memory", microbatches)[0] / MEBIBYTE
 
@@ -128,13 +128,13 @@ def compare_memory(bench, pytorch, runs):
 
 
 def main():
-    arguments = argparse.ArgumentParser(description="Measures our executor compared with PyTorch's.")
+    arguments = argparse.ArgumentParser(description="Benchmarks the executor, compared with PyTorch.")
     arguments.add_argument("--bench", required=True, help="the penstock_runtime_bench program")
     arguments.add_argument("--runs", type=int, default=5, help="of each case (default: %(default)s)")
     arguments.add_argument("--other", help="the same program of another build, to compare the accumulation of gradients")
     options = arguments.parse_args()
     if options.runs < 1:
-        arguments.error("--runs is at least 1")
+        arguments.error("--runs must be at least 1")
 
     bench = (options.bench,)
     pytorch = (sys.executable, str(pathlib.Path(__file__).with_name("torch_runtime.py")))

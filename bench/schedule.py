@@ -21,7 +21,7 @@ def size(case):
 
 
 def compare_lowering(bench, pytorch, runs):
-    rows = [("ranks x stages a rank x microbatches", "ours", "PyTorch", "ratio")]
+    rows = [("ranks x stages per rank x microbatches", "ours", "PyTorch", "ratio")]
     # A warm-up run fills caches and allocators.
     bench.numbers(1, "lower", 4, 2, 8)
     pytorch.numbers(1, 4, 2, 8)
@@ -39,7 +39,7 @@ def compare_lowering(bench, pytorch, runs):
 
 
 def measure_simulation(path, runs):
-    rows = [("ranks x stages a rank x microbatches", "actions", "time", "million actions/s", "peak memory")]
+    rows = [("ranks x stages per rank x microbatches", "actions", "time", "million actions/s", "peak memory")]
     slowest = float("inf")
     for case in SIMULATED:
         times = []

@@ -1,6 +1,6 @@
 """Measures the GPT of gpt.py under eager PyTorch, and cut by torch.distributed.pipelining.
 
-bench/program.py talks to it: see torch_ranks.py.
+bench/program.py starts it; torch_ranks.py describes the protocol.
 
     eager CASE THREADS STEPS                          seconds for a forward and backward of a microbatch, on rank 0 alone
     pipeline CASE SCHEDULE STAGES MICROBATCHES STEPS  seconds for a step on two ranks

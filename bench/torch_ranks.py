@@ -1,4 +1,4 @@
-"""What the measurements of torch.distributed.pipelining share: two processes with Gloo, one thread each.
+"""Common parts of the measurements of torch.distributed.pipelining: two processes with Gloo, one thread each.
 
 They read lines, answer each with a line, and end with their input. Rank 1 is the same program, started by rank 0.
 """
@@ -49,7 +49,7 @@ def serve(answers, rank, store, tell_other=lambda line: None):
 
 
 def answer(program, answers):
-    """Answers lines "WHAT WORD…" with answers[WHAT](rank, WORD…) on both ranks; what rank 0 gives is printed."""
+    """For each line "NAME ARGUMENT…" of the input, calls answers[NAME](rank, ARGUMENT…) on both ranks and prints rank 0's result."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if len(sys.argv) == 2:
         serve(answers, 1, sys.argv[1])

@@ -76,12 +76,12 @@ def time_transformer(rank, microbatches, steps):
 
 
 def peak_bytes():
-    """The most memory that this process had since forget_peak()."""
+    """Returns the peak memory of this process since reset_peak()."""
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
-def forget_peak():
+def reset_peak():
     pathlib.Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -89,7 +89,7 @@ def memory_of_steps(rank, microbatches):
     schedule, stages = linear_schedule("1F1B", rank, int(microbatches), MEMORY_ROWS, MEMORY_WIDE)
     # The batch on one rank, the target on the other.
     batch = torch.randn(MEMORY_ROWS * int(microbatches), MEMORY_WIDE)
-    forget_peak()
+    reset_peak()
     for _ in range(MEMORY_STEPS):
         torch_ranks.step(schedule, stages, batch, batch)
     total = torch.tensor(peak_bytes() - batch.nbytes)

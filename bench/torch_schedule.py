@@ -16,12 +16,12 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 
 def seconds_to_construct(ranks, stages_per_rank, microbatches):
-    # As much of rank 0's stages as the constructor looks at. It makes the lists of all ranks, on every rank.
+    # Only the attributes of rank 0's stages that the constructor reads. It makes the actions of all ranks, on every rank.
     stages = [
         types.SimpleNamespace(num_stages=ranks * stages_per_rank, group_size=ranks, group_rank=0, submod=None)
         for _ in range(stages_per_rank)
     ]
-    # What the last one left is not to be collected in this one's time.
+    # Collect the garbage of the last case now, outside of the measured time.
     gc.collect()
     start = time.perf_counter()
     ScheduleInterleaved1F1B(stages, microbatches)

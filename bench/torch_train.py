@@ -1,7 +1,7 @@
 """Measures training steps of the GPT of examples/ under torch.distributed.pipelining: forward, backward,
 clipping and AdamW.
 
-bench/train.py talks to it: see torch_ranks.py.
+bench/train.py starts it; torch_ranks.py describes the protocol.
 
     train LAYERS WIDTH LENGTH ROWS SCHEDULE MICROBATCHES STEPS   seconds for a step on two ranks, one stage each
 """

@@ -1,9 +1,9 @@
-"""Training: `penstock train` compared with torch.distributed.pipelining, and on two ranks beside one.
+"""Benchmarks `penstock train`, compared with torch.distributed.pipelining, and on two ranks compared with one.
 
     train.py --penstock build/release/bin/penstock [--runs 3]
 
-Runs in a Python with torch. Ours are thread ranks; PyTorch's are two processes on Gloo, as it has no threads. A step is
-forward, backward, clipping and AdamW, one thread a rank.
+Needs a Python with torch. Penstock runs thread ranks; PyTorch runs two processes on Gloo, as it has no thread ranks. A step is
+forward, backward, clipping and AdamW, with one intra-op thread per rank.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import tempfile
 from measure import Answering, print_table, ratio_of, report_goals, with_noise
 
 LAYERS = 4
-# Width, bytes of a row, rows of a batch, microbatches, steps; and how many times as fast as PyTorch we want to be.
+# Width, bytes of a row, rows of a batch, microbatches, steps; and the goal for the ratio to PyTorch.
 CASES = {
     "compute-bound": (256, 128, 16, 8, 6, 1.0),
     "many small microbatches": (64, 4, 64, 64, 20, 1.0),
@@ -28,7 +28,7 @@ SCALING_GOAL = 1.7
 
 
 def train(penstock, folder, ranks, width, length, rows, microbatches, steps):
-    """Seconds for a step."""
+    """Returns the median time of a step in seconds."""
     words = {"data": folder / "text", "layers": LAYERS, "width": width, "length": length, "rows": rows, "ranks": ranks,
              "microbatches": microbatches, "steps": steps + 2, "output": folder / "run"}
     command = [penstock, "train", "--overwrite"] + [str(word) for name, value in words.items() for word in (f"--{name}", value)]
@@ -38,12 +38,12 @@ def train(penstock, folder, ranks, width, length, rows, microbatches, steps):
 
 
 def main():
-    arguments = argparse.ArgumentParser(description="Measures training compared with PyTorch.")
-    arguments.add_argument("--penstock", required=True, help="the command")
-    arguments.add_argument("--runs", type=int, default=3, help="of each case (default: %(default)s)")
+    arguments = argparse.ArgumentParser(description="Benchmarks training, compared with PyTorch.")
+    arguments.add_argument("--penstock", required=True, help="the penstock command")
+    arguments.add_argument("--runs", type=int, default=3, help="number of runs of each case (default: %(default)s)")
     options = arguments.parse_args()
     if options.runs < 1:
-        arguments.error("--runs is at least 1")
+        arguments.error("--runs must be at least 1")
     pytorch = (sys.executable, "-W", "ignore", str(pathlib.Path(__file__).with_name("torch_train.py")))
     print(f"A step of training, a GPT of {LAYERS} layers, 1F1B: median of {options.runs} runs (fastest–slowest)\n")
     goals = {}

@@ -1,5 +1,5 @@
-"""Processes that do not belong to a run, on its ports: other jobs, wrong tokens, silent listeners, slow and idle connections,
-random bytes. All of it on loopback. And the limits of a process, which a stranger's model, or a system, may bring it to.
+"""Tests of connections that do not belong to a run: other jobs, wrong tokens, silent listeners, slow and idle connections,
+random bytes, all on loopback; and of the limits of memory, time, file descriptors and processes.
 PENSTOCK names the command and REFERENCE_PYTHON a Python with torch; PENSTOCK_STRANGERS=N repeats the random attacks N times."""
 
 import contextlib
@@ -80,7 +80,7 @@ def at_most(**limits):
 
 
 class OtherJobs(Strangers):
-    def test_a_process_with_another_token_is_refused_and_the_job_goes_on(self):
+    def test_a_process_with_another_token_is_rejected_and_the_job_continues(self):
         port = free_port()
         words = ["--steps", 2, "--output", "run"]
         first = self.rank(0, port, *words)
@@ -95,7 +95,7 @@ class OtherJobs(Strangers):
         self.end_of(first, 0)
         self.assertEqual(self.losses(), self.expected_losses(2))
 
-    def test_who_waits_is_told_of_a_process_with_another_token(self):
+    def test_a_waiting_rank_reports_a_process_with_another_token(self):
         port = free_port()
         first = self.rank(0, port, "--timeout", 8)
         self.end_of(self.rank(1, port, token="theirs"), 2)
@@ -117,7 +117,7 @@ class OtherJobs(Strangers):
 
 
 class Attack:
-    """Connections to ports of a run, as long as it lasts and no more than `most` of them at a time."""
+    """Opens connections to ports of a run until the block ends, at most `most` at a time."""
 
     def __init__(self, ports, behave, most):
         self.ports, self.behave, self.most = ports, behave, most
@@ -193,13 +193,13 @@ class Connections(Strangers):
                     self.assertEqual(self.losses(), expected)
                     self.assertGreater(attack.attempts, 0)
 
-    def test_are_not_taken_once_all_ranks_have_connected(self):
+    def test_are_not_accepted_once_all_ranks_have_connected(self):
         port = free_port()
         words = ["--steps", 100000, "--output", "run", "--overwrite"]
         ranks = [self.rank(rank, port, *words) for rank in (0, 1)]
         self.wait_for_steps(2)
         for process in ranks:
-            # The store's, of rank 0, and Gloo's.
+            # Rank 0 has the port of the store and one of Gloo.
             for one in self.wait_until_listening(process, 2 if process is ranks[0] else 1):
                 with self.assertRaises(TimeoutError):
                     socket.create_connection(("127.0.0.1", one), timeout=0.3)
@@ -249,7 +249,7 @@ save_tensors({"args.0": torch.ones(2, 4), "target": torch.ones(2, 4)}, "batch.sa
                     self.assertRegex(result.stderr, "can't allocate memory: you tried to allocate 1073741824 bytes")
         self.assertFalse((self.folder / "out.safetensors").exists())
         self.penstock(*commands[0], "--memory-limit", "3GiB")
-        # A limit of the system stays.
+        # A lower limit of the system still applies.
         result = subprocess.run([PENSTOCK, *map(str, commands[1]), "--memory-limit", "3GiB"], cwd=self.folder,
                                 capture_output=True, text=True, timeout=60,
                                 preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 33)))
@@ -262,20 +262,20 @@ save_tensors({"args.0": torch.ones(2, 4), "target": torch.ones(2, 4)}, "batch.sa
                       ["train", *SMALL]):
             result = self.penstock(*words, "--time-limit", "0.002", code=2)
             self.assertEqual(result.stderr.splitlines()[0], "penstock: time limit of 0.002 s exceeded.")
-        # The ranks of a run end before the process that has started them.
+        # Process ranks reach their limit before the process that has started them.
         result = self.penstock("train", *SMALL, "--steps", 1000000, "--transport", "gloo", "--time-limit", 3, code=2)
         self.assertIn("penstock: time limit of 3 s exceeded.\n", result.stderr)
-        # With time enough, it changes nothing.
+        # A long time limit changes nothing.
         self.penstock("split", "large.pt2", "--time-limit", "1e300")
 
-    def test_that_are_none_are_refused(self):
+    def test_with_invalid_values_are_rejected(self):
         for option, value, expected in (("--memory-limit", "12", "a size above 0, such as 512MiB or 2GB"),
                                         ("--memory-limit", "-1GB", "a size above 0, such as 512MiB or 2GB"),
                                         ("--time-limit", "0", "a number above 0")):
             result = self.penstock("split", "x.pt2", option, value, code=2)
             self.assertIn(f"{option}: '{value}' should be {expected}", result.stderr)
 
-    def test_of_descriptors_are_told_in_words(self):
+    def test_of_descriptors_are_reported(self):
         codes = set()
         for files in range(10, 44, 4):
             result = subprocess.run([PENSTOCK, "train", *map(str, SMALL), "--steps", "1", "--transport", "gloo", "--output",
@@ -288,8 +288,8 @@ save_tensors({"args.0": torch.ones(2, 4), "target": torch.ones(2, 4)}, "batch.sa
                 self.assertNotIn("terminate called", result.stderr)
         self.assertEqual(codes, {0, 2})
 
-    @unittest.skipUnless(os.geteuid() == 0, "limits of processes need a user of their own")
-    def test_of_processes_are_told_in_words(self):
+    @unittest.skipUnless(os.geteuid() == 0, "needs root, to run as a user without other processes")
+    def test_of_processes_are_reported(self):
         self.folder.chmod(0o777)
         for transport in ("threads", "gloo"):
             for processes in (1, 2, 3, 4, 6, 8):

@@ -1,4 +1,4 @@
-"""What penstock train writes and how it resumes: checkpoints, run directories, and what is checked before step 1. See
+"""Tests of the files of penstock train: checkpoints, resuming, run directories, and the checks before the first step. See
 train_case.py."""
 
 import json
@@ -17,7 +17,7 @@ from train_case import Case, KILLS, PROGRAMS, REFERENCE_PYTHON, SMALL, children_
 
 
 class Checkpoints(Case):
-    def test_a_run_goes_on_with_other_ranks(self):
+    def test_a_run_resumes_on_other_ranks(self):
         common = [*SMALL, "--steps", 8, "--microbatches", 8]
         self.train(*common, output="whole")
         words = [*common, "--checkpoint-every", 2, "--keep", 2]
@@ -68,7 +68,7 @@ class Checkpoints(Case):
                     self.assertIn('"name":"measured"', (self.folder / "run/timeline.html").read_text())
                     self.assertEqual(list(self.losses())[-1], done)
 
-    def test_processes_end_with_the_one_that_has_started_them(self):
+    def test_process_ranks_end_with_their_parent_process(self):
         words = [*SMALL, "--steps", 100000, "--microbatches", 8, "--transport", "gloo", "--checkpoint", "kept"]
         process = self.begun(words, after=2)
         ranks = children_of(process.pid)
@@ -79,7 +79,7 @@ class Checkpoints(Case):
         self.assert_ended(ranks)
         self.assertEqual(list((self.folder / "kept").glob("step-*")), [])
 
-    def test_a_run_that_is_killed_at_any_moment_goes_on_to_the_same_losses(self):
+    def test_a_run_that_is_killed_at_any_time_resumes_to_the_same_losses(self):
         common = [*SMALL, "--steps", 60, "--microbatches", 8]
         self.train(*common, output="whole")
         whole = self.losses("whole")
@@ -93,7 +93,7 @@ class Checkpoints(Case):
                 time.sleep(draw.uniform(0.2, 1.5))
                 process.kill()
                 process.wait(timeout=60)
-                # What there is, is whole.
+                # Checkpoints are complete.
                 kept = self.folder / "kept"
                 for one in kept.glob("step-*") if kept.exists() else []:
                     self.assertTrue((one / "manifest.json").exists())
@@ -117,7 +117,7 @@ class Checkpoints(Case):
         (self.folder / "kept/step-00000002").rename(self.folder / "aside")
         self.train(*words, "--resume")
 
-    def test_those_of_different_runs_are_told_apart(self):
+    def test_checkpoints_of_different_runs_are_not_mixed(self):
         words = [*SMALL, "--checkpoint", "kept", "--steps"]
         self.train(*words, 1)
         runs = [self.run_of("kept/step-00000001")]
@@ -168,7 +168,7 @@ export(40, 9, "wider.pt2")
 
 
 class Directories(Case):
-    def test_what_an_earlier_run_has_left_is_refused_or_overwritten(self):
+    def test_files_of_an_earlier_run_are_rejected_or_overwritten(self):
         words = ["--digits", 1, "--rows", 8, "--layers", 2, "--width", 16, "--heads", 2, "--checkpoint", "kept"]
         self.train(*words, "--steps", 6, "--checkpoint-every", 2)
         before = self.names_in("kept")
@@ -183,7 +183,7 @@ class Directories(Case):
                                 + hint + "--output DIR writes elsewhere.")
         self.assertEqual(self.names_in("kept"), before)
         self.assertEqual((self.folder / "run/metrics.jsonl").read_bytes(), metrics)
-        # A directory that was made for a run that did not begin is removed.
+        # The directory of a run that did not start is removed.
         self.assertFalse((self.folder / "other").exists())
         text = self.train(*words, "--steps", 3)
         self.assertIn("step 3: checkpoint kept/step-00000003\n", text)
@@ -235,7 +235,7 @@ class Directories(Case):
                     first.kill()
                     first.communicate(timeout=60)
                 self.assert_ended(owners)
-                # The lock went with the process.
+                # The lock was released with the process.
                 self.train(*SMALL, "--steps", 1, "--checkpoint", "kept")
                 self.assertEqual(self.names_in("kept"), ["step-00000001"])
                 self.assertFalse((self.folder / "other").exists())
@@ -246,7 +246,7 @@ class Directories(Case):
 
 
 class Preflight(Case):
-    """What is found before the first step."""
+    """Errors that are found before the first step."""
 
     def assert_nothing_ran(self, *words, message, output="run", **options):
         result = self.penstock("train", "--output", output, *words, code=2, **options)
@@ -331,7 +331,7 @@ class Preflight(Case):
         self.assertEqual(self.names_in("kept/aside"), before)
         self.assertEqual(self.names_in("kept/step-00000002x"), ["mine"])
 
-    def test_resuming_without_a_checkpoint_begins_anew_and_keeps_metrics(self):
+    def test_resuming_without_a_checkpoint_starts_a_new_run_and_keeps_metrics(self):
         words = [*SMALL, "--steps", 2, "--output", "run", "--checkpoint", "new", "--resume"]
         self.train(*SMALL, "--steps", 3)
         before = (self.folder / "run/metrics.jsonl").read_bytes()
@@ -380,7 +380,7 @@ class Preflight(Case):
             self.assertRegex(text, r"\ncheckpoint +[\d.]+ [kM]B each; the last 3 are kept\nNothing was written\.\n$")
             self.assertEqual(list(self.folder.iterdir()), [])
 
-    # A process that may write files of some bytes alone, which is what a full disk is like.
+    # A limit on the size of files acts like a full disk.
     def test_a_disk_that_becomes_full_leaves_no_part_of_a_checkpoint(self):
         def limit():
             resource.setrlimit(resource.RLIMIT_FSIZE, (32768, 32768))

@@ -1,5 +1,6 @@
 """Three hosts, as network namespaces of this machine, with two ranks each: `penstock train` trains across them; when one is
-cut off, all ranks end with an error in time; and two hosts go on from the checkpoint. Once by hand and once under torchrun.
+cut off, all ranks end with an error within the timeout; and two hosts resume from the checkpoint. Once started by hand and once by
+torchrun.
 
     train_hosts_test.py PENSTOCK PYTHON    # the command, and a Python with torch
 """
@@ -54,14 +55,14 @@ def main(penstock, python):
         assert ends(started, 120) == [0] * 6, "six ranks on three hosts did not train"
         assert losses(folder / "run") == expected, "three hosts have other losses than one rank"
         for host in range(3):
-            assert hosts.listening(host) == "", f"somebody still listens on host {host}:\n{hosts.listening(host)}"
+            assert hosts.listening(host) == "", f"a process still listens on host {host}:\n{hosts.listening(host)}"
 
         started = by_torchrun(hosts, python, penstock, 3, 29501, *words(folder, 40, 6), stdout=subprocess.DEVNULL,
                               stderr=subprocess.DEVNULL)
         assert ends(started, 180) == [0] * 3, "torchrun on three hosts did not train"
         assert losses(folder / "run") == expected, "torchrun's ranks have other losses than one rank"
 
-        # One that is cut off in the middle of it.
+        # Cut one host off during the run.
         kept = ["--checkpoint", folder / "kept", "--checkpoint-every", 5]
         metrics = folder / "run/metrics.jsonl"
         metrics.unlink()
@@ -78,17 +79,17 @@ def main(penstock, python):
         assert [one.returncode for one in started] == [2] * 6, [one.returncode for one in started]
         assert took < 4 * TIMEOUT, f"it took {took:.1f} s until all had noticed"
         for rank, text in enumerate(texts):
-            # In a step; or between two of them, where each rank says what it knows itself.
+            # The error is raised in a step, or between two steps, where each rank reports only what it has seen itself.
             known = re.search("no message came|no receive was posted|not all ranks of a group have arrived|rank [0-9] has failed", text)
             missing = range(4, 6) if rank < 4 else range(4)
             names_one = any(f"rank {one}: did not answer" in text for one in missing)
             assert text.startswith("penstock: rank ") and known and names_one, f"rank {rank} said:\n{text}"
 
-        # The learning rate of a run of 100,000 steps is another one: what counts is that two hosts go on from there.
+        # The learning rates differ from those of a run of 100,000 steps, so only the number of steps is checked.
         started = by_hand(hosts, penstock, 2, 29503, *words(folder, 30, 4, *kept, "--resume"), stdout=subprocess.DEVNULL)
-        assert ends(started, 120) == [0] * 4, "two hosts did not go on from the checkpoint"
+        assert ends(started, 120) == [0] * 4, "two hosts did not resume from the checkpoint"
         assert list(losses(folder / "run"))[-1] >= 30
-    print("three hosts: trained to the losses of one rank, by hand and under torchrun; noticed that one was cut off; two went on")
+    print("three hosts: trained to the losses of one rank, by hand and under torchrun; detected that one was cut off; two resumed")
 
 
 if __name__ == "__main__":

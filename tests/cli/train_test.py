@@ -50,7 +50,7 @@ class Training(Case):
         self.assertRegex(text, r"text, 2240 bytes\n")
         self.assertIn("Sample:\n", text)
         self.assertIn("step 30: checkpoint kept/step-00000030\n", text)
-        # The sample is of what was trained.
+        # The sample is generated with the trained weights.
         generated = self.penstock("generate", "kept", "--bytes", 200, "--seed", 0).stdout
         self.assertEqual(text.partition("Sample:\n")[2], generated)
         sample = self.penstock("generate", "kept", "the water", "--bytes", 20, "--temperature", 0).stdout
@@ -226,7 +226,7 @@ class Sameness(Case):
         self.assertEqual(len(set(whole.values())), 3)
         for i, schedule in enumerate(schedules):
             for ranks in (1, 2, 4):
-                # In processes a part, as each takes its second to start.
+                # Only some on process ranks, which take a second to start.
                 is_part = WHOLE_GRID or ranks == (2, 4)[i % 2]
                 transports = ["threads", "gloo"] if is_part else ["threads"]
                 for transport in transports:
@@ -258,7 +258,7 @@ class Configuration(Case):
         self.assertEqual({"digits", "rows", "length", "layers", "width", "heads", "beta1", "beta2"} & set(pair), set())
         self.assertEqual((pair["shuffle"], pair["momentum"], pair["loss"]), (False, 0.9, "mse"))
         self.assertEqual((pair["data"], pair["output"]), (str(self.folder / "data"), str(self.folder / "pair")))
-        # From another directory it is the same run.
+        # The configuration gives the same run from another directory.
         (self.folder / "elsewhere").mkdir()
         result = subprocess.run([PENSTOCK, "train", "--config", "../pair/config.json", "--output", "again"], timeout=300,
                                 cwd=self.folder / "elsewhere", capture_output=True, text=True)
@@ -276,7 +276,7 @@ class Configuration(Case):
                                                     "microbatches": 4, "no-shuffle": True, "checkpoint": "kept"}))
         for name in ("run.toml", "run.json"):
             self.train("--config", f"setup/{name}")
-        # What is written is relative to where the command runs.
+        # Output paths are relative to the current directory.
         self.assertEqual(self.names_in("kept"), ["step-00000001"])
         self.assertFalse(json.loads((self.folder / "run/config.json").read_text())["shuffle"])
 
@@ -428,7 +428,7 @@ for name in ("one", "two"):
         for text, code in ranks(["--beta2", ".980", "--weight-decay", "1e-2"], ["--ranks", 2, "--microbatches", 8]):
             self.assertEqual(code, 0, text)
         shutil.rmtree(self.folder / "penstock-train")
-        # Where they lie may differ.
+        # Paths may differ between ranks.
         (self.folder / "b").write_text((self.folder / "a").read_text())
         for text, code in ranks(["--data", "a", *size, "--output", "one"], ["--data", "b", *size, "--output", "two"]):
             self.assertEqual(code, 0, text)

@@ -23,7 +23,7 @@ import safetensors  # noqa: E402
 import torch  # noqa: E402
 from exporting import save_tensors  # noqa: E402
 
-# How many rows the example has that `tied` was exported with.
+# Number of rows of the example that `tied` was exported with.
 ROWS = 2
 
 
@@ -61,7 +61,7 @@ def write_weights(model, seed, directory):
     for folder in ("hf", "sharded"):
         os.makedirs(f"{directory}/{folder}")
     save_tensors(random, f"{directory}/whole.safetensors")
-    # As save_pretrained does.
+    # save_pretrained does the same.
     once = {name: tensor for i, (name, tensor) in enumerate(random.items())
             if not any(tensor is other for other in list(random.values())[:i])}
     save_tensors(once, f"{directory}/hf/model.safetensors")
@@ -127,7 +127,7 @@ def evaluate(model, loss, *files):
     with torch.no_grad():
         for file in files:
             tensors = load_tensors(file)
-            # What was exported with fixed sizes takes these.
+            # A model that was exported with static shapes takes these.
             outputs.append(computed(module, tensors["args.0"]) if "tied" in model or "trained" in model
                            else module(tensors["args.0"]))
             targets.append(tensors["target"])

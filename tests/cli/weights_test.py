@@ -1,4 +1,4 @@
-"""--weights, penstock export and penstock eval, as a user calls them. PENSTOCK names the command, PENSTOCK_PROGRAMS what
+"""Tests of --weights, penstock export and penstock eval. PENSTOCK names the command, PENSTOCK_PROGRAMS what
 models.py has written, and REFERENCE_PYTHON a Python with torch."""
 
 import json
@@ -80,7 +80,7 @@ class Weights(Case):
         found = read_tensors(self.folder / "dump.safetensors")["output.0"]
         self.assertEqual(found, self.run_outputs(TIED, "--weights", self.weights / "hf"))
 
-    def test_what_does_not_fit_is_listed(self):
+    def test_differences_to_the_model_are_listed(self):
         write_tensors(self.folder / "other.safetensors",
                       {"embedding.weight": [1, 2], "extra": [1], "scale.factor": [3], "scale.shift": [1]})
         expected = (f"penstock: other.safetensors: does not fit {TIED}:\n"
@@ -99,7 +99,7 @@ class Weights(Case):
                      message="none: there is no such file or directory.")
 
     def test_training_starts_from_them(self):
-        # Without a step, what is written is what was read.
+        # With a learning rate of 0, the checkpoint has the weights that were read.
         words = ["--learning-rate", 0, "--steps", 1, "--weight-decay", 0]
         text = self.train(*words, "--weights", self.weights / "hf")
         self.assertIn(f"initial weights: {self.weights / 'hf'}\n", text)
@@ -126,7 +126,7 @@ class Weights(Case):
                      message="kept/step-00000003: does not fit the GPT, 2 layers of width 16 with 2 heads, texts of 8 bytes:\n"
                              "  tensor 'places': found float32[5, 16], expected float32[8, 16].\n")
 
-    def test_a_checkpoint_that_is_resumed_comes_before_them(self):
+    def test_a_checkpoint_that_is_resumed_takes_precedence(self):
         self.train("--steps", 2)
         self.answers("export", "kept", "-o", "before.safetensors")
         text = self.train("--steps", 2, "--resume", "--weights", self.weights / "hf")
@@ -142,7 +142,7 @@ class Export(Case):
         text = self.answers("export", "kept", "-o", "model.safetensors")
         self.assertEqual(text, "model.safetensors: 5 tensors of kept/step-00000004\n")
         tensors, metadata = read_tensors_and_metadata(self.folder / "model.safetensors")
-        # Not scale.shift, which the model's state_dict does not have.
+        # scale.shift is not in the model's state_dict.
         self.assertEqual(sorted(tensors), NAMES)
         self.assertEqual(tensors["embedding.weight"], tensors["head.weight"])
         self.assertEqual(metadata, {"format": "pt"})
@@ -165,10 +165,10 @@ class Export(Case):
         self.answers("export", self.weights / "sharded", "--model", "copy.pt2", "--pt2", "other.pt2")
         self.assertEqual(self.run_outputs("other.pt2"), self.run_outputs(TIED, "--weights", self.weights / "hf"))
         self.assert_close(self.reference_outputs(self.folder / "other.pt2"), self.run_outputs("other.pt2"))
-        # It is a model like any other.
+        # The result is an exported model like any other.
         self.train("--steps", 1, "--weights", "kept", model="trained.pt2", checkpoint="further")
 
-    def test_says_what_is_wrong_and_writes_nothing(self):
+    def test_reports_errors_and_writes_nothing(self):
         (self.folder / "kept").mkdir()
         self.refuses("export", "kept", "-o", "a.safetensors", message="kept: has no weights: neither a checkpoint of penstock, nor ")
         self.refuses("export", self.weights / "hf", message="there is nothing to write.\n  Hint: -o model.safetensors, ")
@@ -187,7 +187,7 @@ class Export(Case):
         self.refuses("export", self.weights / "hf", "--model", TIED, "-o", "a.safetensors", message="--model requires --pt2")
         self.assertEqual(sorted(one.name for one in self.folder.iterdir()), ["kept", "model.pt2"])
         self.assertEqual((self.folder / "model.pt2").read_bytes(), pathlib.Path(TIED).read_bytes())
-        # The model of the run is gone.
+        # The exported model of the run no longer exists.
         (self.folder / "kept").rmdir()
         self.train("--steps", 1, model="model.pt2")
         (self.folder / "model.pt2").unlink()

@@ -1,4 +1,4 @@
-// Makes a schedule, lowers, verifies and simulates it, and prints how long it takes.
+// Generates, lowers, verifies and simulates a schedule, and prints its makespan.
 #include <cstdlib>
 #include <iostream>
 

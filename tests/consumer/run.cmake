@@ -1,9 +1,9 @@
-# Builds and runs the consumer in every way: against an installed Penstock that has been moved, with libtorch and without
-# it, with the lines of the README, and with Penstock as a folder of the project.
+# Builds and runs the consumer in every supported way: against an installed Penstock that has been moved, with libtorch and
+# without it, with the CMake lines of the README, and with Penstock as a subproject.
 #
 #   cmake -DBUILD_DIR=build/release -DSOURCE_DIR=. -DWORK_DIR=build/release/consumer -P tests/consumer/run.cmake
 #
-# WORK_DIR is made anew, and removed unless something fails.
+# WORK_DIR is created again, and removed unless something fails.
 cmake_minimum_required(VERSION 3.25)
 
 foreach(name BUILD_DIR SOURCE_DIR WORK_DIR)
@@ -13,7 +13,7 @@ foreach(name BUILD_DIR SOURCE_DIR WORK_DIR)
   get_filename_component(${name} "${${name}}" ABSOLUTE BASE_DIR "${CMAKE_CURRENT_SOURCE_DIR}")
 endforeach()
 
-# Fails with the command's output, unless it succeeds; leaves what it printed in `output`.
+# Runs a command and sets `output` to what it printed. Fails with this output if the command fails.
 function(run what)
   execute_process(COMMAND ${ARGN} RESULT_VARIABLE result OUTPUT_VARIABLE printed ERROR_VARIABLE complaint)
   if(NOT result EQUAL 0)
@@ -26,7 +26,7 @@ endfunction()
 set(expected_consumer "1F1B, 4 ranks, 8 microbatches: makespan 33\n")
 set(expected_consumer_torch "4 chunks, merged to 10 that sum to 90\n")
 
-# Fails unless a text has all of these words in it, whatever the line breaks between them.
+# Fails unless a text contains all of these phrases, with any line breaks between words.
 function(require_words what text)
   string(REGEX REPLACE "[ \n]+" " " text "${text}")
   foreach(words IN LISTS ARGN)
@@ -37,7 +37,8 @@ function(require_words what text)
   endforeach()
 endfunction()
 
-# try_consumer(way "programs that it has" how to configure it…); leaves what the configuration printed in `configured`.
+# try_consumer(NAME PROGRAMS CMAKE_ARGUMENT…): builds the consumer and runs its programs. Sets `configured` to the output of the
+# configuration.
 function(try_consumer way programs)
   set(build "${WORK_DIR}/${way}")
   if(NOT consumer_source)
@@ -55,7 +56,7 @@ function(try_consumer way programs)
   endforeach()
 endfunction()
 
-# The compiler of the build that is tested, through its cache of compilations where it has one.
+# Uses the compiler of the tested build, through ccache if that does.
 load_cache("${BUILD_DIR}" READ_WITH_PREFIX cached_ CMAKE_CXX_COMPILER PENSTOCK_BUILD_CLI PENSTOCK_CCACHE Torch_DIR)
 set(same_tools "-DCMAKE_CXX_COMPILER=${cached_CMAKE_CXX_COMPILER}")
 if(cached_PENSTOCK_CCACHE)
@@ -64,7 +65,7 @@ endif()
 
 file(REMOVE_RECURSE "${WORK_DIR}")
 
-# Moved after its installation, so that a path which was fixed then leads nowhere.
+# The installation is moved, so that absolute paths in it would be found.
 set(first_prefix "${WORK_DIR}/first prefix")
 set(prefix "${WORK_DIR}/prefix")
 run("Installing" ${CMAKE_COMMAND} --install "${BUILD_DIR}" --prefix "${first_prefix}")
@@ -91,46 +92,46 @@ endif()
 try_consumer(installed "consumer;consumer_torch" "-DCMAKE_PREFIX_PATH=${prefix}" "-DTorch_DIR=${cached_Torch_DIR}"
              -DCMAKE_BUILD_TYPE=Release)
 
-# Without libtorch penstock::penstock is left out, and who asks for it is told what to set.
+# Without libtorch, penstock::penstock is left out, and a project that requires it gets a hint.
 set(no_torch "-DCMAKE_PREFIX_PATH=${prefix}" -DCMAKE_DISABLE_FIND_PACKAGE_Torch=ON)
 set(hint "Hint: set Torch_DIR to the folder of TorchConfig.cmake, or add libtorch to CMAKE_PREFIX_PATH")
 try_consumer(without_torch consumer ${no_torch})
 require_words("Configuring without libtorch" "${configured}" "penstock::penstock is left out: libtorch" "was not found"
               "${hint}")
 if(EXISTS "${WORK_DIR}/without_torch/consumer_torch")
-  message(FATAL_ERROR "penstock::penstock is there without libtorch.")
+  message(FATAL_ERROR "penstock::penstock exists without libtorch.")
 endif()
 try_consumer(schedule_alone consumer ${no_torch} -DPENSTOCK_COMPONENT=schedule)
 if(configured MATCHES "penstock::penstock")
-  message(FATAL_ERROR "Who needs penstock::schedule alone is bothered:\n${configured}")
+  message(FATAL_ERROR "A project that needs only penstock::schedule gets a message:\n${configured}")
 endif()
 execute_process(COMMAND ${CMAKE_COMMAND} -S "${SOURCE_DIR}/tests/consumer" -B "${WORK_DIR}/refused" -G Ninja ${same_tools}
                         ${no_torch} -DPENSTOCK_COMPONENT=penstock
                 RESULT_VARIABLE result OUTPUT_QUIET ERROR_VARIABLE complaint)
 if(result EQUAL 0)
-  message(FATAL_ERROR "penstock::penstock was required and is not there, but nothing was said.")
+  message(FATAL_ERROR "penstock::penstock was required and does not exist, but the configuration succeeded.")
 endif()
 require_words("Requiring penstock::penstock without libtorch" "${complaint}" "There is no penstock::penstock: libtorch"
               "${hint}")
 
-# The lines of the README as they stand, for a program of one file.
+# The CMake lines of the README, with a program of one file.
 file(READ "${SOURCE_DIR}/README.md" readme)
 string(REGEX MATCH "```cmake\n([^`]+)```" lines "${readme}")
 if(NOT lines)
-  message(FATAL_ERROR "README.md shows no lines of CMake.")
+  message(FATAL_ERROR "README.md has no CMake code block.")
 endif()
 set(consumer_source "${WORK_DIR}/readme source")
 file(WRITE "${consumer_source}/CMakeLists.txt" "${CMAKE_MATCH_1}")
 file(COPY_FILE "${SOURCE_DIR}/tests/consumer/torch.cc" "${consumer_source}/app.cc")
 get_filename_component(torch_prefix "${cached_Torch_DIR}" DIRECTORY)
 set(expected_app "${expected_consumer_torch}")
-# A list does not survive being an argument.
+# A list cannot be passed as an argument.
 file(WRITE "${consumer_source}/cache.cmake" "set(CMAKE_PREFIX_PATH \"${prefix};${torch_prefix}\" CACHE STRING \"\")\n")
 try_consumer(readme app -C "${consumer_source}/cache.cmake" -DCMAKE_BUILD_TYPE=Release)
 unset(consumer_source)
 
-# Without optimisation and precompiled headers: this one compiles the library again, and should be quick about it.
+# Without optimization and precompiled headers, since this compiles the library again.
 try_consumer(subproject consumer "-DPENSTOCK_SOURCE_DIR=${SOURCE_DIR}" -DPENSTOCK_TORCH=OFF -DPENSTOCK_PCH=OFF)
 
 file(REMOVE_RECURSE "${WORK_DIR}")
-message(STATUS "The consumer runs in every way.")
+message(STATUS "The consumer builds and runs in every way.")

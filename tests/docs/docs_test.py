@@ -1,4 +1,4 @@
-"""What the documents show is what there is: code blocks are files that compile, commands print what is printed there."""
+"""Checks the documents: code blocks are examples that compile, quoted commands print the quoted output, pictures are current."""
 
 import os
 import pathlib
@@ -15,7 +15,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 
 
 def blocks(path, language):
-    """Those between fences, of which every second one opens a block."""
+    """Returns the fenced code blocks of a language."""
     found = re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), flags=re.MULTILINE | re.DOTALL)
     return [block for name, block in found if name == language]
 
@@ -25,7 +25,7 @@ def penstock(*words, **options):
 
 
 class Pictures(unittest.TestCase):
-    def test_above_each_generator_is_what_it_makes(self):
+    def test_the_picture_above_each_generator_is_its_schedule(self):
         sources = sorted((ROOT / "penstock" / "schedule" / "generators").glob("*.cc"))
         names = {line.split()[0] for line in penstock("schedule", "list").stdout.splitlines()}
         for path in sources:
@@ -38,13 +38,13 @@ class Pictures(unittest.TestCase):
             names.remove(name)
         self.assertEqual(names, set(), "schedules without a picture")
 
-    def test_those_of_the_documents_are_drawn_today(self):
+    def test_pictures_of_the_documents_are_current(self):
         shown = (ROOT / "docs" / "schedules.md").read_text()
         for line in penstock("schedule", "list").stdout.splitlines():
             name = line.split()[0]
             self.assertIn(f"(pictures/{name}.svg)", shown)
             words = ["schedule", "show", name, "--ranks", "4", "--microbatches", "8"]
-            # With two stages a rank, each is half as much work.
+            # With two stages per rank, each stage is half as much work.
             if "8 stages" in penstock(*words).stdout:
                 words += ["--forward", "0.5", "--input", "0.5", "--weight", "0.5"]
             shown_now = penstock(*words, "--format", "svg")
@@ -53,7 +53,7 @@ class Pictures(unittest.TestCase):
             path = ROOT / "docs" / "pictures" / f"{name}.svg"
             if os.environ.get("PENSTOCK_DRAW"):
                 path.write_text(drawn)
-            self.assertEqual(path.read_text(), drawn, f"{path.name} is another one today; PENSTOCK_DRAW=1 draws it")
+            self.assertEqual(path.read_text(), drawn, f"{path.name} is out of date; PENSTOCK_DRAW=1 draws it")
 
 
     def test_the_chart_shows_the_ratios_of_the_benchmarks(self):
@@ -73,9 +73,9 @@ class Documents(unittest.TestCase):
         for path in DOCUMENTS:
             for block in blocks(path, "cpp"):
                 if "int main()" in block:
-                    self.assertIn(block, examples, f"{path.name} shows a program that is no file of examples/")
+                    self.assertIn(block, examples, f"{path.name} shows a program that is not a file of examples/")
 
-    def test_commands_print_what_is_shown(self):
+    def test_commands_print_the_quoted_output(self):
         shown = 0
         for path in DOCUMENTS:
             for block in blocks(path, ""):
@@ -88,7 +88,7 @@ class Documents(unittest.TestCase):
                     # The file that docs/schedules.md verifies.
                     pathlib.Path(folder, "stuck.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n")
                     result = penstock(*words[1:], cwd=folder)
-                # An ellipsis stands for lines that are left out.
+                # An ellipsis stands for omitted lines.
                 for piece in output.split("…\n"):
                     self.assertIn(piece, result.stdout, f"{path.name}: {command}")
                 shown += 1

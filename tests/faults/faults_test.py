@@ -1,6 +1,6 @@
 """Injects I/O faults into the command as SQLite's tests do: for each scenario and each kind of call, the first call
-fails, then the second, and so on until a run makes fewer calls. After each fault the process has ended with an error in
-words, and no half-written file is taken for whole. See injection.py and scenarios.py.
+fails, then the second, and so on until a run makes fewer calls. After each fault the process has ended with a
+readable error, and no partial file is treated as complete. See injection.py and scenarios.py.
 
 A sample of the faults runs in under a minute; PENSTOCK_FAULTS_SEED=N draws another one.
 PENSTOCK_FAULTS=all runs every fault, and PENSTOCK_FAULTS=SCENARIO every fault of one scenario.
@@ -30,10 +30,10 @@ WORKERS = os.cpu_count()
 # Allocations are too many for each of them to fail.
 SAMPLED_ALLOCATIONS = 30
 
-# What no message may say: texts of exceptions that nobody put into words.
+# Texts of raw exceptions, which no message may contain.
 RAW = re.compile(r"filesystem error|Success|terminate called|json\.exception|basic_\w+|std::|what\(\)|bad_alloc|c10::")
 NAMED = re.compile(r"^penstock: \S*\b(ck|run|model\.safetensors|trained\.pt2|pair\.pt2|data)\b[^:\s]*: ", re.M)
-# Calls whose failure loses data, so that a run may not succeed in silence.
+# Calls whose failure loses data, so that a run may not succeed silently.
 LOSES_DATA = {"write", "fsync", "rename", "mkdir", "truncate"}
 
 COLUMNS = ("faults", "exit 0", "exit 2", "aborts", "hangs", "lost checkpoints", "other problems")
@@ -52,16 +52,16 @@ def problems_of_end(fault, result):
         yield f"the run ends with {name}"
     elif result.code == 0:
         if fault.kind in LOSES_DATA and fault.errno != errno.EINTR:
-            yield "the run succeeds in silence"
+            yield "the run succeeds silently"
     elif fault.kind == "short":
-        yield "a short write is taken for an error"
+        yield "a short write is treated as an error"
     else:
         yield from problems_of_message(fault, result.stderr)
 
 
 def problems_of_message(fault, message):
     if raw := RAW.search(message):
-        yield f"the message has the text of an exception or of no error: '{raw[0]}'"
+        yield f"the message has the text of a raw exception or of no error: '{raw[0]}'"
     if fault.kind == "new":
         if "not enough memory" not in message and not NAMED.search(message):
             yield "the message does not name a reason"
@@ -69,11 +69,11 @@ def problems_of_message(fault, message):
     if not NAMED.search(message):
         yield "the message does not begin with the file or directory"
     if os.strerror(fault.errno) not in message:
-        yield f"the message does not have the reason, '{os.strerror(fault.errno)}'"
+        yield f"the message does not contain the reason, '{os.strerror(fault.errno)}'"
 
 
 class Outcome:
-    """What one fault led to."""
+    """The outcome of one fault."""
 
     def __init__(self, scenario, fault):
         self.scenario = scenario
@@ -139,7 +139,7 @@ class Faults(unittest.TestCase):
                          for number, kind in enumerate(scenarios()) if wanted in ("", "all", kind.name)]
 
     def calls_to_fail(self, kind, count):
-        """Returns which of the calls of an undisturbed run fail."""
+        """Returns the numbers of the calls to fail, out of those of a run without faults."""
         if kind == "new":
             return sorted(self.random.sample(range(1, count + 1), 1 if IS_SAMPLE else SAMPLED_ALLOCATIONS))
         if not IS_SAMPLE:
@@ -169,7 +169,7 @@ class Faults(unittest.TestCase):
         return result.calls
 
     @unittest.skipIf(":" in SELECTED, "one fault is selected")
-    def test_each_fault_ends_in_words_and_loses_nothing(self):
+    def test_each_fault_ends_in_a_readable_error_and_loses_no_data(self):
         with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
             for scenario in self.scenarios:
                 calls = self.counted_calls(scenario)
@@ -208,7 +208,7 @@ class Checks(unittest.TestCase):
         harm(scenario.template)
         return list(scenario.problems_after(scenario.template, result))
 
-    def test_a_whole_run_has_no_problems(self):
+    def test_a_run_without_faults_has_no_problems(self):
         self.assertEqual(self.problems_after(lambda folder: None), [])
 
     def test_a_lost_checkpoint_is_found(self):
@@ -226,7 +226,7 @@ class Checks(unittest.TestCase):
             metrics.write_text(re.sub(r'"loss":\d', '"loss":9', metrics.read_text(), count=1))
             (folder / "run/config.json.part1").write_text("")
         problems = self.problems_after(harm)
-        self.assertIn("the resumed run has not the losses of an undisturbed run", problems)
+        self.assertIn("the resumed run has other losses than a run without faults", problems)
         self.assertIn("the resumed run leaves run/config.json.part1", problems)
 
 

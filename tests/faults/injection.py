@@ -29,7 +29,7 @@ KINDS = {
     "new": 0,
 }
 FORMS = ("once", "always")
-# A short write is shorter once: what is left is written by the next call.
+# A short write happens once: the next call writes the rest.
 FORMS_OF = {"short": ("once",)}
 
 # Seconds that a run may take on a slow machine; it takes well under one.
@@ -53,7 +53,7 @@ class Fault:
 
 @dataclasses.dataclass
 class Result:
-    """What a run has left. The code is None if it did not end in time."""
+    """Result of a run. The code is None if it did not end within the timeout."""
 
     code: int | None
     stdout: str

@@ -1,5 +1,5 @@
-"""What is run with faults: trainings and exports, each with the state that it starts from and with what has to hold
-after it. PENSTOCK_PROGRAMS names the directory that tests/program/models.py has written; without it, the export of an
+"""Scenarios of the fault tests: training runs and exports, each with its initial state and with the conditions that must hold
+afterwards. PENSTOCK_PROGRAMS names the directory that tests/program/models.py has written; without it, the export of an
 exported model is left out."""
 
 import json
@@ -45,7 +45,7 @@ def checkpoints_in(folder):
     return dict(sorted(found.items()))
 
 
-def is_whole(checkpoint):
+def is_complete(checkpoint):
     """Checks the sizes and checksums of a checkpoint's files without the command."""
     try:
         files = json.loads((checkpoint / "manifest.json").read_text())["files"]
@@ -64,7 +64,7 @@ def content_of(path):
 
 
 class Training:
-    """A training that may be resumed after a fault, and then ends with the losses of an undisturbed run."""
+    """A training run that is resumed after a fault, and then must have the losses of a run without faults."""
 
     words = [*TRAIN, "--steps", STEPS]
 
@@ -85,7 +85,7 @@ class Training:
         reported = [int(step) for step in re.findall(r"^step (\d+): checkpoint ", result.stdout, re.M)]
         saved = max([self.saved_before, *reported])
         for checkpoint in checkpoints_in(folder).values():
-            if not is_whole(checkpoint):
+            if not is_complete(checkpoint):
                 yield "a checkpoint is damaged"
         if result.code == 0:
             yield from self.problems_of_success(folder)
@@ -97,7 +97,7 @@ class Training:
 
     def problems_of_success(self, folder):
         if losses_in(folder) != self.losses:
-            yield "a run that succeeded has not the losses of an undisturbed run"
+            yield "a run that succeeded has other losses than a run without faults"
         if list(checkpoints_in(folder)) != list(range(STEPS - KEEP + 1, STEPS + 1)):
             yield f"a run that succeeded has not kept {KEEP} checkpoints"
         if not (content_of(folder / "run/timeline.html") or b"").rstrip().endswith(b"</html>"):
@@ -123,7 +123,7 @@ class Training:
         if resumed_from < saved:
             yield f"lost checkpoint: step {saved} was saved, and the run resumes from step {resumed_from}"
         if losses_in(folder) != expected:
-            yield "the resumed run has not the losses of an undisturbed run"
+            yield "the resumed run has other losses than a run without faults"
         for name in leftovers_in(folder):
             yield "the resumed run leaves " + name
 
@@ -206,7 +206,7 @@ class Export:
         if result.code == 0 and found != self.after:
             yield "an export that succeeded has not written its file"
         for checkpoint in checkpoints_in(folder).values():
-            if not is_whole(checkpoint):
+            if not is_complete(checkpoint):
                 yield "a checkpoint is damaged"
         repeated = run(folder, self.words)
         if repeated.code != 0 or content_of(folder / self.target) != self.after:

@@ -1,9 +1,9 @@
-// The page that `penstock schedule show --format html` writes, in a real browser.
+// Tests of the interactive timeline that `penstock schedule show --format html` writes, in a browser.
 //
 //   npm ci && PENSTOCK=/path/to/penstock node --test
 //
-// PENSTOCK_SHOTS=DIR keeps screenshots there. What the command does not draw (two timelines, hostile texts) is put into
-// the template by hand.
+// PENSTOCK_SHOTS=DIR keeps screenshots there. Pages that the command does not write (two timelines, malicious texts) are made
+// from the template.
 import assert from 'node:assert/strict';
 import { execFileSync } from 'node:child_process';
 import { mkdirSync, mkdtempSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
@@ -21,7 +21,7 @@ const SCHEDULES = {
   lowered: ['ZBVZeroBubble', '--ranks', '4', '--microbatches', '8', '--lowered', '--latency', '0.1'],
   large: ['1F1B', '--ranks', '256', '--microbatches', '512'],
 };
-// The losses of steps 11 to 60, of which one was not finite.
+// Losses of steps 11 to 60, one of which is not finite.
 const CURVE = { name: 'Loss', first: 11, values: Array.from({ length: 50 }, (_, at) => (at === 20 ? null : 4.2 * 0.96 ** at)) };
 const WIDE = { width: 1280, height: 800 }, NARROW = { width: 480, height: 800 };
 const folder = mkdtempSync(join(tmpdir(), 'penstock-page-'));
@@ -54,7 +54,7 @@ after(async () => {
   rmSync(folder, { recursive: true, force: true });
 });
 
-// Two ranks in two timelines. Stage 0 also feeds stage 2, so rank 0 sends to it off the chain.
+// Two ranks in two timelines. Stage 0 has a skip connection to stage 2.
 function byHand() {
   const kinds = ['F', 'I', 'W', 'B', 'UNSHARD', 'RESHARD', 'REDUCE_GRAD', 'SUM_SHARED', 'SEND_F', 'RECV_F', 'SEND_B',
     'RECV_B'];
@@ -111,7 +111,7 @@ async function hover(page, rank, index) {
   await settled(page);
   return box;
 }
-// The card as an object: its title, its words, and a value for each of its facts.
+// Returns the tooltip card as an object: its title, its text, and the value of each of its fields.
 const card = (page) => page.evaluate(() => {
   const box = document.getElementById('card');
   if (box.hidden) return null;
@@ -193,7 +193,7 @@ describe('The curve', () => {
     return { text: element.textContent, left, right, top, bottom };
   }));
 
-  test('takes no room where there is none', async (t) => {
+  test('takes no space where there is none', async (t) => {
     for (const name of ['zbv', 'hand']) {
       const page = await open(t, name);
       assert.equal(await page.locator('#curve').isVisible(), false);
@@ -202,7 +202,7 @@ describe('The curve', () => {
     }
   });
 
-  test('has an axis of values and one of steps, which name what it shows', async (t) => {
+  test('has labelled axes of values and steps', async (t) => {
     for (const viewport of [WIDE, NARROW]) {
       const page = await open(t, 'curve', { viewport });
       assert.deepEqual(page.trouble, []);
@@ -256,7 +256,7 @@ describe('The pointer', () => {
     }
   });
 
-  test('brings a card that says what the block is, where and when', async (t) => {
+  test('shows a card with the action, its place and its time', async (t) => {
     const page = await open(t, 'zbv');
     const words = {
       F: 'Forward of', I: 'Backward to the input of', W: 'Backward to the weights of', B: 'Whole backward of',
@@ -278,7 +278,7 @@ describe('The pointer', () => {
     }
   });
 
-  test('learns from the card how long the rank was idle, and for which action', async (t) => {
+  test('shows in the card how long the rank was idle, and for which action it waited', async (t) => {
     const page = await open(t, 'zbv'), row = await rankOf(page, 1);
     const first = row.kind.findIndex((_, index) => row.end[index] > row.start[index]);
     await hover(page, 1, first);
@@ -290,7 +290,7 @@ describe('The pointer', () => {
     assert.equal((await card(page))['Idle before'], undefined);
   });
 
-  test('learns about idle time and ranks too', async (t) => {
+  test('shows cards of idle times and ranks too', async (t) => {
     const page = await open(t, 'zbv'), box = await boxOf(page, 3, 0), area = await page.locator('#chart').boundingBox();
     await page.mouse.move(box.x - 4, box.y + box.height / 2);
     await settled(page);
@@ -306,7 +306,7 @@ describe('The pointer', () => {
     assert.equal(await card(page), null);
   });
 
-  test('lights up the way of the microbatch on every rank, and dims the rest', async (t) => {
+  test('highlights the microbatch on every rank, and dims the rest', async (t) => {
     const page = await open(t, 'zbv'), row = await rankOf(page, 0), chosen = row.microbatch[row.kind.indexOf(0)];
     await hover(page, 0, row.kind.indexOf(0));
     for (const rank of [1, 2, 3]) {
@@ -323,7 +323,7 @@ describe('The pointer', () => {
     }
   });
 
-  test('tells the two parts of an overlapped pair of each other', async (t) => {
+  test('distinguishes the two parts of an overlapped pair', async (t) => {
     const page = await open(t, 'dual'), ranks = await page.evaluate(() => penstock.data.timelines[0].ranks);
     const rank = ranks.findIndex(({ pair }) => pair?.some((id) => id > 0));
     assert.ok(rank >= 0, 'DualPipeV has no pairs');
@@ -401,7 +401,7 @@ describe('The view', () => {
     assert.deepEqual(page.trouble, []);
   });
 
-  test('glides to its place, but jumps for those who want less motion', async (t) => {
+  test('animates zooming, but not with reduced motion', async (t) => {
     const pressed = () => {
       dispatchEvent(new KeyboardEvent('keydown', { key: '+' }));
       return penstock.view.to - penstock.view.from < penstock.fit.to;
@@ -432,7 +432,7 @@ describe('The keyboard', () => {
     assert.deepEqual(stops, ['closer', 'farther', 'fit', 'theme', 'keys', ...legend, 'chart', 'summary']);
   });
 
-  test('moves from block to block, and the card and the spoken words follow', async (t) => {
+  test('moves from block to block, with the card and the live region', async (t) => {
     const page = await open(t, 'zbv'), names = await page.evaluate(() => penstock.data.kinds);
     const row = await rankOf(page, 0), text = (of, i) => `${of.stage[i]}${names[of.kind[i]]}${of.microbatch[i]}`;
     const blocks = row.kind.flatMap((_, index) => (row.end[index] > row.start[index] ? [index] : []));
@@ -457,7 +457,7 @@ describe('The keyboard', () => {
     assert.equal(await card(page), null);
   });
 
-  test('takes the view along', async (t) => {
+  test('scrolls the view along', async (t) => {
     const page = await open(t, 'large');
     await page.locator('#chart').focus();
     await press(page, 'ArrowRight', ...Array(10).fill('+'), ...Array(12).fill(']'));
@@ -584,7 +584,7 @@ describe('256 ranks', () => {
     }
   });
 
-  // A time would depend on the machine; the work does not.
+  // Counts drawing calls, as times would depend on the machine.
   test('are painted in few strokes, whatever the number of actions', async (t) => {
     const page = await open(t, 'large', {
       prepare: () => {
@@ -634,7 +634,7 @@ describe('A lowered schedule in two timelines', () => {
     assert.ok((await page.textContent('#metrics')).includes('40\u00a0ms'));
   });
 
-  test('keeps transfers out of sight until there is room, then tells what they are', async (t) => {
+  test('hides transfers until there is enough space, then shows their cards', async (t) => {
     const page = await open(t, 'hand', { viewport: NARROW });
     assert.equal(await page.evaluate(() => penstock.marks), false);
     await closer(page);
