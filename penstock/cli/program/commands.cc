@@ -5,9 +5,11 @@
 #include <c10/util/Logging.h>
 
 #include <cstdlib>
-#include <initializer_list>
+#include <memory>
 #include <stdexcept>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "penstock/cli/command.h"
 #include "penstock/cli/limits.h"
@@ -16,13 +18,13 @@ namespace {
 
 struct Group {
   const char* name;
-  std::initializer_list<const char*> options;
+  std::vector<const char*> options;
 };
 
-// Assigns options to the groups that --help shows. An option that is not listed stays in the first group.
-void group_options(CLI::App& command) {
-  static const std::initializer_list<Group> kGroups{
-      {"Model", {"--weights", "--layers", "--width", "--heads", "--dropout", "--dtype", "--allow-operator"}},
+// Returns the groups in the order in which --help shows them. An option that is not listed stays in the first one, "Options".
+const std::vector<Group>& groups() {
+  static const std::vector<Group> kGroups{
+      {"Model", {"--weights", "--layers", "--width", "--heads", "--dropout", "--dtype", "--model", "--allow-operator"}},
       {"Data", {"--data", "--inputs", "--loss", "--ignore-index", "--shuffle", "--digits", "--rows", "--length"}},
       {"Cut", {"--at", "--stages"}},
       {"Schedule", {"--schedule", "--csv", "--ranks", "--microbatches", "--data-parallel", "--shard"}},
@@ -33,13 +35,35 @@ void group_options(CLI::App& command) {
        {"--optimizer", "--learning-rate", "--lr-schedule", "--warmup", "--min-lr", "--momentum", "--beta1", "--beta2",
         "--weight-decay", "--clip"}},
       {"Checkpoints", {"--checkpoint", "--checkpoint-every", "--keep", "--resume", "--overwrite"}},
-      {"Output", {"--output", "--log-every", "--json", "--format", "--dump", "--pt2", "--model"}},
+      {"Output", {"--output", "--log-every", "--json", "--format", "--dump", "--pt2"}},
   };
-  for (const Group& group : kGroups) {
+  return kGroups;
+}
+
+// Prints the groups of --help in the order of groups(). CLI11's own order is that of the first option of each.
+class GroupFormatter : public CLI::Formatter {
+ public:
+  std::string make_groups(const CLI::App* app, CLI::AppFormatMode /*mode*/) const override {
+    const auto options_of = [&](const std::string& group) {
+      return app->get_options(
+          [&](const CLI::Option* option) { return option->get_group() == group && option->nonpositional(); });
+    };
+    std::string text = make_group("Options", /*is_positional=*/false, options_of("Options"));
+    for (const Group& group : groups()) {
+      const std::vector<const CLI::Option*> options = options_of(group.name);
+      if (!options.empty()) text += make_group(group.name, /*is_positional=*/false, options);
+    }
+    return text;
+  }
+};
+
+void group_options(CLI::App& command) {
+  for (const Group& group : groups()) {
     for (const char* name : group.options) {
       if (CLI::Option* const option = command.get_option_no_throw(name)) option->group(group.name);
     }
   }
+  command.formatter(std::make_shared<GroupFormatter>());
 }
 
 }  // namespace
