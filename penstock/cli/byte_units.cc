@@ -6,7 +6,7 @@
 #include <cmath>
 #include <cstddef>
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 std::optional<double> bytes_of_unit(std::string_view unit) {
@@ -38,4 +38,4 @@ std::optional<double> parse_bytes(std::string_view text) {
   return is_good ? std::optional(number * *unit) : std::nullopt;
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

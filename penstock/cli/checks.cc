@@ -11,7 +11,7 @@
 #include "penstock/base/text.h"
 #include "penstock/cli/read_number.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 namespace {
 
@@ -66,4 +66,4 @@ CLI::Validator one_of(std::vector<std::string> words) {
           ""};
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

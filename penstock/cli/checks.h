@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 // Requires a whole number from 1 on.
 CLI::Validator whole_number();
@@ -22,4 +22,4 @@ CLI::Validator duration();
 // Requires one of these words. The message for another word suggests the nearest of them.
 CLI::Validator one_of(std::vector<std::string> words);
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

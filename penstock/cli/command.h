@@ -3,7 +3,7 @@
 
 #include <CLI/CLI.hpp>
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 enum ExitCode : int {
   kSuccess = 0,
@@ -35,4 +35,4 @@ inline constexpr ProgramCommand kProgramCommands[] = {
 constexpr const char* kAddProgramCommand = "penstock_add_program_command";
 using AddProgramCommand = void(CLI::App* command, int* exit);
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

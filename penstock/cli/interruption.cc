@@ -8,7 +8,7 @@
 #include <atomic>
 #include <chrono>
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 constexpr auto kSameEvent = std::chrono::milliseconds(250);
@@ -66,4 +66,4 @@ ForwardedInterruptions::~ForwardedInterruptions() {
   num_ranks = 0;
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

@@ -6,7 +6,7 @@
 
 #include "penstock/transport/processes.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 // Returns the exit code after an interruption: 130 for SIGINT and 143 for SIGTERM, by the convention of shells.
 int interruption_code();
@@ -26,4 +26,4 @@ class ForwardedInterruptions {
   ForwardedInterruptions& operator=(const ForwardedInterruptions&) = delete;
 };
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

@@ -26,7 +26,7 @@
 #include "penstock/cli/terminal.h"
 #include "penstock/tensor/reason.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 // Allocates nothing and takes no lock, so that signal handlers may call it.
@@ -152,4 +152,4 @@ void prepare_process() {
   std::set_terminate(report_and_exit);
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

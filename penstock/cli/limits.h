@@ -5,7 +5,7 @@
 #include <chrono>
 #include <string>
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 // --memory-limit and --time-limit, for untrusted models. A model that exceeds one of them ends the command with an error.
 struct LimitOptions {
@@ -24,4 +24,4 @@ void postpone_time_limit(std::chrono::seconds more);
 // library throws on a thread of its own.
 void prepare_process();
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

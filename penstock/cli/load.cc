@@ -8,7 +8,7 @@
 
 #include "penstock/cli/command.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 // Loads the library, which stays loaded until the process ends.
@@ -40,4 +40,4 @@ void add_program_commands(CLI::App& app, const std::string& called, int& exit) {
   }
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

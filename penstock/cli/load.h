@@ -5,10 +5,10 @@
 #include <CLI/CLI.hpp>
 #include <string>
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 // Adds all of these commands by name, so that --help lists them, and the options of the one that is `called`. Throws
 // std::runtime_error if the library cannot be loaded.
 void add_program_commands(CLI::App& app, const std::string& called, int& exit);
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

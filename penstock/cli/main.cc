@@ -17,7 +17,7 @@
 #include "penstock/cli/option_hints.h"
 #include "penstock/cli/terminal.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 // Returns the last subcommand that was parsed before the error.
@@ -85,12 +85,12 @@ int run(int argc, char** argv) {
 }
 
 }  // namespace
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli
 
 int main(int argc, char** argv) {
-  const penstock::cli::PrintableOutput printable;
+  const penstock::internal::cli::PrintableOutput printable;
   try {
-    return penstock::cli::run(argc, argv);
+    return penstock::internal::cli::run(argc, argv);
   } catch (const std::bad_alloc&) {
     // A stream might allocate.
     constexpr std::string_view kMessage = "penstock: not enough memory.\n";
@@ -98,7 +98,7 @@ int main(int argc, char** argv) {
   } catch (const std::filesystem::filesystem_error& error) {
     std::cerr << "penstock: " << error.path1().string() << ": " << error.code().message() << ".\n";
   } catch (const std::exception& error) {
-    std::cerr << "penstock: " << penstock::cli::with_option_hints(error.what()) << "\n";
+    std::cerr << "penstock: " << penstock::internal::cli::with_option_hints(error.what()) << "\n";
   }
-  return penstock::cli::kUsageError;
+  return penstock::internal::cli::kUsageError;
 }

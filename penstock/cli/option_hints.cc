@@ -5,7 +5,7 @@
 
 #include "penstock/base/text.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 struct OptionHint {
@@ -36,9 +36,9 @@ std::string with_option_hints(std::string message) {
   for (const OptionHint& hint : kOptionHints) {
     const std::size_t found = message.find(hint.advice);
     if (found == std::string::npos) continue;
-    message.insert(found + hint.advice.size(), internal::concat(" (", hint.option, ")"));
+    message.insert(found + hint.advice.size(), concat(" (", hint.option, ")"));
   }
   return message;
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

@@ -3,11 +3,11 @@
 
 #include <string>
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 // Returns the message of an error of the library with the option for each piece of advice in it: "… lower the learning rate
 // …" becomes "… lower the learning rate (--learning-rate) …". The library itself knows no command line, so its hints name no
 // options; a new piece of advice is one more row of the table in the source. main() calls this for every error it prints.
 std::string with_option_hints(std::string message);
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

@@ -12,7 +12,7 @@
 #include <sstream>
 #include <stdexcept>
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 [[noreturn]] void fail(const std::string& path, const std::string& problem) {
@@ -116,4 +116,4 @@ std::string read_file(const std::string& path) {
   }
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

@@ -5,7 +5,7 @@
 #include <iosfwd>
 #include <string>
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 // Calls write(stream) and prints the result if `path` is empty or "-". Otherwise writes a temporary file in the same
 // directory, syncs it and renames it to `path`; on failure it is removed. Throws std::runtime_error, which names the file.
@@ -18,4 +18,4 @@ void require_writable_path(const std::string& path);
 // Returns the content of a file. Throws std::runtime_error, which names it.
 std::string read_file(const std::string& path);
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

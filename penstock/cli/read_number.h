@@ -6,7 +6,7 @@
 #include <string_view>
 #include <system_error>
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 // Returns the number if the whole text is one and the type can represent it, else nullopt.
 template <class Number>
@@ -17,4 +17,4 @@ std::optional<Number> read_number(std::string_view text) {
   return error == std::errc() && last == end ? std::optional(number) : std::nullopt;
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

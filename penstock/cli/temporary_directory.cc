@@ -12,7 +12,7 @@
 #include <system_error>
 #include <vector>
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 namespace fs = std::filesystem;
@@ -76,4 +76,4 @@ TemporaryDirectory::~TemporaryDirectory() {
   ::close(lock_);
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

@@ -3,7 +3,7 @@
 
 #include <filesystem>
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 // Creates penstock-XXXXXX in the system's directory for temporary files (TMPDIR) and removes it in the destructor. A lock,
 // which the system releases when the process ends, marks a directory that is in use; the constructor removes those of killed
@@ -23,4 +23,4 @@ class TemporaryDirectory {
   int lock_ = -1;
 };
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

@@ -7,7 +7,7 @@
 #include <mutex>
 #include <streambuf>
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 // Escape sequences that drawings use (draw/text.cc): black text on one of 256 colours, and reset. Others could hide text.
@@ -130,4 +130,4 @@ void erase_line() {
   static_cast<void>(!::write(STDOUT_FILENO, kErase.data(), kErase.size()));
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

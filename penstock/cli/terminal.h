@@ -5,7 +5,7 @@
 #include <string>
 #include <string_view>
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 // Returns text that is safe for a terminal: bytes that are not UTF-8, and control characters other than newline and tab, are
 // replaced by escapes such as "\x9b". Colour sequences of drawings stay.
@@ -28,4 +28,4 @@ class PrintableOutput {
 // Erases the current line of the terminal on standard output.
 void erase_line();
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

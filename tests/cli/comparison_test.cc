@@ -9,7 +9,7 @@
 
 #include "penstock/program/error.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 constexpr double kSpacing = 1.1920929e-07;
@@ -99,4 +99,4 @@ TEST(Comparison, NamesATensorThatOnlyOneSideHas) {
 }
 
 }  // namespace
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

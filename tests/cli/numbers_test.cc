@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 TEST(Numbers, AreShort) {
@@ -24,4 +24,4 @@ TEST(Numbers, OfSecondsAreMinutesToo) {
 }
 
 }  // namespace
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

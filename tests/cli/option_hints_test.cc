@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 TEST(OptionHints, NameTheOptionForEachPieceOfAdvice) {
@@ -17,4 +17,4 @@ TEST(OptionHints, LeaveOtherMessagesAsTheyAre) {
 }
 
 }  // namespace
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

@@ -171,7 +171,7 @@ class Check(Case):
         text = self.answers("check", self.model("mlp"), "--stages", 2, "--csv", self.path("s.csv"))
         self.assertIn("s.csv, 3 microbatches", text)
         self.refuses("check", self.model("mlp"), "--stages", 3, "--csv", self.path("s.csv"),
-                     message="has 2 stages, and the model was cut into 3")
+                     message="s.csv: found 2 stages, expected 3, as the model is cut.")
 
     def test_a_schedule_that_deadlocks_is_refused_with_its_places_in_the_file(self):
         pathlib.Path(self.path("stuck.csv")).write_text("# Stuck.\n0F0,0B0,0F1,0B1\n\n1F1,1F0,1B0,1B1\n")
@@ -191,9 +191,9 @@ class Check(Case):
 
     def test_ranks_that_do_not_fit(self):
         self.refuses("check", self.model("mlp"), "--stages", 3, "--ranks", 2,
-                     message="1F1B has 1 stage a rank, and 3 stages do not go on 2 ranks")
+                     message="1F1B has 1 stage per rank, so 3 stages cannot be placed on 2 ranks")
         self.refuses("check", self.model("mlp"), "--stages", 3, "--schedule", "ZBVZeroBubble",
-                     message="ZBVZeroBubble has 2 stages a rank, and 3 stages do not go on such ranks")
+                     message="ZBVZeroBubble has 2 stages per rank, so 3 stages cannot be placed on any number of ranks")
 
     def test_ranks_determine_the_number_of_stages(self):
         self.assertIn(": 4 stages on 2 ranks", self.answers("check", self.model("mlp"), "--ranks", 2, "--schedule", "ZBVZeroBubble"))

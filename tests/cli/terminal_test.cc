@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 TEST(Printable, EscapesWhatATerminalWouldObey) {
@@ -75,4 +75,4 @@ TEST(PrintableOutput, IsTheSameHoweverTextIsWritten) {
 }
 
 }  // namespace
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

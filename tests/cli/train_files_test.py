@@ -206,7 +206,7 @@ class Directories(Case):
         kept = kept.replace('"loss":', '"loss":null,"was":', 1)
         metrics.write_text(kept + '{"step": 3, "loss": 1.0}\n{"step": 4, "lo')
         text = self.train(*words, "--resume")
-        self.assertIn("run/metrics.jsonl: 2 lines after step 2 removed\n", text)
+        self.assertIn("run/metrics.jsonl: removed 2 lines after step 2\n", text)
         self.assertTrue(metrics.read_text().startswith(kept))
         # The curve has a gap where the loss was not a number, and each other loss at its step.
         curve = re.search(r'"curve":({"first":.*?})', (self.folder / "run/timeline.html").read_text())[1]

@@ -26,7 +26,7 @@
 #include "penstock/tensor/cpu_kernels.h"
 #include "penstock/tensor/safetensors.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 // Restores the tensors that the program mutates, such as running statistics of batch norm, when it is destroyed.
@@ -137,4 +137,4 @@ void add_check(CLI::App& command, int& exit) {
   });
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

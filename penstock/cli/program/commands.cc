@@ -68,7 +68,7 @@ void group_options(CLI::App& command) {
 
 }  // namespace
 
-void penstock::cli::on_call(CLI::App& command, std::function<void()> run) {
+void penstock::internal::cli::on_call(CLI::App& command, std::function<void()> run) {
   group_options(command);
   command.callback([run = std::move(run)] {
     // libtorch's warnings, such as for a host without a name, are of no use to users of the command.
@@ -84,12 +84,12 @@ void penstock::cli::on_call(CLI::App& command, std::function<void()> run) {
 
 extern "C" __attribute__((visibility("default"))) void penstock_add_program_command(CLI::App* command, int* exit) {
   const std::string& name = command->get_name();
-  if (name == "split") penstock::cli::add_split(*command, *exit);
-  if (name == "check") penstock::cli::add_check(*command, *exit);
-  if (name == "run") penstock::cli::add_run(*command, *exit);
-  if (name == "eval") penstock::cli::add_eval(*command, *exit);
-  if (name == "export") penstock::cli::add_export(*command, *exit);
-  if (name == "train") penstock::cli::add_train(*command, *exit);
-  if (name == "generate") penstock::cli::add_generate(*command, *exit);
-  if (name == "launch") penstock::cli::add_launch(*command, *exit);
+  if (name == "split") penstock::internal::cli::add_split(*command, *exit);
+  if (name == "check") penstock::internal::cli::add_check(*command, *exit);
+  if (name == "run") penstock::internal::cli::add_run(*command, *exit);
+  if (name == "eval") penstock::internal::cli::add_eval(*command, *exit);
+  if (name == "export") penstock::internal::cli::add_export(*command, *exit);
+  if (name == "train") penstock::internal::cli::add_train(*command, *exit);
+  if (name == "generate") penstock::internal::cli::add_generate(*command, *exit);
+  if (name == "launch") penstock::internal::cli::add_launch(*command, *exit);
 }

@@ -4,7 +4,7 @@
 #include <CLI/CLI.hpp>
 #include <functional>
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 // Groups the options of a command for --help, and calls `run` when the command line has been parsed. Errors of libtorch are
 // rethrown without their C++ backtrace.
@@ -19,4 +19,4 @@ void add_train(CLI::App& command, int& exit);
 void add_generate(CLI::App& command, int& exit);
 void add_launch(CLI::App& command, int& exit);
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

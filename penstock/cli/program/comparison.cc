@@ -11,7 +11,7 @@
 
 #include "penstock/program/error.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 bool has_rounding(const at::Tensor& tensor) {
@@ -131,4 +131,4 @@ Comparison compare(const TensorsByName& expected, const TensorsByName& found, co
   return comparison;
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

@@ -16,7 +16,7 @@
 
 #include "penstock/program/inputs.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 // Difference of one tensor between the pipeline and one process.
 struct Difference {
@@ -51,4 +51,4 @@ struct ComparisonOptions {
 // Throws ProgramError for a tensor that only one of the two computed.
 Comparison compare(const TensorsByName& expected, const TensorsByName& found, const ComparisonOptions& options);
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

@@ -26,7 +26,7 @@
 #include "penstock/transport/c10d.h"
 #include "penstock/transport/rendezvous.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 struct EvalOptions {
@@ -167,4 +167,4 @@ void add_eval(CLI::App& command, int& /*exit*/) {
   });
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

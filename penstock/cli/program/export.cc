@@ -17,7 +17,7 @@
 #include "penstock/tensor/safetensors.h"
 #include "penstock/train/weight_files.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 namespace fs = std::filesystem;
@@ -123,4 +123,4 @@ void add_export(CLI::App& command, int& /*exit*/) {
   });
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

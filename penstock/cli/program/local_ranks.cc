@@ -16,7 +16,7 @@
 #include "penstock/transport/processes.h"
 #include "penstock/transport/rendezvous.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 namespace fs = std::filesystem;
@@ -96,4 +96,4 @@ void LocalRanks::run(const std::function<void(const fs::path& directory, int ran
   }
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

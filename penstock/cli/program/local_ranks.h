@@ -9,7 +9,7 @@
 
 #include "penstock/base/deadline.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 // Prints to standard error which ranks this one waits for.
 void print_waiting(const std::string& line);
@@ -38,4 +38,4 @@ class LocalRanks {
   std::unique_ptr<Processes> processes_;
 };
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

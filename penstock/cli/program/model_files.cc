@@ -4,7 +4,7 @@
 
 #include "penstock/tensor/safetensors.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 void WeightsOption::add_to(CLI::App& command, const std::string& description) {
   command
@@ -37,4 +37,4 @@ std::int64_t rows_in(const TensorsByName& batch) {
   return rows;
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

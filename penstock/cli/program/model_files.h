@@ -11,7 +11,7 @@
 #include "penstock/program/program.h"
 #include "penstock/train/weight_files.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 // --weights: weights to use instead of the model's own.
 struct WeightsOption {
@@ -31,4 +31,4 @@ TensorsByName read_inputs(const std::string& path);
 // Returns the number of rows of a batch.
 std::int64_t rows_in(const TensorsByName& batch);
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

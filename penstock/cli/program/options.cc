@@ -3,13 +3,14 @@
 #include <algorithm>
 
 #include "penstock/base/deadline.h"
+#include "penstock/base/text.h"
 #include "penstock/cli/checks.h"
 #include "penstock/cli/output.h"
 #include "penstock/program/error.h"
 #include "penstock/schedule/csv.h"
 #include "penstock/schedule/generators.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 void add_allowed_operators(CLI::App& command, std::vector<std::string>& names) {
   command
@@ -96,12 +97,12 @@ Schedule RunOptions::make(int stages, int available) const {
   if (!csv.empty()) {
     Schedule read = parse_csv(read_file(csv), {.source = csv});
     if (read.stages() != stages) {
-      throw ProgramError(csv + ": has " + std::to_string(read.stages()) + " stages, and the model was cut into " +
-                         std::to_string(stages) + ".");
+      throw ProgramError(
+          concat(csv, ": found ", read.stages(), " stages, expected ", stages, ", as the model is cut."));
     }
     if (microbatches != 0 && microbatches != read.microbatches()) {
-      throw ProgramError(csv + ": has " + std::to_string(read.microbatches()) +
-                         " microbatches, and --microbatches is " + std::to_string(microbatches) + ".");
+      throw ProgramError(concat(csv, ": found ", read.microbatches(), " microbatches, expected ", microbatches,
+                                " by --microbatches."));
     }
     return read;
   }
@@ -113,13 +114,13 @@ Schedule RunOptions::make(int stages, int available) const {
   if (generator.stages_per_rank == 0 && stages == 1) per_rank = 1;
   const int found = ranks > 0 ? ranks : stages / per_rank;
   if (found * per_rank != stages) {
-    throw ProgramError(name + " has " + std::to_string(per_rank) + (per_rank == 1 ? " stage" : " stages") +
-                       " a rank, and " + std::to_string(stages) + " stages do not go on " +
-                       (ranks > 0 ? std::to_string(ranks) + (ranks == 1 ? " rank" : " ranks") : "such ranks") +
-                       ".\n  Hint: cut the model with --stages N, or choose another schedule.");
+    const std::string on_ranks = ranks > 0 ? concat(ranks, ranks == 1 ? " rank" : " ranks") : "any number of ranks";
+    throw ProgramError(concat(name, " has ", per_rank, per_rank == 1 ? " stage" : " stages", " per rank, so ", stages,
+                              " stages cannot be placed on ", on_ranks,
+                              ".\n  Hint: cut the model with --stages N, or choose another schedule."));
   }
   const int count = microbatches > 0 ? microbatches : available > 0 ? available : 2 * found;
   return generate(schedule, {.ranks = found, .stages_per_rank = per_rank, .microbatches = count});
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

@@ -12,7 +12,7 @@
 #include "penstock/program/program.h"
 #include "penstock/schedule/schedule.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 // Adds --allow-operator.
 void add_allowed_operators(CLI::App& command, std::vector<std::string>& names);
@@ -52,4 +52,4 @@ struct RunOptions {
   Schedule make(int stages, int available) const;
 };
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

@@ -9,7 +9,7 @@
 
 #include "penstock/schedule/draw/xml.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 constexpr int kBoxWidth = 420;
@@ -137,4 +137,4 @@ void draw_pipe(std::ostream& out, const PipeInfo& info) {
   out << "</svg>\n";
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

@@ -5,10 +5,10 @@
 
 #include "penstock/program/pipe.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 // Writes an SVG with a box for each stage, from top to bottom, and arrows with the names of the boundary values. Arrows of
 // skip connections go around the boxes.
 void draw_pipe(std::ostream& out, const PipeInfo& info);
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

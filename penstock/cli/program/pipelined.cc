@@ -17,7 +17,7 @@
 #include "penstock/transport/c10d.h"
 #include "penstock/transport/rendezvous.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 // Metadata key in the file of a rank's results.
@@ -100,4 +100,4 @@ TensorsByName Pipelined::run(const TensorsByName& batch) {
   return result;
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

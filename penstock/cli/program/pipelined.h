@@ -8,7 +8,7 @@
 #include "penstock/program/inputs.h"
 #include "penstock/program/pipe.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 // Computes outputs (outputs_by_name) and, with `backward`, the gradients of the mean of the microbatches' losses ("grad.NAME").
 // With process ranks, each rank is this command again, with the same arguments: it reaches run() too, runs its stages, writes
@@ -38,4 +38,4 @@ class Pipelined {
   std::unique_ptr<LocalRanks> processes_;
 };
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

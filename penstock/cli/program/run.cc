@@ -11,7 +11,7 @@
 #include "penstock/cli/train/progress.h"
 #include "penstock/tensor/safetensors.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 void add_run(CLI::App& command, int& /*exit*/) {
   struct Options {
@@ -51,4 +51,4 @@ void add_run(CLI::App& command, int& /*exit*/) {
   });
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

@@ -13,7 +13,7 @@
 #include "penstock/cli/program/options.h"
 #include "penstock/cli/program/picture.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 void write_json(std::ostream& out, const PipeInfo& info) {
@@ -77,4 +77,4 @@ void add_split(CLI::App& command, int& /*exit*/) {
   });
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

@@ -24,7 +24,7 @@
 #include "penstock/schedule/simulate.h"
 #include "penstock/schedule/verify.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 // Returns the width of the terminal on standard output, or the default width if there is none.
@@ -199,4 +199,4 @@ void add_schedule_command(CLI::App& app, int& exit) {
   add_compare(*schedule);
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

@@ -22,7 +22,7 @@
 #include "penstock/schedule/generators.h"
 #include "penstock/schedule/simulate.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 // Memory of a rank for saved activations: in bytes, or in microbatches of the rank's whole share of the model.
@@ -215,4 +215,4 @@ void add_compare(CLI::App& parent) {
   command->callback([options] { compare(*options); });
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

@@ -3,9 +3,9 @@
 
 #include <CLI/CLI.hpp>
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 // Adds `compare` to `penstock schedule`.
 void add_compare(CLI::App& parent);
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

@@ -9,7 +9,7 @@
 #include "penstock/schedule/passes.h"
 #include "penstock/schedule/verify.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 Schedule lowered(const Schedule& schedule) {
   if (!features_of(schedule).communication) return lower(schedule);
@@ -60,4 +60,4 @@ std::string rounded(double value, int digits) {
   return {text.data(), static_cast<std::size_t>(std::clamp(length, 0, static_cast<int>(text.size()) - 1))};
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

@@ -8,7 +8,7 @@
 
 #include "penstock/schedule/schedule.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 // Returns the schedule as it is executed: unchanged if it has communication, else lowered. Throws ScheduleError if it is not
 // valid.
@@ -25,4 +25,4 @@ void write_columns(std::ostream& out, const std::vector<std::vector<std::string>
 // Returns a number with this many digits after the decimal point.
 std::string rounded(double value, int digits);
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

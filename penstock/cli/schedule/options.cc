@@ -11,7 +11,7 @@
 #include "penstock/schedule/error.h"
 #include "penstock/schedule/generators.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 // Parses a list of numbers such as "0,3".
@@ -138,4 +138,4 @@ Costs CostOptions::get(int entries, int ranks) const {
   return result;
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

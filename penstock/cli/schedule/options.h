@@ -8,7 +8,7 @@
 #include "penstock/schedule/costs.h"
 #include "penstock/schedule/schedule.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 // Options of a schedule: its name and size, or a file.
 struct ScheduleOptions {
@@ -43,4 +43,4 @@ struct CostOptions {
   Costs get(int entries, int ranks) const;
 };
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

@@ -14,7 +14,7 @@
 #include "penstock/cli/train/options.h"
 #include "penstock/schedule/json.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 using nlohmann::json;
@@ -155,4 +155,4 @@ RankOptions TrainOptions::shared_by_ranks(const json& configuration) const {
   return shared;
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

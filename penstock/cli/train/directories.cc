@@ -6,7 +6,7 @@
 
 #include "penstock/train/checkpoint.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 namespace fs = std::filesystem;
@@ -85,4 +85,4 @@ std::string RunDirectories::file(const std::string& name) const {
   return (fs::path(options_.output) / name).string();
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

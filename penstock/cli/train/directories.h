@@ -8,7 +8,7 @@
 #include "penstock/cli/train/options.h"
 #include "penstock/train/run_directory.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 // Holds the locks of both directories for as long as it lives. Only the coordinator of a run has one.
 class RunDirectories {
@@ -36,4 +36,4 @@ class RunDirectories {
   std::optional<RunDirectory> checkpoint_;
 };
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

@@ -10,7 +10,7 @@
 #include "penstock/cli/train/numbers.h"
 #include "penstock/runtime/record.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 std::string seconds_text(double seconds) {
@@ -60,4 +60,4 @@ void dry_run(Trainer& trainer, const std::vector<Batch>& held_out, const TrainOp
   std::cout << "Nothing was written." << std::endl;
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

@@ -15,7 +15,7 @@
 #include "penstock/train/model.h"
 #include "penstock/train/write_text.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 // Returns the options of the GPT in a checkpoint, from the checkpoint's configuration.
@@ -78,4 +78,4 @@ void add_generate(CLI::App& command, int& /*exit*/) {
   });
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

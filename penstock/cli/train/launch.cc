@@ -11,7 +11,7 @@
 #include "penstock/cli/program/commands.h"
 #include "penstock/transport/processes.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 void add_launch(CLI::App& command, int& exit) {
   struct Options {
@@ -41,4 +41,4 @@ void add_launch(CLI::App& command, int& exit) {
   });
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

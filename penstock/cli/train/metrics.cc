@@ -15,7 +15,7 @@
 #include "penstock/cli/output.h"
 #include "penstock/schedule/json.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 using nlohmann::json;
@@ -69,4 +69,4 @@ void MetricsFile::write(const std::string& line) {
   }
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

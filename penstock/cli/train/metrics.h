@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 // Appends lines to the file, each with a single write, so that a killed process leaves at most one incomplete line.
 class MetricsFile {
@@ -34,4 +34,4 @@ class MetricsFile {
   int file_ = -1;
 };
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstdio>
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 std::string clock_text(double seconds) {
   const auto whole = static_cast<std::int64_t>(seconds + 0.5);
@@ -33,4 +33,4 @@ std::string short_number(double number) {
   return text.data();
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

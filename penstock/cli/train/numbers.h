@@ -3,11 +3,11 @@
 
 #include <string>
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 // Returns a number in three digits with a prefix: "0.034", "1.20 k", "34.0 M".
 std::string short_number(double number);
 // Returns minutes and seconds: "1:04".
 std::string clock_text(double seconds);
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

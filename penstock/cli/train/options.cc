@@ -7,7 +7,7 @@
 
 #include "penstock/cli/checks.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 // Names of the options that only a GPT and its data have, and of those that only exported models have.
@@ -177,4 +177,4 @@ int TrainOptions::ranks_wanted() const {
   return cut.stages == 0 && cut.at.empty() ? kDefault : 0;
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

@@ -17,7 +17,7 @@
 #include "penstock/train/trainer.h"
 #include "penstock/transport/rank_options.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 // The functions are in options.cc and, for configuration files, in configuration.cc.
 struct TrainOptions {
@@ -80,4 +80,4 @@ struct TrainOptions {
   bool applies(const std::string& name) const;
 };
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

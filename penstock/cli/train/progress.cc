@@ -12,10 +12,11 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "penstock/base/text.h"
 #include "penstock/cli/terminal.h"
 #include "penstock/schedule/costs.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 using nlohmann::json;
@@ -34,8 +35,8 @@ Progress::Progress(const std::string& metrics, std::int64_t first, std::int64_t 
       first_(first),
       losses_(metrics_.losses()) {
   if (metrics_.removed() > 0) {
-    print(metrics + ": " + std::to_string(metrics_.removed()) + (metrics_.removed() == 1 ? " line" : " lines") +
-          " after step " + std::to_string(first) + " removed");
+    print(concat(metrics, ": removed ", metrics_.removed(), metrics_.removed() == 1 ? " line" : " lines",
+                 " after step ", first));
   }
 }
 
@@ -119,4 +120,4 @@ double Progress::units_per_second() const {
   return median(rates_);
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

@@ -11,7 +11,7 @@
 #include "penstock/cli/train/numbers.h"
 #include "penstock/train/trainer.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 class Progress {
  public:
@@ -56,4 +56,4 @@ class Progress {
   std::vector<double> rates_;
 };
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

@@ -6,7 +6,7 @@
 
 #include "penstock/cli/program/model_files.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 TrainSetup set_up(const TrainOptions& options, int replicas) {
   TrainSetup setup;
@@ -57,4 +57,4 @@ TrainSetup set_up(const TrainOptions& options, int replicas) {
   return setup;
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

@@ -11,7 +11,7 @@
 #include "penstock/train/data.h"
 #include "penstock/train/model.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 struct TrainSetup {
   // One model for each replica of this process.
@@ -25,4 +25,4 @@ struct TrainSetup {
 // Reads the model, cuts it, opens the data and makes the schedule. Throws std::runtime_error and the errors of these layers.
 TrainSetup set_up(const TrainOptions& options, int replicas);
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

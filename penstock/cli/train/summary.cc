@@ -12,10 +12,8 @@
 #include "penstock/schedule/draw.h"
 #include "penstock/schedule/generators.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
-
-using internal::concat;
 
 std::string percent(double part) {
   std::array<char, 32> text{};
@@ -107,4 +105,4 @@ void print_sums(const AdditionData& data, const std::vector<Batch>& held_out, co
   progress.print(text);
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

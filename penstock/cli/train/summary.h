@@ -11,7 +11,7 @@
 #include "penstock/train/data.h"
 #include "penstock/train/trainer.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 
 // Prints model, data, stages, ranks and schedule, and the checkpoint or weights that the run starts from. `kind` is that of
 // the ranks: "threads" or "processes".
@@ -31,4 +31,4 @@ void print_statistics(Trainer& trainer, const std::vector<Record>& records, cons
 void print_sums(const AdditionData& data, const std::vector<Batch>& held_out, const Trainer::Evaluation& evaluation,
                 double accuracy, Progress& progress);
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli

@@ -27,7 +27,7 @@
 #include "penstock/transport/c10d.h"
 #include "penstock/transport/rendezvous.h"
 
-namespace penstock::cli {
+namespace penstock::internal::cli {
 namespace {
 
 namespace fs = std::filesystem;
@@ -108,7 +108,7 @@ class Run {
           progress->print("no checkpoint to resume from; the metrics of the earlier run are now in " + *renamed);
       });
     };
-    const int stop_code = penstock::train(trainer, options_.steps, held_out_,
+    const int stop_code = internal::train(trainer, options_.steps, held_out_,
                                           {.eval_every = options_.eval_every,
                                            .eval_outputs = sums() != nullptr,
                                            .checkpoint = options_.checkpoint,
@@ -195,9 +195,9 @@ class Run {
 
   void require_processes() const {
     if (transport_ == nullptr || transport_->ranks() == ranks_needed()) return;
-    throw std::runtime_error(internal::concat(
-        "found ", transport_->ranks(), " processes, expected ", ranks_needed(), ": ", setup_.schedule->ranks(),
-        " ranks for each of ", options_.data_parallel, " replicas.\n  Hint: see --ranks and --data-parallel."));
+    throw std::runtime_error(concat("found ", transport_->ranks(), " processes, expected ", ranks_needed(), ": ",
+                                    setup_.schedule->ranks(), " ranks for each of ", options_.data_parallel,
+                                    " replicas.\n  Hint: see --ranks and --data-parallel."));
   }
 
   const AdditionData* sums() const { return dynamic_cast<const AdditionData*>(setup_.data.get()); }
@@ -307,4 +307,4 @@ void add_train(CLI::App& command, int& exit) {
   });
 }
 
-}  // namespace penstock::cli
+}  // namespace penstock::internal::cli
