@@ -43,17 +43,19 @@ const std::vector<Group>& groups() {
 // Prints the groups of --help in the order of groups(). CLI11's own order is that of the first option of each.
 class GroupFormatter : public CLI::Formatter {
  public:
-  std::string make_groups(const CLI::App* app, CLI::AppFormatMode /*mode*/) const override {
+  std::string make_help(const CLI::App* app, std::string name, CLI::AppFormatMode mode) const override {
+    if (mode == CLI::AppFormatMode::Sub) return CLI::Formatter::make_help(app, std::move(name), mode);
     const auto options_of = [&](const std::string& group) {
       return app->get_options(
           [&](const CLI::Option* option) { return option->get_group() == group && option->nonpositional(); });
     };
-    std::string text = make_group("Options", /*is_positional=*/false, options_of("Options"));
+    std::string text = make_description(app) + make_usage(app, std::move(name)) + make_positionals(app) +
+                       make_group("Options", /*is_positional=*/false, options_of("Options"));
     for (const Group& group : groups()) {
       const std::vector<const CLI::Option*> options = options_of(group.name);
       if (!options.empty()) text += make_group(group.name, /*is_positional=*/false, options);
     }
-    return text;
+    return text + "\n" + make_footer(app);
   }
 };
 
