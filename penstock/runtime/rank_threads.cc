@@ -92,11 +92,12 @@ void RankThreads::serve(int rank, int intra_op_threads) {
     if (round_ == done) return;
     {
       const std::shared_ptr<const Caller> caller = caller_;
-      const std::function<void(int)>& work = work_;
+      // Valid without the lock: work_ does not change before this thread has finished the round.
+      const std::function<void(int)>* const work = &work_;
       lock.unlock();
       const AutocastScope autocast(at::kCPU, caller->autocast_dtype, caller->autocast);
       caller->watch();
-      work(rank);
+      (*work)(rank);
       nobody.watch();
     }
     lock.lock();
