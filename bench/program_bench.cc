@@ -1,4 +1,5 @@
-// Times exported programs: reads what to measure, a line each, and answers with a line. bench/program.py talks to it.
+// Times exported programs. Reads requests from standard input, one per line, and answers each with a line;
+// bench/program.py sends them.
 //
 //   one MODEL.pt2 THREADS STEPS                          seconds for a forward and backward of a microbatch
 //   pipeline MODEL.pt2 SCHEDULE STAGES MICROBATCHES STEPS  seconds for a step on two thread ranks
@@ -28,7 +29,7 @@ at::Tensor cross_entropy(const c10::IValue& output, const c10::IValue& target, c
   return at::cross_entropy_loss(output.toTensor().flatten(0, 1), target.toTensor().flatten());
 }
 
-// The middle one, without the first two.
+// Returns the median, without the first two.
 template <class Act>
 double median_seconds(int steps, const Act& act) {
   std::vector<double> times;

@@ -27,7 +27,7 @@ int main(int argc, char** argv) {
   for (int step = 0; step < 5; ++step) {
     const penstock::StepResult result = pipeline.step(batch.args, batch.kwargs, at::Tensor());
     double sum = 0;
-    for (const at::Tensor& one : result.losses) sum += one.item<double>();
+    for (const at::Tensor& microbatch_loss : result.losses) sum += microbatch_loss.item<double>();
     std::cout << "step " << step << ": loss " << sum / 4 << "\n";
     for (const penstock::PipelineStage& stage : pipeline.stages()) {
       for (const auto& [name, parameter] : stage.parameters()) {
@@ -37,7 +37,7 @@ int main(int argc, char** argv) {
       }
     }
   }
-  // Under the names of the model's own state_dict, for load_state_dict in Python.
+  // The names are those of the model's state_dict, so that load_state_dict in Python takes the file.
   std::map<std::string, at::Tensor> weights;
   for (int stage = 0; stage < pipe.num_stages(); ++stage) {
     for (const auto& [name, tensor] : pipe.state_dict(stage)) weights.emplace(name, tensor);

@@ -1,4 +1,4 @@
-// Runs a fuzzer's function over every file of the folders that it is given.
+// Runs a fuzzer's function on every file of the given directories.
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>

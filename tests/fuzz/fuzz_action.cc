@@ -1,4 +1,4 @@
-// The action parser: any text is an action or an error, and an action's own text is read as the same action.
+// Fuzzes the action parser: any text is an action or an error, and the text of an action parses to the same action.
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>

@@ -1,11 +1,11 @@
-// The reader of exported programs: any bytes are a program or an error. An input that begins as a zip does is taken for
-// an archive as it is; any other one for the JSON of a model, or, where that begins with its config, of its weights, in
-// an archive that is well made around it. A program's graph names only values and nodes that there are, each value after
-// the node that makes it; and it can be cut and printed, or is refused. If it is small and made of operators that take any
-// arguments without harm, it is run too, whole and in stages: with one output, or an error both times. Other operators are
-// libtorch's to guard.
+// Fuzzes the reader of exported programs: any bytes are a program or an error. An input that begins like a zip is an
+// archive; any other input is the JSON of a model, or of its weights if it begins with a config, in a valid archive.
+// The graph of a program refers only to values and nodes that exist, each value after the node that produces it, and
+// the program can be split and printed, or is refused. A small program of operators that are safe with any arguments is
+// also run, as a whole and in stages: both give the same output, or both fail. Other operators have to check their
+// arguments themselves.
 //
-// What is claimed is held against what is there before memory is taken: -malloc_limit_mb=64 holds for inputs of 64 kB.
+// Sizes are checked before memory is allocated: -malloc_limit_mb=64 holds for inputs of 64 kB.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -53,7 +53,7 @@ void check(const Graph& graph) {
   for (std::size_t i = 0; i < graph.calls.size(); ++i) require(graph.calls[i].parent < static_cast<int>(i));
 }
 
-// Whether running it takes moments and little memory, whatever its operators are given.
+// Returns true if the program takes little time and memory, whatever the arguments of its operators are.
 bool is_harmless(const Program& program) {
   static const std::set<std::string> kHarmless{
       "aten::add",   "aten::cat",   "aten::chunk", "aten::clone",     "aten::detach",   "aten::linear",
@@ -68,9 +68,10 @@ bool is_harmless(const Program& program) {
          std::ranges::all_of(graph.values, [](const Value& value) { return !value.type || value.type->numel() <= 64; });
 }
 
-// Nothing if it is refused. What it writes into its inputs or buffers stays its own.
+// Returns none if the program is refused. Each call reads the program again, so that mutations have no effect on
+// others.
 std::optional<c10::IValue> output_of(std::string_view bytes, int stages) {
-  const Program program(Archive(bytes, "fuzz"));
+  const Program program = Program::from_bytes(bytes, "fuzz");
   try {
     const Arguments inputs = arguments_from(program, example_inputs(program, 1, /*seed=*/0));
     return stages == 1 ? program.run(inputs.args, inputs.kwargs)
@@ -104,7 +105,7 @@ bool try_cut(const Program& program, int stages) {
 
 void try_archive(std::string_view bytes) {
   try {
-    const Program program(Archive(bytes, "fuzz"));
+    const Program program = Program::from_bytes(bytes, "fuzz");
     check(program.graph());
     try_cut(program, 0);
     try_cut(program, 3);
@@ -114,7 +115,7 @@ void try_archive(std::string_view bytes) {
   }
 }
 
-// In place of a record of a program that is well made.
+// Replaces a record of a valid archive.
 void try_record(std::string_view name, std::string_view bytes) {
   static const auto* const kRecords = new std::vector<testing::Record>(testing::small_records());
   std::vector<testing::Record> records = *kRecords;

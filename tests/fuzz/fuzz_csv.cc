@@ -1,5 +1,5 @@
-// The CSV reader: any text is a schedule or an error. A schedule comes back from its own text; one that is valid lowers
-// to a valid one and runs to its end.
+// Fuzzes the CSV reader: any text is a schedule or an error. The text of a schedule reads as the same schedule; a valid
+// schedule lowers to a valid one, and its simulation completes.
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>

@@ -1,5 +1,5 @@
-// The binary metadata: any bytes are metadata or an error. What they say comes back from its own bytes, has a size and a
-// stride for each dimension, and can be printed and compared.
+// Fuzzes binary metadata: any bytes are metadata or an error. Metadata survives a round trip through its own bytes, has
+// a size and a stride for each dimension, and can be printed and compared.
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>

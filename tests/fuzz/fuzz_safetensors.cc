@@ -1,5 +1,5 @@
-// The reader of safetensors headers: any bytes are a file or an error. In a file each tensor has its own bytes, all of
-// them within it, and the header comes back from its own bytes, also laid out anew.
+// Fuzzes the reader of safetensors headers: any bytes are a file or an error. The tensors of a file do not overlap and
+// are inside of it, and the header survives a round trip through its own bytes.
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -25,7 +25,7 @@ std::size_t elements_of(const SafetensorsEntry& entry) {
   return count;
 }
 
-// A file of this header, with as many bytes of data as it says.
+// Tries a file with this header, and as many bytes of data as it states.
 std::string file_of(const SafetensorsHeader& header) {
   std::string bytes = to_bytes(header, "header");
   require(bytes.size() % 8 == 0);
@@ -60,7 +60,7 @@ void try_file(std::string_view file) {
   require(again.entries.size() == ours.entries.size() && again.metadata == ours.metadata);
 }
 
-// The same bytes, with a length before them that fits: a header up to the last brace, and data.
+// Tries the same bytes with a matching length before them: a header up to the last brace, and data.
 std::string with_length(std::string_view bytes) {
   const std::size_t brace = bytes.rfind('}');
   const std::uint64_t length = brace == std::string_view::npos ? bytes.size() : brace + 1;

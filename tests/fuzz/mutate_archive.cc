@@ -1,7 +1,6 @@
-// How libFuzzer changes the inputs of fuzz_archive: mostly as the JSON or the zip that they are, because bytes changed at
-// random rarely leave one that is read beyond its first sentence. A value of JSON becomes another one, of the same
-// document or one that readers stumble over; a zip is put together again around records that were changed, with
-// checksums that are right.
+// Mutates the inputs of fuzz_archive for libFuzzer. Most mutations keep the structure of the JSON or the zip, because
+// random bytes rarely get past the first check. A JSON value is replaced by another one of the document, or by one that
+// is known to cause trouble; a zip is written again around mutated records, with correct checksums.
 #include <algorithm>
 #include <array>
 #include <cstddef>
@@ -22,11 +21,14 @@
 extern "C" std::size_t LLVMFuzzerMutate(std::uint8_t* data, std::size_t size, std::size_t max_size);
 
 namespace penstock {
+
+using internal::Archive;
+
 namespace {
 
 using nlohmann::json;
 
-// Numbers, texts and empty things. The texts are targets of nodes and sizes.
+// Replacement values: numbers, strings and empty containers. The strings are targets of nodes and sizes.
 const std::vector<json>& stumbling_blocks() {
   static const auto* const kBlocks = new std::vector<json>{
       nullptr,
@@ -103,7 +105,7 @@ class Mutation {
     return items[below(items.size())];
   }
 
-  // The JSON of a document, or bytes where it is none.
+  // Mutates a document: as JSON, or as bytes if it is none.
   std::string document(std::string bytes) {
     json value = json::parse(bytes, nullptr, /*allow_exceptions=*/false);
     if (value.is_discarded()) return changed_bytes(std::move(bytes));
@@ -136,7 +138,7 @@ class Mutation {
     return testing::zipped(records);
   }
 
-  // A value, one inside of another and so on, and its parent: null for the document.
+  // A value of the document and its parent, which is null for the document itself.
   struct Place {
     json* value;
     json* parent;
@@ -188,7 +190,7 @@ class Mutation {
     } else if (value.is_boolean()) {
       value = !value.get<bool>();
     } else if (value.is_string()) {
-      // The trees of inputs and outputs are JSON in a text.
+      // The structures of inputs and outputs are JSON in a string.
       value = document(value.get<std::string>());
     }
   }

@@ -1,7 +1,7 @@
-"""Exports models, with what eager PyTorch computes for them: zoo.py and hugging_face.py have the models.
+"""Exports models, with the results of eager PyTorch. The models are in zoo.py and hugging_face.py.
 
-Writes zoo.json, the list of the names, refused.json, for each model that torch.export refuses why, in one line, and for
-each other model
+Writes zoo.json, the list of the names; refused.json, the reason in one line for each model that torch.export refuses; and
+for each other model
 
     NAME.pt2                   the exported program, with the shapes of one microbatch, or dynamic ones
     NAME.inputs.safetensors    the inputs of all microbatches
@@ -11,13 +11,13 @@ each other model
 Inputs are named by their path, args.0, args.0.1, kwargs.batch.ids; those of the microbatches are joined along dimension
 0, and those without dimensions are stacked to [M]. None and Python constants are left out.
 
-What is expected comes from a fresh copy of the module, which runs the microbatches one after the other without an
-optimizer's step:
+The expected values come from a fresh copy of the module, which runs the microbatches one after the other without an
+optimizer step:
 
     output.I    the I-th output in the order of torch.utils._pytree, joined like the inputs; an integer is int64 [M];
                 None is left out
-    grad.NAME   of each parameter that has a gradient, a tied one under each of its names
-    buffer.NAME after the last microbatch
+    grad.NAME   gradient of each parameter that has one; a tied parameter is under each of its names
+    buffer.NAME buffer after the last microbatch
 
 A microbatch's loss is the sum of the means of its floating-point outputs, each mean taken in the output's dtype and
 then made float32. Gradients are those of the mean of the M losses, accumulated from (loss / M).backward().
@@ -27,17 +27,17 @@ In NAME.json:
     name, microbatches  M
     mode                "train", or "eval" where the expected values are those of model.eval(). The program has been
                         exported in training mode all the same, except for eval_exported.
-    tolerance           the largest difference allowed, as a part of the tensor's largest absolute value or of 1,
+    tolerance           the largest difference allowed, relative to the tensor's largest absolute value or to 1,
                         whichever is larger
-    outputs             how many there are, with None and integers
+    outputs             the number of outputs, including None and integers
     shared              lists of names that are one parameter
     dynamic             whether sizes are symbolic; then the inputs have other sizes than the exported example
     cuts                where to cut: "at" lists modules, each called once, NAME to cut before it and NAME:end to cut
-                        after it; "stages" is how many come out, "why" what it is to show. With "marks" the cuts are
+                        after it; "stages" is the number of stages, "why" the purpose. With "marks" the cuts are
                         the program's pipe_split() nodes, and stages that are empty do not count.
 
-Every gradient is ten times the tolerance at least, so that one that is missing is seen. Each program is read back, its
-cuts are looked up, and it must compute the same as the module.
+Every gradient is at least ten times the tolerance, so that a missing one is detected. Each program is read back, its
+cuts are checked, and it must compute the same as the module.
 """
 
 import argparse
@@ -71,11 +71,11 @@ MICROBATCHES = 4
 @dataclasses.dataclass
 class Entry:
     model: typing.Callable[[], nn.Module]
-    # One microbatch at random: (args, kwargs). Its parameters, if any, are sizes.
+    # Returns a random microbatch: (args, kwargs). Its parameters, if any, are sizes.
     inputs: typing.Callable[..., tuple[tuple, dict]]
     # (modules to cut at, why)
     cuts: list[tuple[list[str], str]]
-    # How many stages the model's pipe_split() marks make.
+    # Number of stages that the model's pipe_split() calls make.
     marks: int = 0
     mode: str = "train"
     tolerance: float = 1e-5
@@ -84,21 +84,20 @@ class Entry:
     example: dict = dataclasses.field(default_factory=dict)
     exported_mode: str = "train"
     functionalized: bool = False
-    # Parameters that get no gradient.
+    # Parameters without gradient.
     unused: tuple[str, ...] = ()
-    # Endings of parameters whose gradient is nothing but rounding: what a bias adds to all keys alike, softmax takes
-    # away.
+    # Suffixes of parameters whose gradient is only rounding error: softmax cancels a bias that is added to all keys.
     faint: tuple[str, ...] = ()
-    # By torch.export; then it is only tried.
+    # True if torch.export refuses the model; then the export is only tried.
     refused: bool = False
 
 
 class Refused(Exception):
-    """By torch.export, and why, in one line."""
+    """Raised when torch.export refuses a model, with the reason in one line."""
 
 
 def joined(values):
-    """The microbatches' values of one input or output, as one tensor."""
+    """Returns one input or output of all microbatches as one tensor."""
     if not isinstance(values[0], torch.Tensor):
         return torch.tensor(values, dtype=torch.int64)
     return (torch.cat if values[0].dim() else torch.stack)([value.detach() for value in values]).contiguous()
@@ -115,7 +114,7 @@ def named_inputs(microbatches):
 
 
 def save_tensors(tensors, path):
-    """As safetensors.torch.save_file, which needs NumPy."""
+    """Writes what safetensors.torch.save_file does, without NumPy."""
     specs = {
         name: safetensors.TensorSpec(
             dtype=str(tensor.dtype).removeprefix("torch."),
@@ -129,7 +128,7 @@ def save_tensors(tensors, path):
 
 
 def computed(model, microbatches):
-    """What NAME.expected.safetensors has, and the number of outputs."""
+    """Returns the content of NAME.expected.safetensors, and the number of outputs."""
     outputs = []
     for args, kwargs in copy.deepcopy(microbatches):
         outputs.append(pytree.tree_leaves(model(*args, **kwargs)))
@@ -156,7 +155,7 @@ def exported(model, entry, microbatch):
     args, kwargs = entry.inputs(**entry.example) if entry.dynamic else copy.deepcopy(microbatch)
     model.train(entry.exported_mode == "train")
     try:
-        # Before it says why, it prints what it has traced so far.
+        # torch.export prints what it has traced before the reason.
         with contextlib.redirect_stderr(io.StringIO()):
             program = torch.export.export(model, args, kwargs, dynamic_shapes=entry.dynamic)
     except Exception as error:
@@ -181,7 +180,7 @@ def check_gradients(model, entry, expected):
 
 
 def check_cuts(program, entry):
-    """Every cut must be at modules that the program has, in their order, with something to compute in each stage."""
+    """Checks that every cut is at modules of the program, in their order, and that each stage computes something."""
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     spans = {}
     for i, node in enumerate(calls):
@@ -199,14 +198,14 @@ def check_cuts(program, entry):
 
 
 def check_program(program, entry, microbatches, expected, shared):
-    """The program that was read back must compute what the module does."""
+    """Checks that the program that was read back computes the same as the module."""
     if entry.mode == "eval" and entry.exported_mode == "train":
         for node in program.graph.nodes:
             if node.target == torch.ops.aten.dropout.default:
                 node.update_arg(2, False)
             if node.target == torch.ops.aten.scaled_dot_product_attention.default and len(node.args) > 4:
                 node.update_arg(4, 0.0)
-    # A functionalized BatchNorm saves its statistics for the backward, and then they are overwritten.
+    # A functionalized BatchNorm saves its statistics for the backward, which are then overwritten.
     with contextlib.ExitStack() as stack:
         if entry.functionalized:
             stack.enter_context(torch.autograd.graph.allow_mutation_on_saved_tensors())
@@ -225,7 +224,7 @@ def check_program(program, entry, microbatches, expected, shared):
 
 
 def write_model(folder, name, entry):
-    """Writes the model's files; gives the number of nodes, those of regions included."""
+    """Writes the files of a model, and returns the number of nodes, including those of regions."""
     torch.manual_seed(zlib.crc32(name.encode()))
     model = entry.model()
     microbatches = [entry.inputs() for _ in range(MICROBATCHES)]
@@ -261,7 +260,7 @@ def write_model(folder, name, entry):
 
 
 def write(folder, entries, names):
-    """Whether those are refused that should be."""
+    """Returns True if exactly the expected models are refused."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A zoo of models from torch.export, with what eager PyTorch computes for them, for the tests of penstock/program.
+"""A zoo of exported models, with the results of eager PyTorch, for the tests of penstock/program.
 
     zoo.py write DIR [--only NAME …]
 

@@ -1,4 +1,4 @@
-"""Models of the zoo for what may cross a cut, and for marks."""
+"""Models of the zoo with various boundary values and pipe_split() calls."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ from zoo_entries import entry, features
 
 @entry("marks", features(3, 8), [], marks=4)
 class Marks(nn.Module):
-    """Its pipe_split() marks lie between modules and in one; a skip goes over all of them."""
+    """Has pipe_split() calls between modules and in one, and a skip connection over all of them."""
 
     class Middle(nn.Module):
         def __init__(self):
@@ -37,7 +37,7 @@ class Marks(nn.Module):
 
 @entry("consecutive_marks", features(3, 8), [], marks=2)
 class ConsecutiveMarks(nn.Module):
-    """A mark before everything, two at one place, one after everything."""
+    """Has a pipe_split() call before everything, two in a row, and one after everything."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +65,7 @@ class ConsecutiveMarks(nn.Module):
     ],
 )
 class ReferenceExample(nn.Module):
-    """What PyTorch's own tests of pipelines try: a skip, a parameter used several times and under two names."""
+    """Has what PyTorch's tests of pipelining have: a skip, and a parameter that is used several times and under two names."""
 
     def __init__(self):
         super().__init__()
@@ -97,7 +97,7 @@ class ReferenceExample(nn.Module):
     ],
 )
 class LateInput(nn.Module):
-    """An input that the last module is the first to use, an output that the first module has made."""
+    """Has an input that only the last module uses, and an output of the first module."""
 
     def __init__(self):
         super().__init__()
@@ -124,7 +124,7 @@ class LateInput(nn.Module):
     ],
 )
 class SeveralUsers(nn.Module):
-    """What an early module gives is used by all later ones."""
+    """Uses the output of an early module in all later ones."""
 
     def __init__(self):
         super().__init__()
@@ -151,7 +151,7 @@ class SeveralUsers(nn.Module):
     ],
 )
 class CalledTwice(nn.Module):
-    """One block, called twice."""
+    """Calls one block twice."""
 
     def __init__(self):
         super().__init__()
@@ -177,7 +177,7 @@ class CalledTwice(nn.Module):
     unused=("unused", "spare.weight", "spare.bias"),
 )
 class SharedAcross(nn.Module):
-    """A Linear in two modules, a parameter and a module without use."""
+    """Has a Linear in two modules, an unused parameter and an unused module."""
 
     class End(nn.Module):
         def __init__(self, linear):
@@ -213,7 +213,7 @@ class SharedAcross(nn.Module):
     ],
 )
 class Detached(nn.Module):
-    """A tensor that is written to through its detached view: one memory, two gradients."""
+    """Writes to a tensor through its detached view: one memory, two gradients."""
 
     def __init__(self):
         super().__init__()
@@ -238,7 +238,7 @@ class Detached(nn.Module):
     ],
 )
 class SparseGradients(nn.Module):
-    """A table whose gradients are sparse in one use and dense in another, and a matrix of constants that is sparse."""
+    """Has a table whose gradients are sparse in one use and dense in another, and a sparse constant matrix."""
 
     def __init__(self):
         super().__init__()
@@ -264,7 +264,7 @@ class SparseGradients(nn.Module):
     ],
 )
 class AssignedBuffer(nn.Module):
-    """Two buffers are assigned anew, of which the next microbatch reads one."""
+    """Assigns two buffers, of which the next microbatch reads one."""
 
     def __init__(self):
         super().__init__()

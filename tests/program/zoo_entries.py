@@ -1,4 +1,4 @@
-"""Where the files of the zoo put their models."""
+"""The list of models, to which the files of the zoo add theirs."""
 
 import torch
 from exporting import Entry
@@ -10,7 +10,7 @@ BATCH = Dim("batch")
 
 
 def entry(name, inputs, cuts, **options):
-    """Puts the class or function that makes a model into the zoo. It may be there under several names."""
+    """Adds the class or function that makes a model to the zoo. It may be added under several names."""
 
     def put(model):
         assert name not in ZOO
@@ -21,7 +21,7 @@ def entry(name, inputs, cuts, **options):
 
 
 def features(*shape):
-    """Inputs of models that take one tensor."""
+    """Returns the inputs of a model that takes one tensor."""
     return lambda: ((torch.randn(*shape),), {})
 
 

@@ -1,4 +1,4 @@
-"""Models of the zoo for what arguments, outputs, operators and modes an export may have."""
+"""Models of the zoo with various arguments, outputs, operators and modes."""
 
 import torch
 import torch.nn.functional as F
@@ -129,7 +129,7 @@ class Dynamic(nn.Module):
     tolerance=2e-2,
 )
 class Bfloat16(nn.Module):
-    """A transformer in bfloat16. What it returns is scaled up so that its gradients stand out from the rounding.
+    """A transformer in bfloat16. Its output is scaled up, so that the gradients are larger than the rounding errors.
 
     No product takes more than 4,096 multiplications: larger ones go to oneDNN, which dies of an illegal instruction on
     virtual machines that announce AMX and do not let it run.
@@ -151,7 +151,7 @@ class Bfloat16(nn.Module):
     "inplace",
     features(3, 8),
     [
-        (["write"], "what crosses the border is written to at once"),
+        (["write"], "the boundary value is mutated at once"),
         (["between"], "a view crosses beside its base, both after the write"),
         (["write", "read"], "the base is read in another stage than the one that writes it"),
         (["write", "between", "read"], "four stages"),
@@ -221,7 +221,7 @@ class Inplace(nn.Module):
     tolerance=2e-2,
 )
 class Autocast(nn.Module):
-    """A region under autocast, one without gradients, and one of these in the other."""
+    """Has a region under autocast, one without gradients, and one nested in the other."""
 
     class Cast(nn.Module):
         def __init__(self):
@@ -273,7 +273,7 @@ class Autocast(nn.Module):
     exported_mode="eval",
 )
 class EvalExported(nn.Module):
-    """Exported in eval mode: dropout does nothing, BatchNorm uses the statistics that it has."""
+    """Exported in evaluation mode: dropout does nothing, and BatchNorm uses its running statistics."""
 
     def __init__(self):
         super().__init__()
@@ -300,7 +300,7 @@ class EvalExported(nn.Module):
     ],
 )
 class ListOutputs(nn.Module):
-    """Operators that give lists and tuples, of which some elements are not used and some cross borders."""
+    """Operators that return lists and tuples, of which some elements are unused and some are boundary values."""
 
     class Parts(nn.Module):
         def __init__(self):
@@ -360,7 +360,7 @@ class ListOutputs(nn.Module):
     ],
 )
 class Scalars(nn.Module):
-    """Arguments of every type that operators take: numbers for tensors, text, dtypes, lists with None, constants."""
+    """Passes arguments of every type to operators: numbers for tensors, strings, dtypes, lists with None, constants."""
 
     class Images(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""Networks of the zoo that people train."""
+"""Common network architectures of the zoo."""
 
 import functools
 
@@ -86,7 +86,7 @@ class ConvolutionBlock(nn.Module):
     ],
 )
 class UNet(nn.Module):
-    """Skips from the way down to the way up."""
+    """Has skip connections from the encoder to the decoder."""
 
     class Up(nn.Module):
         def __init__(self, channels_in, channels):
@@ -164,7 +164,7 @@ class ResNet(nn.Module):
 
 
 class Attention(nn.Module):
-    """Of x to itself, or to a memory."""
+    """Self-attention, or cross-attention to a memory."""
 
     def __init__(self, width, heads):
         super().__init__()
@@ -183,7 +183,7 @@ class Attention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Causal without a mask."""
+    """Causal attention without an explicit mask."""
 
     def __init__(self, width, heads, dropout=0.0):
         super().__init__()
@@ -217,7 +217,7 @@ GPT_CUTS = [
 )
 @entry("gpt", tokens, GPT_CUTS, mode="eval")
 class Gpt(nn.Module):
-    """Its head is tied to its embedding; dropout."""
+    """Has dropout, and a head that is tied to the embedding."""
 
     def __init__(self):
         super().__init__()
@@ -238,7 +238,7 @@ class Gpt(nn.Module):
 
 
 def sentences():
-    """A source, a target, and which tokens of the source are not padding."""
+    """Returns a source, a target, and a mask of the source tokens that are not padding."""
     lengths = torch.randint(2, 6, (3, 1))
     return (torch.randint(0, 32, (3, 5)), torch.randint(0, 32, (3, 4))), {"present": torch.arange(5) < lengths}
 
@@ -299,7 +299,7 @@ class EncoderDecoder(nn.Module):
     ],
 )
 class Lstm(nn.Module):
-    """One node that takes lists of tensors and has three outputs."""
+    """Exports to one node that takes lists of tensors and has three results."""
 
     def __init__(self):
         super().__init__()
@@ -315,7 +315,7 @@ class Lstm(nn.Module):
 
 
 def dense_mixture(experts, x, probabilities):
-    """Every expert sees every token; the two best count."""
+    """Every expert computes every token; the two best are used."""
     weights, chosen = probabilities.topk(2, dim=-1)
     gates = (F.one_hot(chosen, len(experts)).to(x.dtype) * weights.unsqueeze(-1)).sum(1)
     answers = torch.stack([expert(x) for expert in experts], dim=1)
@@ -323,7 +323,7 @@ def dense_mixture(experts, x, probabilities):
 
 
 def capacity_mixture(experts, x, probabilities):
-    """Every expert takes the four tokens that want it most."""
+    """Every expert computes the four tokens with the highest score for it."""
     weights, chosen = probabilities.t().topk(4, dim=1)
     out = torch.zeros_like(x)
     for number, expert in enumerate(experts):
@@ -333,7 +333,7 @@ def capacity_mixture(experts, x, probabilities):
 
 
 def dropless_mixture(experts, x, probabilities):
-    """Every expert sees the tokens that chose it, whose number only the data knows."""
+    """Every expert computes the tokens that are routed to it, whose number depends on the data."""
     weights, chosen = probabilities.topk(2, dim=-1)
     out = torch.zeros_like(x)
     for number, expert in enumerate(experts):
@@ -343,7 +343,7 @@ def dropless_mixture(experts, x, probabilities):
 
 
 class Moe(nn.Module):
-    """A mixture of experts. The balance of its layers is summed up to the second output, which has no dimensions."""
+    """A mixture of experts. The second output, without dimensions, is the sum of the balance losses of its layers."""
 
     class Layer(nn.Module):
         def __init__(self, mixture):
@@ -402,7 +402,7 @@ for moe_name, moe_mixture in [
     ],
 )
 class Gqa(nn.Module):
-    """Grouped queries, rotary embeddings from buffers that are not persistent, a causal mask that is one."""
+    """Has grouped queries, rotary embeddings from non-persistent buffers, and a persistent causal mask."""
 
     class Rotary(nn.Module):
         def __init__(self, width, longest):
