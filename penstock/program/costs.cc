@@ -17,13 +17,16 @@
 #include "penstock/tensor/random_scope.h"
 
 namespace penstock {
+
+using internal::state_of;
+
 namespace {
 
-// Of one core: what a matrix product reaches, what memory gives, and what a call costs whatever it does.
+// Throughput of one core in matrix products, its memory bandwidth, and the overhead of calling an operator.
 constexpr double kFlopsPerSecond = 4e10;
 constexpr double kBytesPerSecond = 1e10;
 constexpr double kSecondsPerCall = 2e-6;
-// A backward computes two gradients for each product of the forward.
+// The backward of a matrix product computes two products.
 constexpr double kBackwardPerForward = 2;
 
 class Estimate {
@@ -75,13 +78,13 @@ class Estimate {
     const TensorType* type = type_of(node, operand);
     return type == nullptr ? 0 : static_cast<double>(type->numel());
   }
-  // Of a dimension, counted from the end if it is negative.
+  // Returns the size of a dimension, which counts from the end if it is negative.
   double size(const Node& node, std::size_t operand, int dimension) const {
     const TensorType* type = type_of(node, operand);
     if (type == nullptr) return 0;
     const int rank = static_cast<int>(type->sizes.size());
-    const int at = dimension < 0 ? rank + dimension : dimension;
-    return at < 0 || at >= rank ? 1 : static_cast<double>(type->sizes[static_cast<std::size_t>(at)].example);
+    const int index = dimension < 0 ? rank + dimension : dimension;
+    return index < 0 || index >= rank ? 1 : static_cast<double>(type->sizes[static_cast<std::size_t>(index)].example);
   }
   double results(const Node& node) const {
     double sum = 0;
@@ -91,7 +94,7 @@ class Estimate {
     });
     return sum;
   }
-  // Each element of a sequence meets each weight once.
+  // Returns the FLOPs of a recurrent network, which multiplies each element of a sequence by each weight once.
   double recurrent(const Node& node) const {
     double weights = 0;
     for (const Operand& operand : node.operands) {
@@ -103,7 +106,7 @@ class Estimate {
     }
     return 2 * weights * elements(node, 0) / std::max(1.0, size(node, 0, -1));
   }
-  // The product of all sizes that the equation names.
+  // Returns the FLOPs of einsum: twice the product of all sizes in its equation.
   double contraction(const Node& node) const {
     if (node.operands.size() < 2 || !node.operands[0].constant.isString()) return results(node);
     const std::string& equation = node.operands[0].constant.toStringRef();
@@ -131,7 +134,7 @@ class Estimate {
 };
 
 std::vector<bool> nodes_with_grad(const Program& program) {
-  return nodes_with_grad(*program.state()->exported, [&](const ProgramInput& input) {
+  return internal::nodes_with_grad(*state_of(program).exported, [&](const ProgramInput& input) {
     return input.kind == ProgramInput::Kind::Parameter && program.tensor(input).requires_grad();
   });
 }
@@ -141,7 +144,7 @@ std::vector<bool> nodes_with_grad(const Program& program) {
 std::vector<NodeCost> estimated_costs(const Program& program) {
   const Graph& graph = program.graph();
   const Estimate estimate(graph);
-  const Effects& effects = program.state()->exported->effects;
+  const internal::Effects& effects = state_of(program).exported->effects;
   const std::vector<bool> grad = nodes_with_grad(program);
   std::vector<NodeCost> costs(graph.nodes.size());
   for (std::size_t i = 0; i < costs.size(); ++i) {
@@ -171,18 +174,18 @@ std::vector<NodeCost> measured_costs(const Program& program, const Args& args, c
   const std::vector<bool> grad = nodes_with_grad(program);
   std::vector<std::vector<double>> seconds(costs.size());
   Clock::time_point last;
-  auto mode = std::make_shared<Code::Mode>(*program.state()->mode);
-  mode->after = [&](int node) {
+  auto mode = std::make_shared<internal::Interpreter::Mode>(*state_of(program).mode);
+  mode->after_node = [&](int node) {
     const Clock::time_point now = Clock::now();
     seconds[static_cast<std::size_t>(node)].push_back(std::chrono::duration<double>(now - last).count());
     last = now;
   };
-  const std::shared_ptr<const Part> part = program.state()->part_on_copies(mode);
+  const std::shared_ptr<const internal::Subgraph> subgraph = state_of(program).subgraph_on_copies(mode);
   for (int run = 0; run < kRuns; ++run) {
     const RandomScope scope(/*seed=*/0, /*step=*/run, /*microbatch=*/0, /*place=*/0);
     std::vector<c10::IValue> inputs = program.flatten_inputs(args, kwargs);
     last = Clock::now();
-    part->run(std::move(inputs));
+    subgraph->run(std::move(inputs));
   }
   for (std::size_t i = 0; i < costs.size(); ++i) {
     if (seconds[i].empty()) continue;

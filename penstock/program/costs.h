@@ -1,26 +1,27 @@
-// What the nodes of a graph cost.
+// Costs of a graph's nodes: estimated from shapes, or measured.
 #pragma once
 
-#include <cstdint>
 #include <vector>
 
 #include "penstock/program/program.h"
 
 namespace penstock {
 
+// Cost of one node for a microbatch of the export's example sizes.
 struct NodeCost {
-  // Of the forward, for a microbatch of the example's sizes.
+  // Floating-point operations of the forward.
   double flops = 0;
-  // What it reads and writes.
+  // Bytes that the forward reads and writes.
   double bytes = 0;
-  // Forward and backward, on one thread.
+  // Time of forward and backward on one thread.
   double seconds = 0;
 };
 
-// From the shapes of the export alone, by what operators are known to do; seconds are those of a core of our time.
+// Estimates the cost of each node from the shapes of the export, without running it. The seconds assume a current CPU
+// core.
 std::vector<NodeCost> estimated_costs(const Program& program);
-// With seconds as they were when the program ran on these arguments, the median of some runs. The weights and the random
-// numbers of the process stay as they are.
+// Like estimated_costs, with seconds measured on these arguments: the median of five forwards, and twice that for the
+// backward. Leaves the weights and the random state of the process unchanged. Throws ProgramError.
 std::vector<NodeCost> measured_costs(const Program& program, const Args& args, const Kwargs& kwargs = {});
 
 }  // namespace penstock

@@ -1,11 +1,12 @@
-// What is wrong with an exported program, or with what is asked of it.
+// The exception of the program layer.
 #pragma once
 
 #include <stdexcept>
 
 namespace penstock {
 
-// The message names the file or the node, what was found, and what would be right.
+// Thrown for an exported program that cannot be read, split or run, and for arguments that do not fit it. The message
+// names the file, the node or the argument, what was found, and what is expected.
 class ProgramError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

@@ -4,9 +4,14 @@
 
 #include <limits>
 
+#include "penstock/base/text.h"
 #include "penstock/tensor/nested.h"
 
 namespace penstock {
+
+using internal::concat;
+using internal::join;
+
 namespace {
 
 std::int64_t product(std::int64_t left, std::int64_t right) {
@@ -27,12 +32,11 @@ std::int64_t TensorType::bytes() const {
 }
 
 std::string to_string(const TensorType& type) {
-  std::string text = dtype_name(type.dtype) + "[";
-  for (std::size_t i = 0; i < type.sizes.size(); ++i) {
-    const Dimension& size = type.sizes[i];
-    text.append(i == 0 ? "" : ", ").append(size.is_fixed() ? std::to_string(size.example) : size.expression.text);
+  std::vector<std::string> sizes;
+  for (const Dimension& size : type.sizes) {
+    sizes.push_back(size.is_fixed() ? std::to_string(size.example) : size.expression.text);
   }
-  return text + "]";
+  return concat(dtype_name(type.dtype), "[", join(sizes), "]");
 }
 
 std::string Node::operator_name() const {
@@ -41,11 +45,11 @@ std::string Node::operator_name() const {
 }
 
 std::string describe(const Graph& graph, const Node& node) {
-  std::string text = "node '" + node.name + "' (" + node.target + ")";
+  std::string text = concat("node '", node.name, "' (", node.target, ")");
   if (node.call >= 0) {
     const ModuleCall& call = graph.calls[static_cast<std::size_t>(node.call)];
-    text += call.path.empty() ? " of the model itself" : " of module '" + call.path + "'";
-    if (!call.type.empty()) text += " (" + call.type + ")";
+    text += call.path.empty() ? " of the model itself" : concat(" of module '", call.path, "'");
+    if (!call.type.empty()) text += concat(" (", call.type, ")");
   }
   return text;
 }

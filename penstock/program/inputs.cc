@@ -10,18 +10,23 @@
 #include <set>
 #include <utility>
 
-#include "penstock/program/error.h"
 #include "penstock/base/text.h"
+#include "penstock/program/error.h"
+#include "penstock/program/interpreter/program_state.h"
 #include "penstock/tensor/nested.h"
 #include "penstock/tensor/random_scope.h"
 
 namespace penstock {
+
+using internal::concat;
+using internal::join_or_none;
+
 namespace {
 
-// How many rows the smallest embedding has that takes an input as its indices; none if there is none.
-std::optional<std::int64_t> rows_behind(const Program& program, int input) {
+// Returns the number of rows of the smallest embedding that takes an input as its indices, if any does.
+std::optional<std::int64_t> embedding_rows(const Program& program, int input) {
   const Graph& graph = program.graph();
-  // The input, and what it is turned into without new numbers.
+  // The input, and the values that have the same elements.
   std::set<int> same{input};
   std::optional<std::int64_t> rows;
   for (const Node& node : graph.nodes) {
@@ -43,13 +48,13 @@ std::optional<std::int64_t> rows_behind(const Program& program, int input) {
 
 at::Tensor example_of(const Program& program, const ProgramInput& input) {
   const auto& type = program.graph().values[static_cast<std::size_t>(input.value)].type;
-  if (!type) throw ProgramError(input.name + ": the export does not say what it is; give it.");
+  if (!type) throw ProgramError(input.name + ": the export has no shape for it.\n  Hint: give this input.");
   std::vector<std::int64_t> sizes;
   for (const Dimension& size : type->sizes) sizes.push_back(size.example);
   at::Tensor tensor = at::empty(sizes, at::TensorOptions(type->dtype));
   if (c10::isFloatingType(type->dtype) || c10::isComplexType(type->dtype)) return tensor.normal_();
   if (type->dtype == at::kBool) return tensor.bernoulli_(0.5);
-  return tensor.random_(0, std::max<std::int64_t>(1, rows_behind(program, input.value).value_or(2)));
+  return tensor.random_(0, std::max<std::int64_t>(1, embedding_rows(program, input.value).value_or(2)));
 }
 
 // Returns true if all microbatches of an input have one number of rows.
@@ -58,11 +63,11 @@ bool has_fixed_rows(const Program& program, const ProgramInput& input) {
   return type && (type->sizes.empty() || type->sizes.front().is_fixed());
 }
 
-// The number that a tensor stands for, which may have it once for each microbatch.
+// Returns the number that a tensor contains, which may be repeated for each microbatch.
 c10::IValue number_in(const std::string& name, ValueKind kind, const at::Tensor& tensor) {
   if (tensor.numel() == 0 || !tensor.eq(tensor.flatten().select(0, 0)).all().item<bool>()) {
-    throw ProgramError(name + ": is a number, the same for all microbatches; found " +
-                       (tensor.numel() == 0 ? "none" : "several") + ".");
+    throw ProgramError(concat(name, ": found ", tensor.numel() == 0 ? "no number" : "several numbers",
+                              ", expected one, the same for all microbatches."));
   }
   const at::Scalar number = tensor.flatten().select(0, 0).item();
   switch (kind) {
@@ -71,7 +76,7 @@ c10::IValue number_in(const std::string& name, ValueKind kind, const at::Tensor&
     default: break;
   }
   if (!c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true)) {
-    throw ProgramError(name + ": found " + dtype_name(tensor.scalar_type()) + ", expected an integer.");
+    throw ProgramError(concat(name, ": found ", dtype_name(tensor.scalar_type()), ", expected an integer."));
   }
   return number.toLong();
 }
@@ -89,17 +94,16 @@ Arguments arguments_from(const Program& program, const TensorsByName& tensors) {
     if (found == tensors.end()) {
       std::vector<std::string> given;
       for (const auto& [name, tensor] : tensors) given.push_back(name);
-      throw ProgramError("the input '" + input.name + "' is missing; given are " + join_or_none(given) + ".");
+      throw ProgramError(concat("the input '", input.name, "' is missing; found ", join_or_none(given), "."));
     }
     const ValueKind kind = program.graph().values[static_cast<std::size_t>(input.value)].kind;
     leaves.push_back(kind == ValueKind::Tensor ? found->second : number_in(input.name, kind, found->second));
   }
   for (const auto& [name, tensor] : tensors) {
     if (known.contains(name)) continue;
-    throw ProgramError("there is no input '" + name + "'; the program takes " +
-                       join_or_none(std::vector(known.begin(), known.end())) + ".");
+    throw ProgramError(concat("there is no input '", name, "'; the program takes ", join_or_none(known), "."));
   }
-  const c10::IValue both = program.in_spec().unflatten(leaves);
+  const c10::IValue both = internal::state_of(program).exported->in_spec.unflatten(leaves);
   const auto& elements = both.toTupleRef().elements();
   Arguments arguments;
   for (const c10::IValue& arg : elements[0].toTupleRef().elements()) arguments.args.push_back(arg);
@@ -115,7 +119,7 @@ TensorsByName example_inputs(const Program& program, int microbatches, std::uint
   for (const ProgramInput& input : program.inputs()) {
     if (input.kind != ProgramInput::Kind::User) continue;
     if (program.graph().values[static_cast<std::size_t>(input.value)].kind != ValueKind::Tensor) {
-      throw ProgramError(input.name + ": is a number, which cannot be made up.");
+      throw ProgramError(input.name + ": is a number, and example inputs are tensors only.\n  Hint: give this input.");
     }
     std::vector<at::Tensor> parts;
     for (int microbatch = 0; microbatch < microbatches; ++microbatch) {
@@ -148,15 +152,15 @@ std::vector<TensorsByName> split_inputs(const Program& program, const TensorsByN
     if (input.kind != ProgramInput::Kind::User || found == tensors.end()) continue;
     const at::Tensor& tensor = found->second;
     const auto refuse = [&](const std::string& rows, const std::string& hint) {
-      throw ProgramError(input.name + ": has " + rows + ", which cannot be split into " + std::to_string(microbatches) +
-                         " microbatches.\n  Hint: " + hint);
+      throw ProgramError(concat(input.name, ": has ", rows, ", which cannot be split into ", microbatches,
+                                " microbatches.\n  Hint: ", hint));
     };
     if (tensor.dim() == 0)
-      refuse("no rows", "a number, or a tensor without dimensions, has a row for each microbatch.");
-    const std::string rows = std::to_string(tensor.size(0)) + (tensor.size(0) == 1 ? " row" : " rows");
-    if (tensor.size(0) < microbatches) refuse(rows, "take fewer microbatches.");
+      refuse("no rows", "give a number, or a tensor without dimensions, as one row for each microbatch.");
+    const std::string rows = concat(tensor.size(0), tensor.size(0) == 1 ? " row" : " rows");
+    if (tensor.size(0) < microbatches) refuse(rows, "use fewer microbatches.");
     if (tensor.size(0) % microbatches != 0 && has_fixed_rows(program, input)) {
-      refuse(rows, "the model was exported for microbatches of one size; torch.export's dynamic_shapes leave it open.");
+      refuse(rows, "use a number of microbatches that divides the rows, or export the model with dynamic_shapes.");
     }
     const std::vector<at::Tensor> chunks = tensor.tensor_split(microbatches);
     for (std::size_t i = 0; i < chunks.size(); ++i) parts[i].emplace(input.name, chunks[i]);
@@ -177,7 +181,7 @@ TensorsByName outputs_by_name(const std::vector<c10::IValue>& outputs) {
   for (const c10::IValue& output : outputs) {
     const std::vector<c10::IValue> leaves = flatten_args(output);
     for (std::size_t i = 0; i < leaves.size(); ++i) {
-      std::vector<at::Tensor>& row = rows["output." + std::to_string(i)];
+      std::vector<at::Tensor>& row = rows[concat("output.", i)];
       const c10::IValue& leaf = leaves[i];
       if (leaf.isTensor() && leaf.toTensor().defined()) row.push_back(leaf.toTensor().detach());
       if (leaf.isInt()) row.push_back(at::scalar_tensor(leaf.toInt(), at::TensorOptions(at::kLong)));

@@ -5,28 +5,34 @@
 #include <ATen/ops/scalar_tensor.h>
 
 #include <algorithm>
-#include <iomanip>
 #include <iterator>
-#include <limits>
 #include <numeric>
-#include <ostream>
 #include <set>
-#include <sstream>
 #include <utility>
 
+#include "penstock/base/text.h"
 #include "penstock/program/error.h"
 #include "penstock/program/interpreter/program_state.h"
 #include "penstock/program/interpreter/subgraph.h"
+#include "penstock/program/partition/partition.h"
+#include "penstock/program/partition/pipe_info.h"
 #include "penstock/tensor/nested.h"
 
 namespace penstock {
+
+using internal::concat;
+using internal::ExportedProgram;
+using internal::StagePartition;
+using internal::state_of;
+using internal::Subgraph;
+
 namespace {
 
 std::size_t index(int number) {
   return static_cast<std::size_t>(number);
 }
 
-// Numbers travel as tensors of one element.
+// Numbers are sent as tensors without dimensions.
 c10::IValue as_tensor(c10::IValue value) {
   if (!value.isInt() && !value.isDouble() && !value.isBool()) return value;
   const at::ScalarType dtype = value.isInt() ? at::kLong : value.isDouble() ? at::kDouble : at::kBool;
@@ -42,85 +48,34 @@ c10::IValue as_value(const c10::IValue& tensor, ValueKind kind) {
   }
 }
 
-std::string type_text(const Value& value) {
-  switch (value.kind) {
-    case ValueKind::Int: return "int";
-    case ValueKind::Float: return "float";
-    case ValueKind::Bool: return "bool";
-    default: return value.type ? to_string(*value.type) : "tensor";
-  }
-}
-
-// The outermost modules that lie in a stage as a whole, and otherwise the innermost that have a part in it.
-std::vector<std::string> modules_of(const Graph& graph, const std::vector<int>& stages, int stage) {
-  // By call: whether all of it is in one stage.
-  std::vector<bool> whole(graph.calls.size(), true);
-  std::vector<int> home(graph.calls.size(), -1);
-  for (std::size_t i = 0; i < graph.nodes.size(); ++i) {
-    for (int call = graph.nodes[i].call; call >= 0; call = graph.calls[index(call)].parent) {
-      if (home[index(call)] < 0) home[index(call)] = stages[i];
-      if (home[index(call)] != stages[i]) whole[index(call)] = false;
-    }
-  }
-  std::vector<std::string> modules;
-  for (std::size_t i = 0; i < graph.nodes.size(); ++i) {
-    if (stages[i] != stage || graph.nodes[i].call < 0) continue;
-    int chosen = graph.nodes[i].call;
-    bool is_whole = whole[index(chosen)];
-    for (int call = graph.nodes[i].call; call >= 0; call = graph.calls[index(call)].parent) {
-      if (!whole[index(call)] || graph.calls[index(call)].path.empty()) break;
-      chosen = call;
-      is_whole = true;
-    }
-    const std::string& path = graph.calls[index(chosen)].path;
-    // Between modules the model computes something itself.
-    if (path.empty()) continue;
-    std::string name = is_whole ? path : "part of " + path;
-    if (std::find(modules.begin(), modules.end(), name) == modules.end()) modules.push_back(std::move(name));
-  }
-  return modules;
-}
-
-// "2.99 k" and the like: with the space that a unit wants.
-std::string amount(double number) {
-  constexpr std::array<const char*, 5> kPrefixes{"", "k", "M", "G", "T"};
-  std::size_t prefix = 0;
-  while (number >= 999.5 && prefix + 1 < kPrefixes.size()) {
-    number /= 1000;
-    ++prefix;
-  }
-  std::ostringstream text;
-  text << std::setprecision(3) << number << " " << kPrefixes[prefix];
-  return std::move(text).str();
-}
-
 }  // namespace
 
 struct Pipe::State {
-  std::vector<StagePart> parts;
+  // Indexed by stage.
+  std::vector<StagePartition> partitions;
   std::vector<StageModule> modules;
   Wiring wiring{1};
   SharedParameters shared;
   PipeInfo info;
-  // By stage and the program's tensor: its own.
-  std::vector<std::map<const void*, at::Tensor>> own;
+  // Indexed by stage: its parameter or buffer for each of the program's.
+  std::vector<std::map<const void*, at::Tensor>> stage_tensors;
 
-  // What a stage has for a tensor of the program: a constant is everybody's.
-  at::Tensor held_by(int stage, const at::Tensor& original) const {
-    const auto found = own[index(stage)].find(original.unsafeGetTensorImpl());
-    return found == own[index(stage)].end() ? original : found->second;
+  // Returns the tensor that a stage has for one of the program. Constants are shared by all stages.
+  at::Tensor tensor_in(int stage, const at::Tensor& original) const {
+    const auto found = stage_tensors[index(stage)].find(original.unsafeGetTensorImpl());
+    return found == stage_tensors[index(stage)].end() ? original : found->second;
   }
   void make_modules(const Program& program);
-  // What a stage computes, by an export like the program's, on the weights that `tensor_of` gives for the program's.
+  // Returns the forward of a stage. `exported` is the program's export, or a copy for another device; `tensor_of`
+  // returns the tensor to use for one of the program's.
   std::function<c10::IValue(const Args&, const Kwargs&)> forward_of(
-      const Program& program, int stage, const std::shared_ptr<const Exported>& exported,
+      const Program& program, int stage, const std::shared_ptr<const ExportedProgram>& exported,
       const std::function<at::Tensor(const at::Tensor&)>& tensor_of) const;
-  void make_info(const Program& program, const std::vector<int>& stages);
 };
 
 namespace {
 
-// A tensor of the program under all its names, and the stages that hold it.
+// A parameter or buffer of the program with all its names, and the stages that have it.
 struct Weight {
   at::Tensor tensor;
   std::vector<std::string> names = {};
@@ -128,155 +83,112 @@ struct Weight {
   std::set<int> stages = {};
 };
 
-std::vector<Weight> weights_of(const Program& program, const std::vector<StagePart>& parts) {
+std::vector<Weight> weights_of(const Program& program, const std::vector<StagePartition>& partitions) {
   std::vector<Weight> weights;
   for (std::size_t i = 0; i < program.inputs().size(); ++i) {
     const ProgramInput& input = program.inputs()[i];
     if (input.kind != ProgramInput::Kind::Parameter && input.kind != ProgramInput::Kind::Buffer) continue;
     const at::Tensor& tensor = program.tensor(input);
     auto weight =
-        std::find_if(weights.begin(), weights.end(), [&](const Weight& one) { return one.tensor.is_same(tensor); });
+        std::find_if(weights.begin(), weights.end(), [&](const Weight& known) { return known.tensor.is_same(tensor); });
     if (weight == weights.end()) weight = weights.insert(weight, {.tensor = tensor});
     weight->names.push_back(input.name);
     weight->is_parameter = weight->is_parameter || input.kind == ProgramInput::Kind::Parameter;
-    for (std::size_t stage = 0; stage < parts.size(); ++stage) {
-      const auto& held = parts[stage].held;
-      if (std::find(held.begin(), held.end(), static_cast<int>(i)) != held.end()) {
+    for (std::size_t stage = 0; stage < partitions.size(); ++stage) {
+      const auto& indices = partitions[stage].weights;
+      if (std::ranges::find(indices, static_cast<int>(i)) != indices.end()) {
         weight->stages.insert(static_cast<int>(stage));
       }
     }
   }
-  // What nobody uses stays with the first stage, so that a checkpoint has it.
+  // An unused weight stays in the first stage, so that checkpoints contain it.
   for (Weight& weight : weights) {
     if (weight.stages.empty()) weight.stages.insert(0);
   }
   return weights;
 }
 
-// As sizes do, a sum stays at the largest number where it would go beyond it.
-void add(std::int64_t more, std::int64_t& sum) {
-  if (__builtin_add_overflow(sum, more, &sum)) sum = std::numeric_limits<std::int64_t>::max();
-}
-
 }  // namespace
 
 std::function<c10::IValue(const Args&, const Kwargs&)> Pipe::State::forward_of(
-    const Program& program, int stage, const std::shared_ptr<const Exported>& exported,
+    const Program& program, int stage, const std::shared_ptr<const ExportedProgram>& exported,
     const std::function<at::Tensor(const at::Tensor&)>& tensor_of) const {
-  const StagePart& part = parts[index(stage)];
-  const bool is_last = stage == static_cast<int>(parts.size()) - 1;
-  Part::Contents contents{.nodes = part.nodes, .inputs = part.arguments, .inputs_are_given = stage == 0};
-  for (const int held : part.held) {
-    const ProgramInput& input = program.inputs()[index(held)];
-    contents.held.emplace_back(input.value, tensor_of(program.tensor(input)));
+  const StagePartition& partition = partitions[index(stage)];
+  const bool is_last = stage == static_cast<int>(partitions.size()) - 1;
+  Subgraph::Contents contents{.nodes = partition.nodes, .inputs = partition.arguments, .inputs_are_given = stage == 0};
+  for (const int weight : partition.weights) {
+    const ProgramInput& input = program.inputs()[index(weight)];
+    contents.weights.emplace_back(input.value, tensor_of(program.tensor(input)));
   }
-  for (const int write : part.writes) {
-    contents.writes.push_back(program.state()->write_of(program.outputs()[index(write)]));
+  for (const int write : partition.writes) {
+    contents.writes.push_back(state_of(program).write_of(program.outputs()[index(write)]));
   }
   if (is_last) {
     for (const ProgramOutput& output : program.outputs()) {
       if (output.kind == ProgramOutput::Kind::User) contents.outputs.push_back(output.operand);
     }
   } else {
-    for (const int result : part.results) contents.outputs.push_back({.value = result});
+    for (const int result : partition.results) contents.outputs.push_back({.value = result});
   }
   std::vector<ValueKind> kinds;
-  for (const int argument : part.arguments) kinds.push_back(program.graph().values[index(argument)].kind);
-  const auto code = std::make_shared<const Part>(exported, std::move(contents), program.state()->mode);
-  return [program, code, kinds, stage, is_last](const Args& args, const Kwargs& kwargs) {
+  for (const int argument : partition.arguments) kinds.push_back(program.graph().values[index(argument)].kind);
+  const auto subgraph = std::make_shared<const Subgraph>(exported, std::move(contents), state_of(program).mode);
+  return [program, subgraph, kinds, stage, is_last](const Args& args, const Kwargs& kwargs) {
     std::vector<c10::IValue> inputs;
     if (stage == 0) {
       inputs = program.flatten_inputs(args, kwargs);
     } else {
       for (std::size_t i = 0; i < args.size(); ++i) inputs.push_back(as_value(args[i], kinds[i]));
     }
-    std::vector<c10::IValue> outputs = code->run(std::move(inputs));
-    if (is_last) return program.out_spec().unflatten(outputs);
+    std::vector<c10::IValue> outputs = subgraph->run(std::move(inputs));
+    if (is_last) return state_of(program).exported->out_spec.unflatten(outputs);
     std::transform(outputs.begin(), outputs.end(), outputs.begin(), as_tensor);
     return c10::IValue(c10::ivalue::Tuple::create(std::move(outputs)));
   };
 }
 
 void Pipe::State::make_modules(const Program& program) {
-  const int count = static_cast<int>(parts.size());
-  modules.resize(parts.size());
-  own.resize(parts.size());
-  for (const Weight& weight : weights_of(program, parts)) {
-    std::vector<SharedParameter> places;
-    std::map<int, std::string> replicated;
+  const int count = static_cast<int>(partitions.size());
+  modules.resize(partitions.size());
+  stage_tensors.resize(partitions.size());
+  for (const Weight& weight : weights_of(program, partitions)) {
+    std::vector<SharedParameter> copies;
     for (const int stage : weight.stages) {
       at::Tensor tensor = weight.tensor;
       if (weight.is_parameter && stage != *weight.stages.begin()) {
         tensor = weight.tensor.detach().clone().set_requires_grad(weight.tensor.requires_grad());
       }
-      own[index(stage)].emplace(weight.tensor.unsafeGetTensorImpl(), tensor);
+      stage_tensors[index(stage)].emplace(weight.tensor.unsafeGetTensorImpl(), tensor);
       StageModule& module = modules[index(stage)];
       (weight.is_parameter ? module.parameters : module.buffers).emplace_back(weight.names.front(), tensor);
-      places.push_back({.stage = stage, .name = weight.names.front()});
-      replicated.emplace(stage, weight.names.front());
+      copies.push_back({.stage = stage, .name = weight.names.front()});
     }
-    if (weight.is_parameter && places.size() > 1) {
-      shared.push_back(std::move(places));
-      info.replicated_params.push_back(std::move(replicated));
-    }
+    if (weight.is_parameter && copies.size() > 1) shared.push_back(std::move(copies));
   }
   for (int stage = 0; stage < count; ++stage) {
-    modules[index(stage)].forward = forward_of(program, stage, program.state()->exported,
-                                               [&](const at::Tensor& original) { return held_by(stage, original); });
+    modules[index(stage)].forward = forward_of(program, stage, state_of(program).exported,
+                                               [&](const at::Tensor& original) { return tensor_in(stage, original); });
   }
   wiring = Wiring(count);
-  for (int stage = 1; stage < count; ++stage) wiring.connect(stage, parts[index(stage)].sources);
-}
-
-void Pipe::State::make_info(const Program& program, const std::vector<int>& stages) {
-  const Graph& graph = program.graph();
-  const std::vector<NodeCost> costs = estimated_costs(program);
-  const Effects& effects = program.state()->exported->effects;
-  info.name = program.name();
-  for (int stage = 0; stage < static_cast<int>(parts.size()); ++stage) {
-    const StagePart& part = parts[index(stage)];
-    PipeInfo::Stage one{.modules = modules_of(graph, stages, stage), .nodes = static_cast<int>(part.nodes.size())};
-    for (const auto& [name, tensor] : modules[index(stage)].parameters) add(tensor.numel(), one.parameters);
-    for (const auto& [name, tensor] : modules[index(stage)].buffers) add(tensor.numel(), one.buffers);
-    for (const int number : part.nodes) {
-      one.flops += costs[index(number)].flops;
-      one.seconds += costs[index(number)].seconds;
-      for_each_result(graph.nodes[index(number)], [&](int value) {
-        const auto& type = graph.values[index(value)].type;
-        if (type && effects.view_of[index(value)] < 0) add(type->bytes(), one.kept_bytes);
-      });
-    }
-    info.stages.push_back(std::move(one));
-  }
-  for (const Wiring::Link& link : wiring.links()) {
-    if (!link.values) continue;
-    for (const StageOutput& output : *link.values) {
-      const Value& value = graph.values[index(parts[index(output.stage)].results[index(output.output)])];
-      info.crossings.push_back({.name = value.name,
-                                .from = link.from,
-                                .to = link.to,
-                                .type = type_text(value),
-                                .bytes = value.type ? value.type->bytes() : 8});
-    }
-  }
+  for (int stage = 1; stage < count; ++stage) wiring.connect(stage, partitions[index(stage)].sources);
 }
 
 Pipe::Pipe(Program program, std::vector<int> stage_of_node, MultiUseParameterConfig multi_use)
     : program_(std::move(program)), stage_of_node_(std::move(stage_of_node)) {
   if (stage_of_node_.size() != program_.graph().nodes.size()) {
-    throw ProgramError("there are stages for " + std::to_string(stage_of_node_.size()) +
-                       " nodes, and the program has " + std::to_string(program_.graph().nodes.size()) + ".");
+    throw ProgramError(concat("found the stages of ", stage_of_node_.size(), " nodes, expected those of the program's ",
+                              program_.graph().nodes.size(), "."));
   }
   auto state = std::make_shared<State>();
-  state->parts = partition(*program_.state()->exported, stage_of_node_,
-                           /*transmit=*/multi_use == MultiUseParameterConfig::TRANSMIT);
+  state->partitions = partition(*state_of(program_).exported, stage_of_node_,
+                                /*transmit=*/multi_use == MultiUseParameterConfig::TRANSMIT);
   state->make_modules(program_);
-  state->make_info(program_, stage_of_node_);
+  state->info = internal::make_pipe_info(program_, stage_of_node_, state->partitions, state->modules, state->wiring);
   state_ = std::move(state);
 }
 
 int Pipe::num_stages() const {
-  return static_cast<int>(state_->parts.size());
+  return static_cast<int>(state_->partitions.size());
 }
 
 const PipeInfo& Pipe::info() const {
@@ -291,10 +203,18 @@ const SharedParameters& Pipe::shared_parameters() const {
   return state_->shared;
 }
 
+std::vector<std::map<int, std::string>> Pipe::replicated_params() const {
+  std::vector<std::map<int, std::string>> replicated;
+  for (const std::vector<SharedParameter>& copies : shared_parameters()) {
+    std::map<int, std::string>& names = replicated.emplace_back();
+    for (const SharedParameter& copy : copies) names.emplace(copy.stage, copy.name);
+  }
+  return replicated;
+}
+
 const StageModule& Pipe::get_stage_module(int stage) const {
   if (stage < 0 || stage >= num_stages()) {
-    throw ProgramError("there is no stage " + std::to_string(stage) + " of " + std::to_string(num_stages()) +
-                       "; they go from 0 to " + std::to_string(num_stages() - 1) + ".");
+    throw ProgramError(concat("there is no stage ", stage, "; the stages are 0 to ", num_stages() - 1, "."));
   }
   return state_->modules[index(stage)];
 }
@@ -310,27 +230,27 @@ StageModule Pipe::module_on(int stage, at::Device device) const {
   std::map<const void*, at::Tensor> moved;
   for (NamedTensors* tensors : {&module.parameters, &module.buffers}) {
     for (auto& [name, tensor] : *tensors) {
-      at::Tensor there = tensor.detach().to(device).set_requires_grad(tensor.requires_grad());
-      moved.emplace(tensor.unsafeGetTensorImpl(), there);
-      tensor = std::move(there);
+      at::Tensor copy = tensor.detach().to(device).set_requires_grad(tensor.requires_grad());
+      moved.emplace(tensor.unsafeGetTensorImpl(), copy);
+      tensor = std::move(copy);
     }
   }
-  // Nodes that make tensors make them there, too.
-  const auto exported = std::make_shared<Exported>(*program_.state()->exported);
+  // Factory functions create their tensors on the device too.
+  const auto exported = std::make_shared<ExportedProgram>(*state_of(program_).exported);
   for (Node& node : exported->graph.nodes) {
     for (Operand& operand : node.operands) {
       if (operand.is_constant() && operand.constant.isDevice()) operand.constant = device;
     }
   }
   module.forward = state_->forward_of(program_, stage, exported, [&](const at::Tensor& original) {
-    const auto found = moved.find(state_->held_by(stage, original).unsafeGetTensorImpl());
+    const auto found = moved.find(state_->tensor_in(stage, original).unsafeGetTensorImpl());
     return found == moved.end() ? original.to(device) : found->second;
   });
   return module;
 }
 
 StagedModel Pipe::build(at::Device device) const {
-  std::vector<int> all(state_->parts.size());
+  std::vector<int> all(state_->partitions.size());
   std::iota(all.begin(), all.end(), 0);
   return build_stages(all, device);
 }
@@ -348,32 +268,31 @@ StagedModel Pipe::build_stage(int stage, StageOptions options) const {
 }
 
 c10::IValue Pipe::run(const Args& args, const Kwargs& kwargs) const {
-  std::vector<std::vector<c10::IValue>> given;
+  std::vector<std::vector<c10::IValue>> outputs;
   for (int stage = 0; stage < num_stages(); ++stage) {
-    Args own;
-    for (const StageOutput& source : state_->parts[index(stage)].sources) {
-      own.push_back(given[index(source.stage)][index(source.output)]);
+    Args received;
+    for (const StageOutput& source : state_->partitions[index(stage)].sources) {
+      received.push_back(outputs[index(source.stage)][index(source.output)]);
     }
     const c10::IValue output =
-        state_->modules[index(stage)].forward(stage == 0 ? args : own, stage == 0 ? kwargs : Kwargs());
+        state_->modules[index(stage)].forward(stage == 0 ? args : received, stage == 0 ? kwargs : Kwargs());
     if (stage == num_stages() - 1) return output;
-    given.push_back(output.toTupleRef().elements().vec());
+    outputs.push_back(output.toTupleRef().elements().vec());
   }
   return {};
 }
 
 NamedTensors Pipe::state_dict(int stage) const {
-  get_stage_module(stage);
   NamedTensors state;
   const StageModule& module = get_stage_module(stage);
-  std::map<std::string, at::Tensor> own(module.parameters.begin(), module.parameters.end());
-  own.insert(module.buffers.begin(), module.buffers.end());
-  for (const Weight& weight : weights_of(program_, state_->parts)) {
+  std::map<std::string, at::Tensor> tensors(module.parameters.begin(), module.parameters.end());
+  tensors.insert(module.buffers.begin(), module.buffers.end());
+  for (const Weight& weight : weights_of(program_, state_->partitions)) {
     if (!weight.stages.contains(stage)) continue;
     for (const std::string& name : weight.names) {
       const auto input = std::find_if(program_.inputs().begin(), program_.inputs().end(),
-                                      [&](const ProgramInput& one) { return one.name == name; });
-      if (input->persistent) state.emplace_back(name, own.at(weight.names.front()));
+                                      [&](const ProgramInput& candidate) { return candidate.name == name; });
+      if (input->persistent) state.emplace_back(name, tensors.at(weight.names.front()));
     }
   }
   return state;
@@ -381,47 +300,17 @@ NamedTensors Pipe::state_dict(int stage) const {
 
 void Pipe::load_state_dict(int stage, const NamedTensors& state) const {
   std::map<std::string, at::Tensor> given(state.begin(), state.end());
-  const NamedTensors own = state_dict(stage);
-  for (const auto& [name, tensor] : own) {
+  const NamedTensors current = state_dict(stage);
+  for (const auto& [name, tensor] : current) {
     const auto found = given.find(name);
-    if (found == given.end()) throw ProgramError("stage " + std::to_string(stage) + ": '" + name + "' is missing.");
+    if (found == given.end()) throw ProgramError(concat("stage ", stage, ": '", name, "' is missing."));
     if (found->second.sizes() != tensor.sizes()) {
-      throw ProgramError("stage " + std::to_string(stage) + ": '" + name + "': found " + describe(found->second) +
-                         ", expected " + describe(tensor) + ".");
+      throw ProgramError(concat("stage ", stage, ": '", name, "': found ", describe(found->second), ", expected ",
+                                describe(tensor), "."));
     }
   }
   const at::NoGradGuard no_grad;
-  for (const auto& [name, tensor] : own) tensor.copy_(given.at(name));
-}
-
-std::string figures_of(const PipeInfo::Stage& stage) {
-  std::string parameters = amount(static_cast<double>(stage.parameters));
-  if (!parameters.ends_with(' ')) parameters += " ";
-  return parameters + "parameters, " + amount(stage.flops) + "FLOP a forward, " +
-         amount(static_cast<double>(stage.kept_bytes)) + "B kept";
-}
-
-std::ostream& operator<<(std::ostream& out, const Pipe& pipe) {
-  const PipeInfo& info = pipe.info();
-  out << info.name << ": " << info.stages.size() << (info.stages.size() == 1 ? " stage" : " stages") << "\n";
-  for (std::size_t i = 0; i < info.stages.size(); ++i) {
-    const PipeInfo::Stage& stage = info.stages[i];
-    out << "  stage " << i << ": ";
-    for (std::size_t k = 0; k < stage.modules.size(); ++k) out << (k == 0 ? "" : ", ") << stage.modules[k];
-    if (stage.modules.empty())
-      out << stage.nodes << (stage.nodes == 1 ? " operation" : " operations") << " of the model itself";
-    out << "\n    " << figures_of(stage) << "\n";
-    for (const PipeInfo::Crossing& crossing : info.crossings) {
-      if (crossing.from != static_cast<int>(i)) continue;
-      out << "    -> stage " << crossing.to << ": " << crossing.name << " " << crossing.type << "\n";
-    }
-  }
-  for (const std::map<int, std::string>& shared : info.replicated_params) {
-    out << "  shared: " << shared.begin()->second << " by stages";
-    for (const auto& [stage, name] : shared) out << (stage == shared.begin()->first ? " " : ", ") << stage;
-    out << "\n";
-  }
-  return out;
+  for (const auto& [name, tensor] : current) tensor.copy_(given.at(name));
 }
 
 Pipe pipeline(const Program& program, const SplitSpec& split_spec) {

@@ -1,10 +1,8 @@
-// A Pipe is a program in stages, ready for a Pipeline:
+// A Pipe is a program that is split into stages, ready for a Pipeline:
 //
-//   Pipe pipe = pipeline(Program("gpt.pt2"), {{"blocks.2", SplitPoint::BEGINNING}, {"blocks.4", SplitPoint::BEGINNING}});
-//   std::cout << pipe;                                    // stages, modules, parameters, and what crosses
+//   Pipe pipe = pipeline(Program("gpt.pt2"), {{"blocks.2", SplitPoint::BEGINNING}, {"blocks.4", SplitPoint::END}});
+//   std::cout << pipe;                                    // stages, modules, parameters and boundary values
 //   Pipeline run(pipe.build(), schedule, {.loss = loss});
-//
-// Names of parameters and buffers are the model's own.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +16,6 @@
 
 #include "penstock/program/costs.h"
 #include "penstock/program/graph.h"
-#include "penstock/program/partition/partition.h"
 #include "penstock/program/program.h"
 #include "penstock/program/split.h"
 #include "penstock/stage/shared.h"
@@ -29,13 +26,14 @@
 
 namespace penstock {
 
-// What a parameter becomes that several stages use: each has it, and gradients are summed over them; or the first has it
-// and sends it to the others with the activations.
+// Handling of a parameter that several stages use. TRANSMIT: the first of them owns it and sends it to the others
+// with the activations. REPLICATE: each has a copy, and the gradients are summed over the copies.
 enum class MultiUseParameterConfig { TRANSMIT, REPLICATE };
 
+// Statistics of a Pipe, for people and tools. Costs are estimates for a microbatch of the export's example sizes.
 struct PipeInfo {
-  // A value on its way from one stage to another.
-  struct Crossing {
+  // A value that one stage sends to another.
+  struct BoundaryValue {
     std::string name;
     int from = 0;
     int to = 0;
@@ -44,38 +42,42 @@ struct PipeInfo {
     std::int64_t bytes = 0;
   };
   struct Stage {
-    // The modules that it runs, outermost: what is a whole module is not named by its parts.
+    // Modules that the stage runs. A module that is in the stage as a whole is listed without its submodules.
     std::vector<std::string> modules;
     int nodes = 0;
     // Numbers of elements.
     std::int64_t parameters = 0;
     std::int64_t buffers = 0;
-    // Of a microbatch with the example's sizes: floating-point operations of the forward, estimated seconds of forward
-    // and backward, and bytes that the forward keeps for the backward.
+    // Floating-point operations of the forward.
     double flops = 0;
+    // Seconds of forward and backward.
     double seconds = 0;
-    std::int64_t kept_bytes = 0;
+    // Bytes of activations that the forward saves for the backward.
+    std::int64_t saved_activation_bytes = 0;
   };
+  // Path of the program.
   std::string name;
   std::vector<Stage> stages;
-  std::vector<Crossing> crossings;
-  // Parameters that several stages have: their name, by stage.
-  std::vector<std::map<int, std::string>> replicated_params;
+  std::vector<BoundaryValue> boundary_values;
 };
 
+// A Program and its partition into stages. Parameters and buffers have the model's names. Copies share the stages. The
+// const functions may be called from any number of threads, like those of Program. Functions throw ProgramError.
 class Pipe {
  public:
+  // `stage_of_node` has the stage of each node of the program, numbered from 0 without gaps: see split.h. Throws
+  // ProgramError if the program cannot be split so; the error names the node or the buffer and both stages.
   Pipe(Program program, std::vector<int> stage_of_node,
        MultiUseParameterConfig multi_use = MultiUseParameterConfig::REPLICATE);
 
   int num_stages() const;
   const PipeInfo& info() const;
   const Program& program() const { return program_; }
-  // By node of the program.
+  // Returns the stage of each node of the program.
   const std::vector<int>& stages() const { return stage_of_node_; }
 
-  // Returns a stage as a module. Its parameters are the program's own tensors; of a parameter that several stages have,
-  // the first stage has the program's tensor and each later one a copy. Throws ProgramError if there is no such stage.
+  // Returns a stage as a module. Its parameters share storage with the program's, but of a parameter that several stages
+  // use, each stage after the first has a copy. Throws ProgramError if there is no such stage.
   const StageModule& get_stage_module(int stage) const;
 
   // Returns the model for a Pipeline: all stages, with their wiring and the parameters that they share. On a device other
@@ -87,20 +89,23 @@ class Pipe {
   // Returns the same model with one stage only, for a process rank that runs one.
   StagedModel build_stage(int stage, StageOptions options = {}) const;
 
-  // How the stages are connected, and which parameters they share; build() passes both on.
+  // Returns the connections between the stages, which build() includes.
   const Wiring& wiring() const;
+  // Returns the parameters that several stages have, which build() includes.
   const SharedParameters& shared_parameters() const;
-  const std::vector<std::map<int, std::string>>& replicated_params() const { return info().replicated_params; }
+  // Returns the same as PyTorch's Pipe does: for each shared parameter, its name in each stage.
+  std::vector<std::map<int, std::string>> replicated_params() const;
 
-  // Runs the stages one after the other in this thread.
+  // Runs the stages one after the other in this thread and returns the output of the last.
   c10::IValue run(const Args& args, const Kwargs& kwargs = {}) const;
 
-  // See Program; holds for all stages, those that have been built too.
+  // Select the mode of the program, and with it of all stages, including those that have been built.
   void train() { program_.train(); }
   void eval() { program_.eval(); }
 
-  // The parameters and persistent buffers of a stage under all the names that the model has for them, and back.
+  // Returns the parameters and persistent buffers of a stage, under all the names that the model has for them.
   NamedTensors state_dict(int stage) const;
+  // Copies tensors into a stage. Throws ProgramError for a missing name or another shape; the stage is unchanged then.
   void load_state_dict(int stage, const NamedTensors& state) const;
 
  private:
@@ -113,14 +118,16 @@ class Pipe {
   std::shared_ptr<const State> state_;
 };
 
-// "2.99 k parameters, 56 kFLOP a forward, 15 kB kept".
-std::string figures_of(const PipeInfo::Stage& stage);
-// Stages, modules, parameters, operations, bytes kept, and what crosses.
+// Returns "2.99 k parameters, 56 kFLOP a forward, 15 kB of saved activations".
+std::string statistics_text(const PipeInfo::Stage& stage);
+// Prints the stages with their modules, statistics and boundary values, and the shared parameters.
 std::ostream& operator<<(std::ostream& out, const Pipe& pipe);
 
-// At modules and at the model's own marks; into a number of stages; by a function of nodes.
+// Splits a program at modules and at the model's pipe_split() calls: see split_at.
 Pipe pipeline(const Program& program, const SplitSpec& split_spec = {});
+// Splits a program into stages of about equal estimated time: see split_evenly.
 Pipe pipeline(const Program& program, int stages);
+// Splits a program by a function from a node to its stage: see split_by.
 Pipe pipeline(const Program& program, const std::function<int(const Node& node)>& stage_of);
 
 }  // namespace penstock

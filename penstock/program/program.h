@@ -1,10 +1,9 @@
-// A Program is a model that torch.export.save has written: its graph, its weights, and how to run it, without Python.
+// A Program is a model that torch.export.save has written: its graph, its weights, and an interpreter that runs it
+// without Python.
 //
 //   Program program("model.pt2");
-//   c10::IValue output = program.run({x}, {{"mask", mask}});   // with autograd, as the model itself
+//   c10::IValue output = program.run({x}, {{"mask", mask}});   // with autograd, like the model itself
 //   Pipe pipe = pipeline(program, {{"blocks.4", SplitPoint::BEGINNING}});
-//
-// Copies are the same program: they share weights and mode.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,79 +12,92 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "penstock/program/error.h"
 #include "penstock/program/graph.h"
-#include "penstock/program/reader/archive.h"
-#include "penstock/program/reader/exported.h"
 #include "penstock/tensor/microbatch.h"
 #include "penstock/tensor/named_tensors.h"
 
 namespace penstock {
 
+class Program;
+
+namespace internal {
+struct ProgramState;
+ProgramState& state_of(const Program& program);
+}  // namespace internal
+
 struct ProgramOptions {
-  // Operators that the program may call besides those that only compute on their arguments, such as those of a library that
-  // you have loaded: "library::name" for all overloads, or "library::name.overload".
+  // Operators that the program may call in addition to those that only compute on their arguments, such as the
+  // operators of a library that you have loaded: "library::name" for all overloads, or "library::name.overload".
   std::vector<std::string> allowed_operators = {};
 };
 
+// A handle with shared ownership: copies refer to the same weights and the same mode. Any number of threads may call
+// run() at once; train(), eval(), set_autocast() and load_state_dict() require that no other thread uses the program.
+// Functions throw ProgramError.
 class Program {
  public:
-  // Throws ProgramError, which names the file and what is wrong in it.
+  // Reads a .pt2 file. The file may come from an untrusted source: it runs no code of its own, calls only allowed
+  // operators, and is checked before anything is allocated for it. Throws ProgramError, which names the file and the
+  // error in it.
   explicit Program(const std::string& path, const ProgramOptions& options = {});
-  explicit Program(const Archive& archive, const ProgramOptions& options = {});
+  // Reads the bytes of a .pt2 file. They may be freed afterwards. Errors show `name` in place of a path.
+  static Program from_bytes(std::string_view bytes, const std::string& name, const ProgramOptions& options = {});
 
-  // The model's output. Arguments are checked against the shapes of the export. Throws ProgramError, which names the
-  // argument, or the node that failed.
+  // Runs the model and returns its output. Checks the arguments against the shapes of the export. Throws ProgramError,
+  // which names the argument or the node that failed.
   c10::IValue run(const Args& args, const Kwargs& kwargs = {}) const;
 
-  // Dropout drops and batch normalisation learns, or not; as the program was exported, until one of them is called. Of a
-  // program that was exported in evaluation mode, train() throws ProgramError, which names what it has lost; so does
-  // eval() of one that drops without a flag for it.
+  // Select training or evaluation mode: dropout and the statistics of batch normalisation depend on it. Initially the
+  // mode is that of the export. train() throws ProgramError for a program that was exported in evaluation mode, since
+  // the export has dropped what training needs; eval() throws for one that has dropout without a flag for it.
   void train();
   void eval();
   bool is_training() const;
-  // Runs all of it under autocast to this dtype, on the CPU: bfloat16, or none.
+  // Runs the whole program under CPU autocast to this dtype (bfloat16), or without autocast.
   void set_autocast(std::optional<at::ScalarType> dtype);
 
-  // By the model's own names, those that are one tensor under several names too; buffers that a state_dict does not have
-  // are marked in inputs().
+  // Return the parameters or buffers under the model's names. A tensor that is tied under several names appears under
+  // each. ProgramInput::persistent tells which buffers the state_dict contains.
   NamedTensors parameters() const;
   NamedTensors buffers() const;
-  // As the model's state_dict has it: parameters and persistent buffers.
+  // Returns the parameters and persistent buffers, as the model's state_dict does.
   NamedTensors state_dict() const;
-  // Copies these into the weights. Stages that have been cut keep their copies of a parameter that several of them use, so
-  // load before the program is cut. Of a tied parameter one name is enough, and a buffer that a state_dict leaves out may
-  // be there. Throws ProgramError, which begins with `source` and lists what differs (state_differences), and changes
-  // nothing if names, shapes or dtypes are not the program's.
+  // Returns the parameters, buffers and constants that run() writes to, such as running statistics. The tensors share
+  // storage with the program's.
+  NamedTensors mutated_tensors() const;
+  // Copies tensors into the weights. One name of a tied parameter is enough, and non-persistent buffers may be present.
+  // Throws ProgramError, which begins with `source` and lists all differences, if names, shapes or dtypes do not match;
+  // the weights are unchanged then. Load before you split: the stages of a Pipe have their own copies of parameters
+  // that several stages use.
   void load_state_dict(const NamedTensors& state, const std::string& source = "the state_dict");
-  // Writes a copy of `archive`, which this program was read from, with the weights as they are now. torch.export.load reads
-  // it. `path` is replaced when all of it is on the disk. Throws ProgramError.
-  void write_archive(const Archive& archive, const std::string& path) const;
+  // Writes a copy of the file that the program was read from, with the current weights; torch.export.load reads it.
+  // Replaces `path` atomically, once all data is on disk. Throws ProgramError if the program was read from memory, or
+  // if its file has changed since.
+  void save(const std::string& path) const;
 
   const Graph& graph() const;
   const std::vector<ProgramInput>& inputs() const;
   const std::vector<ProgramOutput>& outputs() const;
-  const TreeSpec& in_spec() const;
-  const TreeSpec& out_spec() const;
+  // Returns the ranges of the symbols in dynamic shapes.
   const std::map<std::string, SymbolRange>& ranges() const;
-  // The tensor behind an input that is a parameter, a buffer or a constant.
+  // Returns the tensor of an input that is a parameter, a buffer or a constant.
   const at::Tensor& tensor(const ProgramInput& input) const;
-  // Of the file.
+  // Returns the path of the file.
   const std::string& name() const;
 
-  // The values of inputs that the user gives, in the order of inputs(), from arguments in their structure. Checked.
+  // Returns the values of the user inputs, in the order of inputs(). Checks the arguments as run() does.
   std::vector<c10::IValue> flatten_inputs(const Args& args, const Kwargs& kwargs) const;
 
-  // state.h
-  struct State;
-  const std::shared_ptr<State>& state() const { return state_; }
-
  private:
-  std::shared_ptr<State> state_;
+  explicit Program(std::shared_ptr<internal::ProgramState> state);
+  friend internal::ProgramState& internal::state_of(const Program& program);
+
+  std::shared_ptr<internal::ProgramState> state_;
 };
 
 }  // namespace penstock

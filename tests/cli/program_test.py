@@ -80,7 +80,7 @@ class Usage(Case):
         self.refuses("split", self.folder, message="is not a regular file.")
         with open(self.path("text.pt2"), "w") as file:
             file.write("not a model")
-        self.refuses("split", self.path("text.pt2"), message="Hint: a .pt2 is what torch.export.save writes.")
+        self.refuses("split", self.path("text.pt2"), message="Hint: write the .pt2 with torch.export.save.")
 
 
 class Split(Case):
@@ -100,7 +100,7 @@ class Split(Case):
         read = json.loads(self.answers("split", self.model("gpt"), "--at", "blocks.1", "--json"))
         self.assertEqual(read["version"], 1)
         self.assertEqual(len(read["stages"]), 2)
-        self.assertEqual([(one["from"], one["to"]) for one in read["crossings"]], [(0, 1)])
+        self.assertEqual([(one["from"], one["to"]) for one in read["boundary_values"]], [(0, 1)])
         self.assertEqual(read["shared"], [{"name": "embedding.weight", "stages": [0, 1]}])
 
     def test_a_picture_is_written_completely_or_not_at_all(self):
@@ -116,7 +116,7 @@ class Split(Case):
     def test_rejects_cuts_that_are_impossible(self):
         self.refuses("split", self.model("gpt"), "--at", "block.1", message="Hint: did you mean blocks.1?")
         self.refuses("split", self.model("gpt"), "--at", "blocks", message="name one of those, such as blocks.0")
-        self.refuses("split", self.model("mlp"), "--stages", 1000, message="cannot be cut into 1000 stages: it has")
+        self.refuses("split", self.model("mlp"), "--stages", 1000, message="cannot be split into 1000 stages: it has")
         self.refuses("split", self.model("mlp"), "--stages", 2, "--at", "x", message="excludes")
 
 

@@ -280,7 +280,7 @@ class Preflight(Case):
                     ('"args.0": torch.ones(12, 4).double(), "target": torch.ones(12, 2)', "found dtype float64, expected float32"),
                     ('"args.0": torch.ones(2, 4), "target": torch.ones(2, 2)', "can be split into 2 only, and there are 4 micro"),
                     ('"args.0": torch.ones(12, 4)', "has no 'target', which --loss mse compares"),
-                    ('"x": torch.ones(12, 4), "target": torch.ones(12, 2)', "the input 'args.0' is missing; given are x")):
+                    ('"x": torch.ones(12, 4), "target": torch.ones(12, 2)', "the input 'args.0' is missing; found x")):
                 with self.subTest(name=name, tensors=tensors):
                     self.python(f"save_tensors({{{tensors}}}, 'data/{name}.safetensors')")
                     self.assert_nothing_ran(*words, message=f"data/{name}.safetensors(, rows 0 to 2)?: .*" + message)

@@ -130,7 +130,7 @@ torch.export.save(torch.export.export(Loss().train(), (torch.ones(3, 4), torch.o
                 "mse", a='{"args.0": torch.randn(3, 4), "target": torch.randn(3, 2)}')
         refused("penstock: data/a.safetensors: the target (float32 tensor of shape [10, 2]) has 10 rows, and args[0] ",
                 "mse", a="{" + x + ', "target": torch.randn(10, 2)}')
-        refused("penstock: data/a.safetensors, rows 0 to 1: args.0, dimension 0: found 2, expected 3, which is fixed.",
+        refused("penstock: data/a.safetensors, rows 0 to 1: args.0, dimension 0: found 2, expected 3, which is static.",
                 "mse", a='{"args.0": torch.randn(8, 4), "target": torch.randn(8, 2)}')
         refused("penstock: step 1, data/a.safetensors: there is no target that counts: all of them are ignored.",
                 "cross_entropy", a="{" + x + ', "target": torch.full((12,), -100)}')

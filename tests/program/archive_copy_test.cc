@@ -1,10 +1,11 @@
-// Copies of an archive with other weights.
+// Copies of an archive with new weights.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include <string>
 #include <vector>
 
+#include "penstock/program/interpreter/program_state.h"
 #include "penstock/program/program.h"
 #include "penstock/program/reader/zip_directory.h"
 #include "tests/program/archives.h"
@@ -13,6 +14,13 @@
 #include "tests/tensor/values.h"
 
 namespace penstock::testing {
+
+using internal::checksum_offsets;
+using internal::ChecksumOffsets;
+using internal::read_zip_directory;
+using internal::state_of;
+using internal::ZipRecord;
+
 namespace {
 
 NamedTensors doubled(const NamedTensors& tensors) {
@@ -21,20 +29,19 @@ NamedTensors doubled(const NamedTensors& tensors) {
   return result;
 }
 
-// A zip with descriptors behind the records, as PyTorch writes it.
+// PyTorch writes a zip with data descriptors after the records.
 TEST(ArchiveCopy, HasTheWeightsAndNothingElseChanged) {
   const Folder folder;
   for (const std::string name : {"tied", "norms", "expanded_buffer", "masked"}) {
     SCOPED_TRACE(name);
-    const Archive archive(program_path(name + ".pt2"));
-    Program program(archive);
+    Program program(program_path(name + ".pt2"));
     const NamedTensors state = doubled(program.state_dict());
     program.load_state_dict(state);
     const std::string path = folder / (name + ".pt2");
-    program.write_archive(archive, path);
+    program.save(path);
     expect_equal(state, copies(Program(path).state_dict()));
-    // Every record lies where it did, and those that hold no weights are the same.
-    const std::string before = read_file(archive.name());
+    // Every record keeps its offset, and records without weights are unchanged.
+    const std::string before = read_file(program.name());
     const std::string after = read_file(path);
     ASSERT_EQ(before.size(), after.size());
     const std::vector<ZipRecord> old_records = read_zip_directory(before);
@@ -53,22 +60,43 @@ TEST(ArchiveCopy, HasTheWeightsAndNothingElseChanged) {
   EXPECT_EQ(folder.files(), 4U);
 }
 
-// A zip with checksums in the headers of records.
+// This zip has the checksums in the local headers.
 TEST(ArchiveCopy, ChangesTheChecksumsOfHeaders) {
   const Folder folder;
   const std::string bytes = zipped(small_records());
   const Archive archive(bytes, "small");
-  Program program(archive);
+  Program program = Program::from_bytes(bytes, "small");
   const NamedTensors state = doubled(program.state_dict());
   program.load_state_dict(state);
-  program.write_archive(archive, folder / "copy.pt2");
+  archive.write_copy(folder / "copy.pt2", state_of(program).weight_records);
   expect_equal(state, Program(folder / "copy.pt2").state_dict());
   const std::string copy = read_file(folder / "copy.pt2");
   for (const ZipRecord& record : read_zip_directory(copy)) {
-    const ChecksumPlaces places = checksum_places(copy, record);
-    EXPECT_EQ(places.own, record.header + 14);
+    const ChecksumOffsets offsets = checksum_offsets(copy, record);
+    EXPECT_EQ(offsets.local, record.header + 14);
     EXPECT_EQ(record.checksum, checksum(copy.substr(record.begin, record.size))) << record.name;
   }
+}
+
+TEST(ProgramSave, RefusesAProgramThatWasReadFromMemory) {
+  const Folder folder;
+  const Program program = Program::from_bytes(zipped(small_records()), "small");
+  expect_error<ProgramError>([&] { program.save(folder / "copy.pt2"); },
+                             "small: was read from memory, so there is no file to copy.\n  Hint: read it from a file.");
+  EXPECT_EQ(folder.files(), 0U);
+}
+
+TEST(ProgramSave, RefusesAFileThatHasChanged) {
+  const Folder folder;
+  const std::string path = folder.write("small.pt2", zipped(small_records()));
+  const Program program(path);
+  program.save(folder / "copy.pt2");
+  std::vector<Record> records = small_records();
+  find(records, "data/weights/weight_0")->bytes.front() ^= 1;
+  folder.write("small.pt2", zipped(records));
+  expect_error<ProgramError>([&] { program.save(folder / "other.pt2"); },
+                             path + ": has changed since the program was read.\n  Hint: read it again.");
+  EXPECT_EQ(folder.files(), 2U);
 }
 
 TEST(ArchiveCopy, RefusesOtherSizesAndUnknownRecords) {
@@ -78,7 +106,7 @@ TEST(ArchiveCopy, RefusesOtherSizesAndUnknownRecords) {
   expect_error<ProgramError>([&] { archive.write_copy(folder / "copy.pt2", {{"none", at::ones({1})}}); },
                              "small: has no record none.");
   expect_error<ProgramError>([&] { archive.write_copy(folder / "copy.pt2", {{"byteorder", at::ones({2})}}); },
-                             "small: byteorder has 6 bytes, and cannot be replaced by 8.");
+                             "small: byteorder: found 8 bytes to replace it, expected 6.");
   expect_error<ProgramError>([&] { archive.write_copy(folder / "none/copy.pt2", {}); },
                              folder / "none/copy.pt2" +
                                  ": could not be written, as its directory could not be opened: No "
@@ -92,11 +120,12 @@ TEST(ArchiveCopy, RefusesAChecksumThatIsNotWhereItShouldBe) {
   const ZipRecord record = read_zip_directory(bytes).front();
   const auto refused = [&](const std::string& message) {
     const Archive archive(bytes, "small");
-    const Program program(archive);
-    expect_error<ProgramError>([&] { program.write_archive(archive, folder / "copy.pt2"); },
-                               "small: " + message + "\n  Hint: a .pt2 is what torch.export.save writes.");
+    const Program program = Program::from_bytes(bytes, "small");
+    const auto& weights = state_of(program).weight_records;
+    expect_error<ProgramError>([&] { archive.write_copy(folder / "copy.pt2", weights); },
+                               "small: " + message + "\n  Hint: write the .pt2 with torch.export.save.");
   };
-  // The header claims a descriptor, and there is none.
+  // The header claims a data descriptor, which is missing.
   bytes[record.header + 6] = 8;
   refused("is damaged: the checksum of " + record.name + " is not where it should be.");
   bytes[record.header + 6] = 0;
@@ -105,19 +134,19 @@ TEST(ArchiveCopy, RefusesAChecksumThatIsNotWhereItShouldBe) {
   EXPECT_EQ(folder.files(), 0U);
 }
 
-TEST(ArchiveCopy, RefusesAnotherRecordInThePlaceOfAChecksum) {
+TEST(ArchiveCopy, RefusesARecordThatOverlapsAChecksum) {
   const Folder folder;
   std::string bytes = zipped(small_records());
   const std::vector<ZipRecord> records = read_zip_directory(bytes);
   ASSERT_EQ(records[0].end(), records[1].header);
-  // The header of the second record is taken for the checksum of the first.
+  // The checksum of the first record would be in the header of the second.
   bytes[records[0].header + 6] = 8;
   bytes.replace(records[0].entry + 16, 4, bytes.substr(records[1].header, 4));
   const Archive archive(bytes, "small");
   expect_error<ProgramError>(
       [&] { archive.write_copy(folder / "copy.pt2", {{"data/weights/weight_0", at::zeros({12})}}); },
-      "small: is damaged: something else lies in the place of the checksum of archive/data/weights/weight_0.\n"
-      "  Hint: a .pt2 is what torch.export.save writes.");
+      "small: is damaged: another record overlaps the checksum of archive/data/weights/weight_0.\n"
+      "  Hint: write the .pt2 with torch.export.save.");
   EXPECT_EQ(folder.files(), 0U);
 }
 

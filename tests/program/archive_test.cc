@@ -1,4 +1,4 @@
-// Archives that may come from anybody: each is read as it was written, or refused with what is wrong in it.
+// Reading of archives from untrusted sources: each is read as it was written, or refused with the reason.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
@@ -17,7 +17,7 @@
 
 #include "penstock/program/pipe.h"
 #include "penstock/program/program.h"
-#include "penstock/program/reader/exported.h"
+#include "penstock/program/reader/exported_program.h"
 #include "penstock/program/reader/pytree.h"
 #include "tests/program/refused.h"
 #include "tests/program/tensor_bytes.h"
@@ -27,7 +27,7 @@
 namespace penstock::testing {
 namespace {
 
-const std::string kHint = "\n  Hint: a .pt2 is what torch.export.save writes.";
+const std::string kHint = "\n  Hint: write the .pt2 with torch.export.save.";
 const std::string kNoZip = "small: is not a .pt2: it is not a zip archive." + kHint;
 const std::string kNoDirectory =
     "small: is not a zip archive, or is damaged: the directory at its end is missing." + kHint;
@@ -53,7 +53,7 @@ TEST(Archive, IsNotNeededByTheProgramThatWasReadFromIt) {
   EXPECT_EQ(program.run({at::ones({2, 3})}).toTensor()[0][3].item<double>(), 33);
 }
 
-TEST(Archive, NamesAFileThatIsNotThere) {
+TEST(Archive, NamesAMissingFile) {
   expect_error<ProgramError>([] { const Archive archive("/nowhere/model.pt2"); },
                              "/nowhere/model.pt2: No such file or directory.");
 }
@@ -95,7 +95,7 @@ TEST(Archive, RefusesAZipThatIsNotOneOfPyTorchs) {
     expect_refused([&] { read(bytes); }, kNoDirectory);
   }
   expect_refused([&] { read(zipped({})); }, "small: is not a .pt2: it has no records." + kHint);
-  // Without the folder.
+  // The record is not in a folder.
   std::string outside = zipped(small_records());
   for (std::size_t at = outside.find("archive/"); at != std::string::npos; at = outside.find("archive/", at)) {
     outside.replace(at, 8, "archive_");
@@ -104,7 +104,7 @@ TEST(Archive, RefusesAZipThatIsNotOneOfPyTorchs) {
                  "small: is not a .pt2: its record 'archive_models/model.json' is not in the folder archive_data/.");
 }
 
-// Larger fields than the usual, where a number would fill those, and a comment at the end.
+// Reads Zip64 fields, and a comment at the end.
 TEST(Archive, ReadsNumbersOf64Bits) {
   std::string bytes = zipped(small_records());
   const auto value = [&](std::size_t at, int count) {
@@ -113,7 +113,7 @@ TEST(Archive, ReadsNumbersOf64Bits) {
       read = read << 8U | static_cast<unsigned char>(bytes[at + static_cast<std::size_t>(i)]);
     return read;
   };
-  // The first entry of the directory gets its sizes and its place from an extra field, behind another one.
+  // The first entry of the directory has its sizes and offset in an extra field, after another extra field.
   const std::size_t begin = bytes.find("PK\1\2");
   const std::string large = little_endian(0x7777, 2) + little_endian(3, 2) + "xyz" + little_endian(1, 2) +
                             little_endian(24, 2) + little_endian(value(begin + 24, 4), 8) +
@@ -128,13 +128,13 @@ TEST(Archive, ReadsNumbersOf64Bits) {
   std::string large_end = "PK\6\6" + little_endian(44, 8) + std::string(12, '\0') + little_endian(records, 8) +
                           little_endian(records, 8) + little_endian(end - begin, 8) + little_endian(begin, 8);
   large_end += "PK\6\7" + little_endian(0, 4) + little_endian(end, 8) + little_endian(1, 4);
-  // The comment looks like another end.
+  // The comment looks like another end record.
   const std::string comment = "PK\5\6" + std::string(30, '\xee');
   bytes = bytes.substr(0, end) + large_end + "PK\5\6" + little_endian(0, 4) + std::string(12, '\xff') +
           little_endian(comment.size(), 2) + comment;
   EXPECT_EQ(Archive(bytes, "small").records().size(), records);
   EXPECT_EQ(read(bytes).run({at::ones({2, 3})}).toTensor().sum().item<double>(), 2.0 * (3 + 13 + 23 + 33));
-  // One that claims a number of 64 bits and does not have it.
+  // The entry claims a number of 64 bits, which is missing.
   bytes.replace(begin + 30, 2, little_endian(7, 2));
   expect_refused([&] { read(bytes); }, "small: archive/data/weights/weight_0 claims 4294967295 bytes");
 }
@@ -156,10 +156,10 @@ TEST(Archive, SaysWhatIsWrongInItsDirectory) {
       {8, {'\10', '\0'}, first + " is compressed, which torch.export.save does not do."},
       {entry + 20, {'\1', '\0'}, first + " claims 48 bytes, and 1 are stored."},
       {entry + 42, {'\1', '\0'}, "is damaged: the header of " + first + " is not where it should be."},
-      {26, {'\xff', '\xff'}, first + " goes on behind the place of all records."},
+      {26, {'\xff', '\xff'}, first + " reaches into the directory."},
       {entry, "KP", "is damaged: an entry of its directory is not where it should be."},
       {entry + 30, {'\xff', '\xff'}, "is damaged: its directory ends in the middle of an entry."},
-      {entry + 46, "\n", "is damaged: the name of a record is empty, or has bytes that are no text."},
+      {entry + 46, "\n", "is damaged: the name of a record is empty or has control characters."},
       {end + 10, {'\7', '\0'}, "is damaged: its directory has 8 records, and should have 7."},
       {end + 19, "\x7f", "is damaged: its directory is not where it should be."},
       {end - 20, {'P', 'K', '\6', '\7'}, "is damaged: the end of its directory is not where it should be."},
@@ -188,13 +188,13 @@ TEST(Archive, IsRefusedWhereverItIsCutShort) {
   }
 }
 
-// All that Python writes, at some lengths.
+// Truncates an archive of Python at various lengths.
 TEST(PythonsArchive, IsRefusedWhereverItIsCutShort) {
   const std::string whole = read_file(program_path("tied.pt2"));
   ASSERT_NO_THROW(read(whole));
   for (std::size_t size = 0; size < whole.size(); size += 97) {
     const std::string cut = whole.substr(0, size);
-    // Behind a record that is itself an archive, there is the end of another directory.
+    // After a record that is itself an archive, there is the end of another directory.
     const bool has_end = cut.size() >= 22 && cut.substr(cut.size() - 22).starts_with("PK\5\6");
     expect_refused([&] { read(cut); }, size < 2 ? kNoZip : has_end ? "small: is damaged: " : kNoDirectory);
   }
@@ -208,7 +208,7 @@ TEST(Archive, WithAPieceCutOutIsRefused) {
   }
 }
 
-// The directory has a checksum of each record: what is read is what was written.
+// The directory has a checksum of each record, so that changed bytes are detected.
 TEST(Archive, WithAnyByteChangedIsRefusedOrReadsTheSame) {
   const std::string whole = zipped(small_records());
   const NamedTensors right = read(whole).state_dict();
@@ -228,14 +228,14 @@ TEST(Archive, WithAnyByteChangedIsRefusedOrReadsTheSame) {
   }
 }
 
-TEST(Archive, RefusesRecordsThatLieOutsideOfIt) {
+TEST(Archive, RefusesRecordsOutsideOfItsFolder) {
   for (const std::string name : {"../outside", "/etc/passwd", "data/../../outside", "..", "data/.."}) {
     std::vector<Record> records = small_records();
     records.push_back({.name = name, .bytes = "x"});
     expect_error<ProgramError>([&] { read(records); },
-                               "small: its record '" + name + "' lies outside of the archive." + kHint);
+                               "small: its record '" + name + "' is outside of the archive." + kHint);
   }
-  // These do not.
+  // These names stay inside.
   std::vector<Record> records = small_records();
   for (const std::string name : {"data/..weights", "a..b", "data/...", "..."}) {
     records.push_back({.name = name, .bytes = "x"});
@@ -263,11 +263,11 @@ TEST(Archive, RefusesBytesThatAreNotThoseThatWereWritten) {
   for (const std::string name : {"data/weights/weight_1", "models/model.json", "byteorder"}) {
     const std::vector<Record> records = small_records();
     std::string bytes = zipped(records);
-    // The second byte behind the record's own header.
+    // Changes the second byte after the record's local header.
     const std::size_t at = bytes.find(name) + name.size() + 1;
     bytes[at] = static_cast<char>(bytes[at] + 1);
     const Archive archive(bytes, "small");
-    const std::string message = "small: " + name + " is damaged: its bytes do not have their checksum.";
+    const std::string message = "small: " + name + " is damaged: its checksum is wrong.";
     expect_error<ProgramError>([&] { archive.bytes(name); }, message);
     expect_error<ProgramError>([&] { archive.text(name); }, message);
   }
@@ -287,8 +287,8 @@ TEST(Archive, DoesNotUnpackMoreThanItHolds) {
   EXPECT_LT(bytes.most(), 10'000);
 }
 
-// A small file cannot ask for much memory by naming one place many times.
-TEST(Archive, DoesNotReadThePlaceOfOneRecordManyTimes) {
+// A small file cannot expand to much memory by overlapping records.
+TEST(Archive, RefusesRecordsThatOverlap) {
   constexpr int kTimes = 500;
   constexpr int kNumbers = 50'000;
   json model = small_model();

@@ -1,4 +1,4 @@
-// Archives made by hand: a small program as its JSON, and the zip around it with all that can be wrong in one.
+// Handmade archives: the JSON of a small program, and a zip around it with any error that a zip can have.
 #pragma once
 
 #include <array>
@@ -20,15 +20,17 @@
 
 namespace penstock::testing {
 
+using internal::Archive;
+
 using nlohmann::json;
 
 struct Record {
   std::string name;
   std::string bytes;
-  // What the headers say instead of what is so.
+  // Values that the headers claim in place of the true ones.
   std::optional<std::uint32_t> claimed_size = std::nullopt;
   std::optional<std::uint32_t> claimed_offset = std::nullopt;
-  // 0 is stored, 8 is deflated.
+  // Compression method: 0 is stored, 8 is deflated.
   std::uint16_t method = 0;
 };
 
@@ -41,14 +43,14 @@ inline std::uint32_t checksum(std::string_view bytes) {
   return ~sum;
 }
 
-// A number as a zip has it.
+// Appends a little-endian number.
 inline std::string little_endian(std::uint64_t number, int bytes) {
   std::string text;
   for (int i = 0; i < bytes; ++i) text.push_back(static_cast<char>(number >> (8 * static_cast<unsigned>(i)) & 255U));
   return text;
 }
 
-// The records in a folder, as a zip has them: each behind a header, and all headers once more at the end.
+// Returns a zip of the records in a folder: each after its local header, and the directory at the end.
 inline std::string zipped(const std::vector<Record>& records) {
   std::string file;
   std::string directory;
@@ -98,7 +100,7 @@ inline std::string read_file(const std::string& path) {
   return {std::istreambuf_iterator<char>(in), {}};
 }
 
-// Of a file that Python has written.
+// Returns the records of a file that Python has written.
 inline std::vector<Record> records_of(const std::string& path) {
   const Archive archive(path);
   std::vector<Record> records;
@@ -110,7 +112,7 @@ inline json tensor_argument(const std::string& name) {
   return {{"as_tensor", {{"name", name}}}};
 }
 
-// As the schema has it: float32 is 7 there, and strided is 7 too.
+// Returns metadata in the schema's codes, where float32 is 7 and strided is 7.
 inline json tensor_meta(const std::vector<int>& sizes, bool requires_grad = false) {
   json of_sizes = json::array();
   json of_strides = json::array();
@@ -143,7 +145,7 @@ inline json node(const std::string& name, const std::string& target,
   };
 }
 
-// y = relu(linear(x)), of x [2, 3] and a layer with a weight of [4, 3].
+// Returns the model y = relu(linear(x)), with x of shape [2, 3] and a weight of shape [4, 3].
 inline json small_model() {
   const std::string leaf = R"({"type": null, "context": null, "children_spec": []})";
   const std::string in_spec = R"([1, {"type": "builtins.tuple", "context": "null", "children_spec": [)"
@@ -207,7 +209,7 @@ inline json small_weights() {
   return {{"config", {{"layer.weight", weight("weight_0", {4, 3})}, {"layer.bias", weight("weight_1", {4})}}}};
 }
 
-// The numbers of the weights are 0, 1, 2, …
+// The elements of the weights are 0, 1, 2, …
 inline std::vector<Record> small_records(const json& model = small_model(), const json& weights = small_weights()) {
   const auto numbers = [](int count) {
     std::string bytes;

@@ -29,6 +29,9 @@
 #include "tests/tensor/values.h"
 
 namespace penstock::testing {
+
+using internal::find_function;
+
 namespace {
 
 TEST(Arithmetic, OfAProgramIsPythons) {
@@ -71,7 +74,7 @@ void expect_sum(const Sum& sum) {
 }
 
 TEST(Arithmetic, IsPythonsOfNegativeNumbersToo) {
-  // As `python3 -c 'print(…)'` has them.
+  // The expected values are what `python3 -c 'print(…)'` prints.
   const std::vector<Sum> sums = {
       {"_operator.floordiv", {-7, 2}, -4},
       {"_operator.floordiv", {7, -2}, -4},
@@ -149,7 +152,7 @@ TEST(Arithmetic, RefusesWhatPythonRefusesAndWhatIsTooLarge) {
     expect_refused([&] { computed(target, operands); }, words);
   };
   const std::string zero = "arithmetic on sizes divides by zero.";
-  const std::string large = "arithmetic on sizes goes beyond 64 bits.";
+  const std::string large = "arithmetic on sizes overflows 64 bits.";
   refused("_operator.floordiv", {1, 0}, zero);
   refused("_operator.floordiv", {1.0, 0}, zero);
   refused("_operator.mod", {1, 0}, zero);
@@ -164,10 +167,10 @@ TEST(Arithmetic, RefusesWhatPythonRefusesAndWhatIsTooLarge) {
   refused("_operator.floordiv", {INT64_MIN, -1}, large);
   refused("builtins.int", {1e19}, large);
   refused("builtins.int", {std::numeric_limits<double>::quiet_NaN()}, large);
-  refused("_operator.and_", {1.0, 1}, "bits are those of integers.");
-  refused("_operator.add", {1}, "arithmetic wants 2 numbers.");
-  refused("_operator.add", {1, "2"}, "arithmetic wants 2 numbers.");
-  refused("builtins.max", {}, "the least or most of no numbers was asked for.");
+  refused("_operator.and_", {1.0, 1}, "bitwise operations expect integers.");
+  refused("_operator.add", {1}, "arithmetic expects 2 numbers.");
+  refused("_operator.add", {1, "2"}, "arithmetic expects 2 numbers.");
+  refused("builtins.max", {}, "min and max expect at least one number.");
 }
 
 }  // namespace

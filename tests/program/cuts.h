@@ -1,4 +1,4 @@
-// Cuts in words.
+// Splits of programs as text.
 #pragma once
 
 #include <string>
@@ -18,7 +18,7 @@ inline Program from_zoo(const std::string& name) {
   return zoo_model(name).program();
 }
 
-// The names of the nodes of each stage: "linear relu | linear_1".
+// Returns the names of the nodes of each stage: "linear relu | linear_1".
 inline std::string row_of(const Program& program, const std::vector<int>& stages) {
   std::string row;
   for (std::size_t i = 0; i < stages.size(); ++i) {
@@ -31,13 +31,13 @@ inline std::string row_of(const Program& program, const SplitSpec& spec) {
   return row_of(program, split_at(program, spec));
 }
 
-// "linear 0 -> 1", in order.
-inline std::vector<std::string> crossings_of(const Pipe& pipe) {
-  std::vector<std::string> crossings;
-  for (const PipeInfo::Crossing& one : pipe.info().crossings) {
-    crossings.push_back(one.name + " " + std::to_string(one.from) + " -> " + std::to_string(one.to));
+// Returns the boundary values in order: "linear 0 -> 1".
+inline std::vector<std::string> boundary_values_of(const Pipe& pipe) {
+  std::vector<std::string> values;
+  for (const PipeInfo::BoundaryValue& one : pipe.info().boundary_values) {
+    values.push_back(one.name + " " + std::to_string(one.from) + " -> " + std::to_string(one.to));
   }
-  return crossings;
+  return values;
 }
 
 using Words = std::vector<std::string>;

@@ -1,4 +1,4 @@
-// Graphs of an export that may come from anybody: each is read as it was written, or refused with what is wrong in it.
+// Reading of graphs from untrusted sources: each is read as it was written, or refused with the reason.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -15,23 +15,24 @@ namespace {
 TEST(Reading, NamesAValueThatIsUsedBeforeItIsMade) {
   json model = small_model();
   std::swap(nodes_of(model)[0], nodes_of(model)[1]);
-  expect_error<ProgramError>([&] { read(small_records(model)); },
-                             "small: models/model.json: node 0 'relu': uses 'linear', which nothing before it makes.");
+  expect_error<ProgramError>(
+      [&] { read(small_records(model)); },
+      "small: models/model.json: node 0 'relu': uses 'linear', which no node before it produces.");
 }
 
 TEST(Reading, RefusesACycle) {
   json model = small_model();
   nodes_of(model)[0]["inputs"][0]["arg"] = tensor_argument("relu");
-  expect_model_refused(model, ": node 0 'linear': uses 'relu', which nothing before it makes.");
-  // Of one node.
+  expect_model_refused(model, ": node 0 'linear': uses 'relu', which no node before it produces.");
+  // The cycle has one node.
   nodes_of(model)[0]["inputs"][0]["arg"] = tensor_argument("linear");
-  expect_model_refused(model, ": node 0 'linear': uses 'linear', which nothing before it makes.");
+  expect_model_refused(model, ": node 0 'linear': uses 'linear', which no node before it produces.");
 }
 
 TEST(Reading, NamesAnOutputThatNothingMakes) {
   json model = small_model();
   model["graph_module"]["signature"]["output_specs"][0]["user_output"]["arg"] = tensor_argument("nothing");
-  expect_model_refused(model, ": output 0: uses 'nothing', which nothing before it makes.");
+  expect_model_refused(model, ": output 0: uses 'nothing', which no node before it produces.");
 }
 
 TEST(Reading, RefusesTwoValuesOfOneName) {
@@ -64,12 +65,10 @@ TEST(Reading, RefusesTwoParametersOfOneName) {
 }
 
 TEST(PythonsArchive, NamesAnOperatorThatThereIsNotWithItsModule) {
-  expect_refused(
-      [] { exported("strange"); },
-      "strange.pt2: models/model.json: node 1 'twice': node 'twice' (torch.ops.strange.twice.default) of "
-      "module 'inner.odd' (__main__.Strange.Odd): there is no such operator in this process.\n  Hint: an "
-      "operator of another library is there once that is loaded; one of another version of PyTorch has to be "
-      "exported with 2.13.");
+  expect_refused([] { exported("strange"); },
+                 "strange.pt2: models/model.json: node 1 'twice': node 'twice' (torch.ops.strange.twice.default) of "
+                 "module 'inner.odd' (__main__.Strange.Odd): there is no such operator in this process.\n  Hint: load "
+                 "the library that registers it, or export the model again with PyTorch 2.13.");
 }
 
 TEST(Reading, NamesAnOperatorThatThereIsNotWithItsModule) {
@@ -85,8 +84,8 @@ TEST(Reading, NamesAnOperatorThatThereIsNotWithItsModule) {
 TEST(PythonsArchive, NamesAHigherOrderOperatorThatCannotBeRun) {
   expect_refused([] { exported("cond"); },
                  "cond.pt2: models/model.json: node 2 'cond': node 'cond' (torch.ops.higher_order.cond) of module "
-                 "'choice' (__main__.Cond.Choice): is a higher-order operator, of which regions of grad mode and of "
-                 "autocast can be run.");
+                 "'choice' (__main__.Cond.Choice): is a higher-order operator; only regions of grad mode and of "
+                 "autocast are supported.");
 }
 
 const std::string kRelu =
@@ -147,21 +146,21 @@ TEST(Reading, RefusesArgumentsThatAreMissingOrTooMany) {
   expect_model_refused(model, kRelu + "its argument 'self' is missing.");
   model = small_model();
   nodes_of(model)[1]["inputs"].push_back({{"name", "more"}, {"arg", tensor_argument("x")}, {"kind", 1}});
-  expect_model_refused(model, kRelu + "aten::relu(Tensor self) -> Tensor has no argument 'more' at this place.");
+  expect_model_refused(model, kRelu + "aten::relu(Tensor self) -> Tensor has no argument 'more' at this position.");
   nodes_of(model)[1]["inputs"][1]["name"] = "self";
-  expect_model_refused(model, kRelu + "aten::relu(Tensor self) -> Tensor has no argument 'self' at this place.");
+  expect_model_refused(model, kRelu + "aten::relu(Tensor self) -> Tensor has no argument 'self' at this position.");
   nodes_of(model)[1]["inputs"][1]["name"] = "";
-  expect_model_refused(model, kRelu + "aten::relu(Tensor self) -> Tensor has no argument '' at this place.");
+  expect_model_refused(model, kRelu + "aten::relu(Tensor self) -> Tensor has no argument '' at this position.");
 }
 
 TEST(Reading, RefusesResultsThatAnOperatorDoesNotGive) {
   json model = small_model();
   nodes_of(model)[1]["outputs"].push_back(tensor_argument("more"));
-  expect_model_refused(model, kRelu + "has 2 results, and the operator gives 1.");
+  expect_model_refused(model, kRelu + "found 2 results, and the operator returns 1.");
   nodes_of(model)[1]["outputs"] = json::array({{{"as_tensors", {{{"name", "relu"}}}}}});
   expect_model_refused(model, kRelu + "its result 0 should be Tensor.");
   nodes_of(model)[1]["outputs"] = json::array({{{"as_string", "relu"}}});
-  expect_model_refused(model, ": node 1 'relu': gives something of a kind that cannot be read.");
+  expect_model_refused(model, ": node 1 'relu': has a result of a kind that is not supported.");
 }
 
 TEST(Reading, RefusesArithmeticThatGivesSomethingElse) {
@@ -170,24 +169,24 @@ TEST(Reading, RefusesArithmeticThatGivesSomethingElse) {
                                  json::array({json{{"as_sym_ints", {{{"as_name", "sum"}}}}}})));
   expect_model_refused(model,
                        ": node 2 'sum': node 'sum' (_operator.add) of module 'layer' (torch.nn.modules.linear.Linear): "
-                       "arithmetic gives one number.");
+                       "arithmetic returns one number.");
 }
 
 TEST(Reading, RefusesKindsThatItDoesNotKnow) {
   const json unknown = {{"as_something_new", 1}};
   json model = small_model();
   nodes_of(model)[1]["inputs"][0]["arg"] = unknown;
-  expect_model_refused(model, ": node 1 'relu': takes something of an unknown kind.");
-  // Of an argument that may be None.
+  expect_model_refused(model, ": node 1 'relu': has an argument of an unknown kind.");
+  // The argument may be None.
   model = small_model();
   nodes_of(model)[0]["inputs"][2]["arg"] = unknown;
-  expect_model_refused(model, ": node 0 'linear': takes something of an unknown kind.");
+  expect_model_refused(model, ": node 0 'linear': has an argument of an unknown kind.");
   model = small_model();
   model["graph_module"]["signature"]["output_specs"][0] = {{"something_new", json::object()}};
-  expect_model_refused(model, ": output 0: is of an unknown kind.");
+  expect_model_refused(model, ": output 0: has an unknown kind.");
   model = small_model();
   model["graph_module"]["signature"]["input_specs"][0] = {{"something_new", json::object()}};
-  expect_model_refused(model, ": input 0: is of an unknown kind.");
+  expect_model_refused(model, ": input 0: has an unknown kind.");
 }
 
 TEST(Reading, RefusesSizesOfAKindThatItDoesNotKnow) {
@@ -218,39 +217,41 @@ TEST(Reading, RefusesWhatOnlyPythonCanRun) {
   expect_model_refused(
       with_input(
           {{"custom_obj", {{"arg", {{"name", "p_weight"}, {"class_fqn", "a.B"}}}, {"custom_obj_name", "tokenizer"}}}}),
-      ": input 0: is the object 'tokenizer' of a class of Python's or TorchScript's, which cannot be read.");
+      ": input 0: is the custom object 'tokenizer', and custom objects are not supported.");
   expect_model_refused(with_input({{"token", {{"arg", {{"name", "p_weight"}}}}}}),
-                       ": input 0: is a token of an operator with side effects, which cannot be run.");
+                       ": input 0: is a token of an operator with side effects, which is not supported.");
   expect_model_refused(with_output({{"token", {{"arg", {{"name", "relu"}}}}}}),
-                       ": output 0: is a token of an operator with side effects, which cannot be run.");
+                       ": output 0: is a token of an operator with side effects, which is not supported.");
   const json gradient = {{"arg", {{"name", "relu"}}}, {"parameter_name", "layer.weight"}};
   expect_model_refused(
       with_output({{"gradient_to_parameter", gradient}}),
-      ": output 0: is a gradient: the program has its backward in it.\n  Hint: export the forward alone; its "
-      "gradients are computed here.");
+      ": output 0: is a gradient: the program contains its backward.\n  Hint: export the forward alone; autograd "
+      "computes the backward.");
   expect_model_refused(with_argument({{"as_custom_obj", {{"name", "it"}, {"class_fqn", "a.B"}}}}),
-                       ": node 1 'relu': takes the object 'it', which cannot be read.");
-  expect_model_refused(with_argument({{"as_operator", "torch.ops.aten.relu"}}),
-                       ": node 1 'relu': takes the operator 'torch.ops.aten.relu' as a value.");
+                       ": node 1 'relu': takes the object 'it', and objects are not supported.");
+  expect_model_refused(
+      with_argument({{"as_operator", "torch.ops.aten.relu"}}),
+      ": node 1 'relu': takes the operator 'torch.ops.aten.relu', and operators as values are not supported.");
   expect_model_refused(with_argument({{"as_nested_tensors", json::array()}}),
-                       ": node 1 'relu': takes lists of lists of tensors.");
+                       ": node 1 'relu': takes lists of lists of tensors, which are not supported.");
   expect_model_refused(with_argument({{"as_int_lists", json::array()}}),
-                       ": node 1 'relu': takes lists of lists of numbers.");
-  expect_model_refused(with_argument({{"as_string_to_argument", json::object()}}), ": node 1 'relu': takes a dict.");
+                       ": node 1 'relu': takes lists of lists of numbers, which are not supported.");
+  expect_model_refused(with_argument({{"as_string_to_argument", json::object()}}),
+                       ": node 1 'relu': takes a dict, which is not supported.");
 }
 
 TEST(Reading, RefusesWritesToWhatThereIsNot) {
   json model = small_model();
   json& outputs = model["graph_module"]["signature"]["output_specs"];
   outputs.push_back({{"buffer_mutation", {{"arg", {{"name", "relu"}}}, {"buffer_name", "layer.weight"}}}});
-  expect_model_refused(model, ": output 1: is written to 'layer.weight', which there is not.");
+  expect_model_refused(model, ": output 1: is written to 'layer.weight', which does not exist.");
   outputs[1] = {{"parameter_mutation", {{"arg", {{"name", "relu"}}}, {"parameter_name", "bias"}}}};
-  expect_model_refused(model, ": output 1: is written to 'bias', which there is not.");
+  expect_model_refused(model, ": output 1: is written to 'bias', which does not exist.");
   outputs[1] = {{"user_input_mutation", {{"arg", {{"name", "relu"}}}, {"user_input_name", "linear"}}}};
-  expect_model_refused(model, ": output 1: is written to 'linear', which is no input.");
+  expect_model_refused(model, ": output 1: is written to 'linear', which is not an input.");
   outputs[1] = {{"parameter_mutation", {{"arg", {{"name", "p_weight"}}}, {"parameter_name", "layer.weight"}}}};
   outputs.push_back(json(outputs[1]));
-  expect_model_refused(model, ": output 2: is written to 'layer.weight', as another output is.");
+  expect_model_refused(model, ": output 2: is written to 'layer.weight', like another output.");
 }
 
 TEST(Reading, RefusesAWriteToANumber) {
@@ -263,7 +264,7 @@ TEST(Reading, RefusesAWriteToANumber) {
   nodes_of(model) = json::array();
   signature["output_specs"] = {{{"user_output", {{"arg", number}}}},
                                {{"user_input_mutation", {{"arg", {{"name", "p_bias"}}}, {"user_input_name", "x"}}}}};
-  expect_model_refused(model, ": output 1: is written to 'x', which is no tensor.");
+  expect_model_refused(model, ": output 1: is written to 'x', which is not a tensor.");
 }
 
 TEST(Reading, RefusesAnAutocastToADtypeThatThereIsNot) {
@@ -287,20 +288,20 @@ TEST(Reading, RefusesAnAutocastToADtypeThatThereIsNot) {
   }
 }
 
-// What is run stays in memory.
+// A program cannot open files or print.
 TEST(Reading, RefusesOperatorsThatReachBeyondTheProgram) {
   const json name = {{"as_string", "/nowhere/that/there/is"}};
   const std::vector<std::pair<std::string, json>> file{
       {"filename", name}, {"shared", {{"as_bool", true}}}, {"size", {{"as_int", 4}}}};
-  // With and without the name of an overload.
+  // The name of an overload may be missing.
   for (const char* target : {"torch.ops.aten.from_file.default", "torch.ops.aten.from_file"}) {
     json model = small_model();
     nodes_of(model).push_back(node("file", target, file, json::array({tensor_argument("file")})));
     expect_model_refused(model, std::string(": node 2 'file': node 'file' (") + target +
                                     ") of module 'layer' (torch.nn.modules.linear.Linear): is not an operator that "
                                     "programs may call: those only compute on their "
-                                    "arguments.\n  Hint: if you trust this model and this operator, allow it "
-                                    "(--allow-operator aten::from_file, ProgramOptions::allowed_operators).");
+                                    "arguments.\n  Hint: if you trust this model and aten::from_file, add it to "
+                                    "ProgramOptions::allowed_operators.");
   }
   json model = small_model();
   std::vector<std::pair<std::string, json>> text{{"s", {{"as_string", "hello"}}}};
@@ -315,9 +316,8 @@ TEST(Reading, TakesOperatorsThatTheUserAllows) {
   const std::vector<std::pair<std::string, json>> text{{"s", {{"as_string", "hello"}}}};
   nodes_of(model).push_back(node("say", "torch.ops.aten._print", text, json::array()));
   const std::string bytes = zipped(small_records(model));
-  const Archive archive(bytes, "small");
-  EXPECT_THROW(Program{archive}, ProgramError);
-  const Program program(archive, {.allowed_operators = {"aten::_print"}});
+  EXPECT_THROW(Program::from_bytes(bytes, "small"), ProgramError);
+  const Program program = Program::from_bytes(bytes, "small", {.allowed_operators = {"aten::_print"}});
   EXPECT_EQ(program.graph().nodes.size(), 3U);
 }
 

@@ -82,7 +82,7 @@ INSTANTIATE_TEST_SUITE_P(All, Modes,
                                            "recurrent_functional"),
                          [](const auto& one) { return one.param; });
 
-// An export that has taken operators apart has no flag left in some of them.
+// After run_decompositions(), dropout has no training flag.
 TEST(Mode, OfEvaluationIsRefusedWhereItIsNot) {
   Program program = exported("dropouts_functional");
   expect_refused(
@@ -93,7 +93,7 @@ TEST(Mode, OfEvaluationIsRefusedWhereItIsNot) {
   EXPECT_TRUE(program.is_training());
 }
 
-// Of the batch alone, in both modes; by itself, since libtorch does not survive a wrong flag there.
+// Normalisations without running statistics use those of the batch in both modes. A wrong flag would crash libtorch.
 TEST(Mode, OfEvaluationDoesNotEndTheProcessForNormsWithoutStatistics) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   const auto run = [] {
@@ -126,7 +126,7 @@ TEST(Mode, OfEvaluationLeavesStatisticsAsTheyAre) {
   }
 }
 
-// Of a program in which nothing is written in place, statistics are outputs.
+// In a functionalised program, running statistics are outputs.
 TEST(Mode, OfEvaluationLeavesStatisticsAsTheyAreWhereTheyAreOutputs) {
   const ZooModel model = zoo_model("functionalized");
   Program program(model.path(".pt2"));
@@ -180,7 +180,7 @@ TEST(Mode, IsOneForAllCopiesAndTheirStages) {
   EXPECT_TRUE(same_bits(pipe.run({x}).toTensor(), pipe.run({x}).toTensor()));
 }
 
-// As a part of the largest number.
+// Returns the largest difference, relative to the largest element.
 double difference_of(const at::Tensor& expected, const at::Tensor& found) {
   const at::Tensor wide = expected.to(at::kDouble);
   return ((wide - found.to(at::kDouble)).abs().max() / wide.abs().max()).item<double>();

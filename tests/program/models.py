@@ -1,4 +1,4 @@
-"""Small exported programs, each for a few tests of penstock/program beside the zoo's.
+"""Exports small programs, each for a few tests of penstock/program. See zoo.py for larger ones.
 
     models.py DIR [--only NAME …]
 
@@ -55,7 +55,7 @@ def write(name, *args, kwargs=None, dynamic=None, train=True, functional=False, 
 
 
 def computed(model, *args):
-    """What the module gives and learns, in the mode that it is in."""
+    """Returns the outputs and gradients of the module, in its current mode."""
     values = {f"state.{name}": tensor.detach().clone().contiguous() for name, tensor in model.state_dict().items()}
     values |= {f"input.{i}": arg for i, arg in enumerate(args)}
     outputs = model(*args)
@@ -80,7 +80,7 @@ def under_autocast(model, *args):
 
 
 def of_sizes(model, x):
-    """The numbers that it gives for some sizes, a column each."""
+    """Returns the numbers that the model computes for some sizes, a column each."""
     sizes = [2, 5, 699, 700, 701, 706, 707, 1000]
     columns = zip(*(model(x[:1].expand(size, -1))[1:] for size in sizes))
     values = {f"output.{i}": torch.tensor(column, dtype=torch.float64) for i, column in enumerate(columns, 1)}
@@ -89,7 +89,7 @@ def of_sizes(model, x):
 
 @write("pair", torch.ones(3, 4))
 class Pair(nn.Module):
-    """Two layers."""
+    """Has two layers."""
 
     def __init__(self):
         super().__init__()
@@ -115,7 +115,7 @@ class Number(nn.Module):
 
 @write("counted_at_the_end", torch.ones(2, 4), functional=True)
 class CountedAtTheEnd(nn.Module):
-    """A number that a buffer counts, which is written when all is done, and used by both halves."""
+    """Counts in a buffer, which is written at the end and used by both halves."""
 
     def __init__(self):
         super().__init__()
@@ -147,7 +147,7 @@ class PlusEquals(nn.Module):
 
 @write("shared_without_grad", torch.ones(2, 4))
 class SharedWithoutGrad(nn.Module):
-    """A layer that both halves use and none learns."""
+    """Has a layer without gradients that both halves use."""
 
     def __init__(self):
         super().__init__()
@@ -180,7 +180,7 @@ class WrittenParameter(nn.Module):
 
 @write("expanded_buffer", torch.ones(2, 4))
 class ExpandedBuffer(nn.Module):
-    """A buffer whose elements are all one place in memory."""
+    """Has an expanded buffer, whose elements share memory."""
 
     def __init__(self):
         super().__init__()
@@ -193,7 +193,7 @@ class ExpandedBuffer(nn.Module):
 
 @write("view_of_written", torch.ones(2, 4))
 class ViewOfWritten(nn.Module):
-    """Two buffers in one memory, of which one is written to."""
+    """Has two buffers that share storage, of which one is mutated."""
 
     def __init__(self):
         super().__init__()
@@ -208,7 +208,7 @@ class ViewOfWritten(nn.Module):
 
 @write("detached_twice", torch.ones(2, 4))
 class DetachedTwice(nn.Module):
-    """A tensor and its detached view, both written to."""
+    """Writes to a tensor and to its detached view."""
 
     def __init__(self):
         super().__init__()
@@ -227,7 +227,7 @@ class DetachedTwice(nn.Module):
 
 @write("sparse_crosses", torch.ones(4, 4))
 class SparseCrosses(nn.Module):
-    """A sparse tensor that depends on the input."""
+    """Has a sparse tensor that depends on the input."""
 
     def __init__(self):
         super().__init__()
@@ -240,7 +240,7 @@ class SparseCrosses(nn.Module):
 
 @write("sparse", torch.tensor([1, 2, 1]))
 class Sparse(nn.Module):
-    """Gradients that are sparse."""
+    """Has sparse gradients."""
 
     def __init__(self):
         super().__init__()
@@ -253,7 +253,7 @@ class Sparse(nn.Module):
 
 @write("cond", torch.ones(3, 4))
 class Cond(nn.Module):
-    """A branch, which is a higher-order operator."""
+    """Has a branch, which is a higher-order operator."""
 
     class Choice(nn.Module):
         def forward(self, x):
@@ -274,7 +274,7 @@ torch.library.register_fake("strange::twice", torch.empty_like)
 
 @write("strange", torch.ones(3, 4))
 class Strange(nn.Module):
-    """An operator that no C++ library has."""
+    """Calls an operator that no C++ library has."""
 
     class Odd(nn.Module):
         def forward(self, x):
@@ -303,7 +303,7 @@ class Strange(nn.Module):
     },
 )
 class Inputs(nn.Module):
-    """Arguments of all kinds: open sizes, some of them the same, and what the export takes for good."""
+    """Takes arguments of all kinds: dynamic sizes, some of them equal, and fixed values."""
 
     def __init__(self):
         super().__init__()
@@ -322,7 +322,7 @@ class Inputs(nn.Module):
     dynamic={"x": {0: Dim("half")}, "y": {0: 2 * Dim("half")}},
 )
 class Derived(nn.Module):
-    """A size that is twice another one."""
+    """Has a size that is twice another one."""
 
     def forward(self, x, y):
         return y[::2] + x
@@ -341,7 +341,7 @@ class Arithmetic(nn.Module):
 
 @write("tied", torch.zeros(2, 3, dtype=torch.int64), expected=computed)
 class Tied(nn.Module):
-    """A weight under two names, and buffers of both kinds."""
+    """Has a weight under two names, and persistent and non-persistent buffers."""
 
     class Scale(nn.Module):
         def __init__(self):
@@ -366,8 +366,7 @@ class Tied(nn.Module):
 
 @write("dropouts", torch.randn(3, 4, 8), expected=in_evaluation)
 class Dropouts(nn.Module):
-    """Blocks of attention and a perceptron with dropout in all places where a transformer has it; expected in
-    evaluation."""
+    """Has transformer blocks with dropout at all usual places. The expected values are of evaluation mode."""
 
     class Block(nn.Module):
         def __init__(self):
@@ -398,7 +397,7 @@ class Dropouts(nn.Module):
 
 @write("attention", torch.randn(2, 6, 8), expected=in_evaluation)
 class Attention(nn.Module):
-    """Nothing random but attention; expected in evaluation."""
+    """Has dropout in attention only. The expected values are of evaluation mode."""
 
     def __init__(self):
         super().__init__()
@@ -411,7 +410,7 @@ class Attention(nn.Module):
 
 @write("recurrent", torch.randn(2, 6, 8), expected=in_evaluation)
 class Recurrent(nn.Module):
-    """Nothing random but what is between the layers of an LSTM; expected in evaluation."""
+    """Has dropout between the layers of an LSTM only. The expected values are of evaluation mode."""
 
     def __init__(self):
         super().__init__()
@@ -427,7 +426,7 @@ for model, example in [(Dropouts, (3, 4, 8)), (Attention, (2, 6, 8)), (Recurrent
 
 
 class Norms(nn.Module):
-    """Batch normalisations and dropouts; expected in evaluation."""
+    """Has batch normalisations and dropouts. The expected values are of evaluation mode."""
 
     def __init__(self):
         super().__init__()
@@ -449,7 +448,7 @@ write("norms_in_evaluation", torch.randn(6, 8), train=False)(Norms)
 
 @write("mixed", torch.randn(6, 16), expected=under_autocast)
 class Mixed(nn.Module):
-    """A perceptron with a softmax and a norm, which autocast leaves in float32; expected under autocast."""
+    """Has a softmax and a norm, which autocast leaves in float32. The expected values are under autocast."""
 
     def __init__(self):
         super().__init__()
@@ -461,7 +460,7 @@ class Mixed(nn.Module):
 
 @write("chain", torch.zeros(512, 512))
 class Chain(nn.Module):
-    """A value of a megabyte after the other, none of which is used twice, and some that nobody uses."""
+    """Computes values of a megabyte one after the other, each used once at most."""
 
     def forward(self, x):
         for _ in range(8):
@@ -473,7 +472,7 @@ class Chain(nn.Module):
 
 @write("leading_marks", torch.ones(3, 4))
 class LeadingMarks(nn.Module):
-    """Marks one after the other: before everything, in the middle, and after everything."""
+    """Has consecutive pipe_split() calls before everything, in the middle, and after everything."""
 
     def __init__(self):
         super().__init__()
@@ -541,7 +540,7 @@ class WrittenLater(nn.Module):
 
 @write("averaged", torch.ones(2, 4))
 class Averaged(nn.Module):
-    """Each module writes to a buffer in place, and needs what it was for its backward."""
+    """Writes to a buffer in place in each module, and needs its old content for the backward."""
 
     class Average(nn.Module):
         def __init__(self):
@@ -566,7 +565,7 @@ class Averaged(nn.Module):
 
 @write("updated", torch.ones(2, 4))
 class Updated(nn.Module):
-    """Gives a buffer a new value, which is written at the very end; only what comes before it can be another stage."""
+    """Assigns a buffer, which is written at the very end; only the nodes before can be in another stage."""
 
     def __init__(self):
         super().__init__()
@@ -582,7 +581,7 @@ class Updated(nn.Module):
 
 @write("writes_input", torch.ones(2, 4))
 class WritesInput(nn.Module):
-    """Writes in place to what it is given, and needs it for its backward."""
+    """Writes in place to its input, and needs it for the backward."""
 
     def __init__(self):
         super().__init__()
@@ -594,9 +593,9 @@ class WritesInput(nn.Module):
         return self.second(self.first(x))
 
 
-@write("doubtful", torch.ones(2, 4))
-class Doubtful(nn.Module):
-    """Writes in place to what dropout has given, and then uses what it was given: one tensor in evaluation alone."""
+@write("ambiguous_alias", torch.ones(2, 4))
+class AmbiguousAlias(nn.Module):
+    """Writes in place to the output of dropout, and then uses its input: one tensor in evaluation mode only."""
 
     class Doubles(nn.Module):
         def forward(self, x):
@@ -606,7 +605,7 @@ class Doubtful(nn.Module):
         super().__init__()
         self.first = nn.Linear(4, 4)
         self.dropout = nn.Dropout(0.5)
-        self.doubles = Doubtful.Doubles()
+        self.doubles = AmbiguousAlias.Doubles()
         self.last = Reads()
 
     def forward(self, x):
@@ -616,7 +615,7 @@ class Doubtful(nn.Module):
 
 @write("length", torch.ones(2, 5, 4), dynamic={"x": {1: Dim("time", min=2, max=64)}})
 class Length(nn.Module):
-    """A size that is used where nothing has it any more."""
+    """Uses a size after the last use of its tensor."""
 
     def __init__(self):
         super().__init__()
@@ -631,7 +630,7 @@ class Length(nn.Module):
 
 @write("masked", torch.ones(2, 5, 4))
 class Masked(nn.Module):
-    """A mask made of nothing but numbers and a constant, which all layers use."""
+    """Has a mask that depends on numbers and a constant only, and is used by all layers."""
 
     class Layer(nn.Module):
         def __init__(self):
@@ -656,7 +655,7 @@ class Masked(nn.Module):
 
 @write("indices", torch.randn(3, 6))
 class Indices(nn.Module):
-    """Between its modules go indices, flags, and what is not contiguous."""
+    """Passes indices, booleans and non-contiguous tensors between its modules."""
 
     class Choose(nn.Module):
         def __init__(self):

@@ -1,11 +1,11 @@
-// Calls each operator that a program may call with random arguments, on guarded memory: every tensor lies against a page that
-// cannot be read or written, so that a kernel that goes beyond its arguments ends the process at once. libtorch is not built
-// for the sanitizers, which see only what calls into libc.
+// Calls each operator that a program may call with random arguments, on guarded memory: every tensor borders on a page
+// that cannot be read or written, so that a kernel that accesses memory out of bounds crashes at once. libtorch is not
+// built for the sanitizers, which see only what calls into libc.
 //
 //   penstock_operator_fuzz TRIALS [SEED [NAME…]]
 //
-// Each operator runs in a process of its own. Prints the operators that ended theirs, with the arguments; exits with 1 if
-// there were any. One that takes too long is not a finding: programs have a time limit.
+// Each operator runs in its own process. Prints the operators that crashed, with their arguments, and exits with 1 if
+// there were any. A timeout is not a finding: programs have a time limit.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -35,6 +35,11 @@
 #include "penstock/program/reader/allowed_operators.h"
 
 namespace penstock::testing {
+
+using internal::AllowedOperators;
+using internal::ArgumentCheck;
+using internal::find_argument_check;
+
 namespace {
 
 using c10::IValue;
@@ -44,7 +49,7 @@ constexpr int kCrashed = 3;
 constexpr int kTookTooLong = 4;
 constexpr unsigned kSeconds = 20;
 
-// Gives each tensor pages of its own, between two that cannot be touched.
+// Allocates each tensor between two guard pages.
 class GuardedMemory final : public c10::Allocator {
  public:
   c10::DataPtr allocate(std::size_t size) override {
@@ -60,9 +65,9 @@ class GuardedMemory final : public c10::Allocator {
     if (mapped == MAP_FAILED) throw std::bad_alloc();
     char* const begin = static_cast<char*>(mapped) + page;
     ::mprotect(begin, body, PROT_READ | PROT_WRITE);
-    // What is read without having been written should be wild.
+    // Fills the memory, so that reads of uninitialised memory give wild values.
     std::memset(begin, 0x5a, body);
-    // Most lie against the page behind them, some against the one before.
+    // Most tensors border on the guard page after them, some on the one before.
     const std::size_t offset = ++count_ % 4 == 0 ? 0 : body - (size + kAlignment - 1) / kAlignment * kAlignment;
     void* const data = begin + offset;
     blocks()[data] = {mapped, body + 2 * page};
@@ -199,7 +204,7 @@ class Arguments {
   }
 
   std::mt19937_64 random_;
-  // Sizes that most tensors of a call have.
+  // Sizes of most tensors of a call.
   std::vector<std::int64_t> common_;
 };
 
@@ -217,7 +222,7 @@ std::string text_of(const IValue& value) {
   return std::move(text).str();
 }
 
-// Read by the handler of signals.
+// Read by the signal handler.
 std::string& current_call() {
   static std::string text;
   return text;
@@ -229,7 +234,7 @@ void on_crash(int signal) {
   ::_exit(signal == SIGALRM ? kTookTooLong : kCrashed);
 }
 
-// Reads all of a result.
+// Reads all elements of a result.
 void read(const IValue& value) {
   if (value.isTensor() && value.toTensor().defined()) {
     const at::Tensor& tensor = value.toTensor();
@@ -256,7 +261,7 @@ void call(const c10::OperatorHandle& handle, std::uint64_t seed) {
     handle.callBoxed(&stack);
     for (const IValue& value : stack) read(value);
   } catch (const std::exception&) {
-    // Bad arguments are refused, which is what should be.
+    // The operator or its check has refused the arguments, as it should.
   }
 }
 
@@ -277,7 +282,7 @@ void call(const c10::OperatorHandle& handle, std::uint64_t seed) {
   constexpr rlim_t kAddresses = rlim_t{8} << 30U;
   const rlimit addresses{.rlim_cur = kAddresses, .rlim_max = kAddresses};
   ::setrlimit(RLIMIT_AS, &addresses);
-  // MKL and warnings of libtorch.
+  // Silences MKL and the warnings of libtorch.
   static_cast<void>(!std::freopen("/dev/null", "w", stderr));
   ::alarm(kSeconds);
   std::seed_seq mixed{seed,
@@ -288,7 +293,7 @@ void call(const c10::OperatorHandle& handle, std::uint64_t seed) {
   ::_exit(0);
 }
 
-// Returns the arguments of the call that ended the process; empty if none did.
+// Returns the arguments of the call that crashed; empty if none did.
 std::string crash_of(const c10::OperatorHandle& handle, int trials, std::uint64_t seed) {
   std::array<int, 2> ends{};
   if (::pipe(ends.data()) != 0) throw std::runtime_error("no pipe can be had.");
@@ -316,7 +321,7 @@ int run(int argc, char** argv) {
   const std::uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 0;
   const std::vector<std::string> wanted(argv + std::min(argc, 3), argv + argc);
   at::set_num_threads(1);
-  // Kernels that are chosen at the first call are chosen once.
+  // libtorch selects kernels at the first call: do it once, before the forks.
   at::mm(at::sqrt(at::ones({4, 4})), at::ones({4, 4}));
   const AllowedOperators allowed;
   int called = 0;

@@ -1,7 +1,7 @@
-// Judges every operator that is registered in the process, by its schema and by reviewed names, and holds the result against
-// penstock/program/reader/operators.txt. A version of libtorch with other operators fails the test until they have been judged:
-// read what is new, extend the names below where one should be refused or allowed, and write the file anew with
-// PENSTOCK_WRITE_OPERATORS=penstock/program/reader/operators.txt.
+// Judges every operator that is registered in the process, by its schema and by reviewed names, and compares the result
+// with penstock/program/reader/operators.txt. A version of libtorch with other operators fails the test until they have
+// been judged: read what is new, extend the names below where one should be refused or allowed, and write the file anew
+// with PENSTOCK_WRITE_OPERATORS=penstock/program/reader/operators.txt.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/jit_type.h>
@@ -23,19 +23,25 @@
 #include "penstock/program/reader/allowed_operators.h"
 
 namespace penstock::testing {
+
+using internal::AllowedOperators;
+using internal::ArgumentCheck;
+using internal::find_argument_check;
+using internal::judged_operators;
+
 namespace {
 
 constexpr std::string_view kHeader =
     "# Every operator of libtorch 2.13, and whether a program that anybody may have written can call it.\n"
     "# Written and checked by tests/program/operators_test.cc, which has the rules.\n";
 
-// Text that chooses between ways to compute, and names nothing outside of the program.
+// String arguments that select an algorithm, and refer to nothing outside of the program.
 constexpr auto kHarmlessTexts = std::to_array<std::string_view>(
     {"norm", "reduce", "rounding_mode", "driver", "interpolation", "UPLO", "approximate", "side", "padding", "ord",
      "assert_msg", "mode", "p", "padding_side", "pad_mode", "indexing", "equation"});
 
-// Internal operators that exports have, after run_decompositions() or from the modules of torch.nn. Each of them checks its
-// arguments, or has a check in operator_checks.cc, or computes element by element.
+// Internal operators that occur in exports, after run_decompositions() or from the modules of torch.nn. Each of them
+// checks its arguments, or has a check in operator_checks.cc, or computes element by element.
 constexpr auto kInternal = std::to_array<std::string_view>({"_adaptive_avg_pool2d",
                                                             "_adaptive_avg_pool3d",
                                                             "_aminmax",
@@ -109,7 +115,7 @@ constexpr auto kInternal = std::to_array<std::string_view>({"_adaptive_avg_pool2
                                                             "_weight_norm",
                                                             "_weight_norm_interface"});
 
-// Public operators that are refused: whole names, names with an overload, and beginnings that end in *.
+// Public operators that are refused: names, names with an overload, and prefixes that end in *.
 const std::map<std::string_view, std::string_view> kRefused{
     {"batch_norm_elemt", "is for one kind of device"},
     {"batch_norm_gather_stats", "is for one kind of device"},
@@ -304,15 +310,15 @@ TEST(ArgumentChecks, RefuseIndicesThatAreNotThere) {
                    {at::ones({4, 2}), indices, offsets, false, 0, false, c10::IValue(), false, -1});
   };
   EXPECT_EQ(bag(at::tensor({0, 3}), at::tensor({0, 1})), "");
-  EXPECT_EQ(bag(at::tensor({0, 4}), at::tensor({0, 1})), "indices should lie in [0, 3].");
-  EXPECT_EQ(bag(at::tensor({0, 3}), at::tensor({0, 3})), "offsets should lie in [0, 2].");
-  EXPECT_EQ(bag(at::tensor({0, 3}), at::tensor({0, 2, 1})), "offsets should not fall.");
+  EXPECT_EQ(bag(at::tensor({0, 4}), at::tensor({0, 1})), "indices should be in [0, 3].");
+  EXPECT_EQ(bag(at::tensor({0, 3}), at::tensor({0, 3})), "offsets should be in [0, 2].");
+  EXPECT_EQ(bag(at::tensor({0, 3}), at::tensor({0, 2, 1})), "offsets should not decrease.");
   const std::vector<std::int64_t> lengths{1};
   EXPECT_EQ(
       refusal({"aten::ctc_loss", "IntList"}, {at::ones({1, 1, 3}), at::tensor({5}), lengths, lengths, 0, 1, false}),
-      "targets should lie in [0, 2].");
+      "targets should be in [0, 2].");
   EXPECT_EQ(refusal({"aten::lu_unpack", ""}, {at::ones({2, 2}), at::tensor({1, 9}, at::kInt), true, true}),
-            "pivots should lie in [1, 2].");
+            "pivots should be in [1, 2].");
 }
 
 TEST(ArgumentChecks, RefuseNumbersThatOverflowInAKernel) {
@@ -323,7 +329,7 @@ TEST(ArgumentChecks, RefuseNumbersThatOverflowInAKernel) {
   };
   EXPECT_EQ(repeats(at::tensor({2, 0, 3})), "");
   EXPECT_NE(repeats(at::tensor({2, -1})), "");
-  EXPECT_EQ(repeats(at::full({4}, kQuarter, at::kLong)), "the repeats should lie in [0, 1099511627776].");
+  EXPECT_EQ(repeats(at::full({4}, kQuarter, at::kLong)), "the repeats should be in [0, 1099511627776].");
   EXPECT_EQ(repeats(at::full({4}, std::int64_t{1} << 40U, at::kLong)),
             "the sum of the repeats should be at most 1099511627776.");
   const auto pool = [](std::int64_t size) {
@@ -334,7 +340,7 @@ TEST(ArgumentChecks, RefuseNumbersThatOverflowInAKernel) {
             "sizes, strides, paddings and dilations of windows should be at most 2147483647.");
 }
 
-// The kernel takes a negative dimension for an index.
+// The kernel does not wrap negative dimensions.
 TEST(ArgumentChecks, CountTheDimensionsOfATransformFromTheFront) {
   std::vector<c10::IValue> arguments{at::ones({4, 2, 3}), std::vector<std::int64_t>{-2}, 0, true};
   find_argument_check({"aten::_fft_r2c", ""})(arguments);
@@ -347,11 +353,11 @@ TEST(ArgumentChecks, RefuseGroupsBeyondTheirMatrix) {
                    {at::ones({4, 2}), at::ones({2, 2, 3}), offsets, c10::IValue(), c10::IValue()});
   };
   EXPECT_EQ(grouped(at::tensor({1, 4}, at::kInt)), "");
-  EXPECT_EQ(grouped(at::tensor({1, 5}, at::kInt)), "the offsets of groups should lie in [0, 4].");
-  EXPECT_EQ(grouped(at::tensor({4, 1}, at::kInt)), "the offsets of groups should not fall.");
+  EXPECT_EQ(grouped(at::tensor({1, 5}, at::kInt)), "the offsets of groups should be in [0, 4].");
+  EXPECT_EQ(grouped(at::tensor({4, 1}, at::kInt)), "the offsets of groups should not decrease.");
 }
 
-// Of an expanded tensor, the kernel reads beyond its memory.
+// For an expanded tensor, the kernel reads out of bounds.
 TEST(ArgumentChecks, GiveTheMedianOfAnExpandedTensor) {
   std::vector<c10::IValue> arguments{at::tensor({1, 2, 3, 4}).expand({3, 4}), 0, false};
   find_argument_check({"aten::median", "dim"})(arguments);

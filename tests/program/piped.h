@@ -1,4 +1,4 @@
-// A program in a Pipeline, beside the same program in one process.
+// Runs a program in a Pipeline and compares it with the reference run in one process.
 #pragma once
 
 #include <ATen/TensorOperators.h>
@@ -26,12 +26,16 @@
 
 namespace penstock::testing {
 
-// Makes a fresh program and cuts it.
+using internal::ReferenceRun;
+using internal::run_reference;
+using internal::sum_of_means;
+
+// Reads a program and splits it.
 using MakePipe = std::function<Pipe()>;
 
 constexpr int kMicrobatches = 4;
 
-// The inputs of all microbatches, behind each other.
+// Inputs of all microbatches, concatenated.
 inline TensorsByName inputs_of(const Program& program) {
   return example_inputs(program, kMicrobatches, /*seed=*/7);
 }
@@ -51,7 +55,7 @@ inline PipelineOptions step_options(std::uint64_t seed = 0) {
   return options;
 }
 
-// What comes of a step: outputs, losses by microbatch, and gradients and buffers by stage and name.
+// Result of a step: outputs, losses by microbatch, and gradients and buffers by stage and name.
 struct Outcome {
   TensorsByName outputs = {};
   std::vector<at::Tensor> losses = {};
@@ -61,8 +65,8 @@ struct Outcome {
 
 inline Outcome run_in_one_process(const Pipe& pipe, const Schedule& schedule, const TensorsByName& inputs,
                                   std::uint64_t seed) {
-  const WholeRun run =
-      run_whole(pipe, schedule, split_arguments(pipe.program(), inputs, schedule.microbatches()), {.seed = seed});
+  const ReferenceRun run =
+      run_reference(pipe, schedule, split_arguments(pipe.program(), inputs, schedule.microbatches()), {.seed = seed});
   Outcome outcome{.outputs = outputs_by_name(run.outputs), .losses = run.losses};
   for (int stage = 0; stage < pipe.num_stages(); ++stage) {
     for (const auto& [name, parameter] : pipe.get_stage_module(stage).parameters) {
@@ -83,7 +87,7 @@ inline Outcome run_in_stages(const Pipe& pipe, const Schedule& schedule, const T
   std::vector<c10::IValue> outputs(static_cast<std::size_t>(schedule.microbatches()));
   std::mutex mutex;
   PipelineOptions options = step_options(seed);
-  // The target of a microbatch is its number.
+  // The target of a microbatch is its index.
   options.loss = [&](const c10::IValue& output, const c10::IValue& target, const Kwargs&) {
     const std::scoped_lock lock(mutex);
     outputs[static_cast<std::size_t>(target.toTensor().item<std::int64_t>())] = flatten_args_detach(output).value;
@@ -109,7 +113,7 @@ inline Outcome run_in_stages(const Pipe& pipe, const Schedule& schedule, std::ui
   return run_in_stages(pipe, schedule, inputs_of(pipe.program()), seed);
 }
 
-// To the bit; of parameters that stages share, to 1e-6 of the largest gradient.
+// Expects bitwise identical results; gradients of shared parameters may differ by 1e-6 of the largest.
 inline void expect_same(const Outcome& expected, const Outcome& found, const SharedParameters& shared = {}) {
   ASSERT_EQ(expected.outputs.size(), found.outputs.size());
   for (const auto& [name, output] : expected.outputs) {
@@ -137,7 +141,7 @@ inline void expect_same(const Outcome& expected, const Outcome& found, const Sha
   for (const auto& [name, buffer] : found.buffers) EXPECT_TRUE(same(expected.buffers.at(name), buffer)) << name;
 }
 
-// A step in stages gives what one process gives.
+// Expects that a step in stages gives the result of one process.
 inline void expect_what_one_process_gives(const MakePipe& make, const Schedule& schedule, const TensorsByName& inputs,
                                           std::uint64_t seed = 0) {
   const Outcome expected = run_in_one_process(make(), schedule, inputs, seed);

@@ -1,4 +1,4 @@
-// The programs that models.py has exported, and their weights.
+// Programs that models.py has exported, and their weights.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,13 +26,13 @@ inline Program exported(const std::string& name) {
   return Program(program_path(name + ".pt2"));
 }
 
-// What eager PyTorch made of it, by name.
+// Returns the results of eager PyTorch by name.
 inline std::map<std::string, at::Tensor> expected_of(const std::string& name) {
   const NamedTensors read = read_safetensors(program_path(name + ".expected.safetensors"));
   return {read.begin(), read.end()};
 }
 
-// `act` throws a ProgramError with these words in it.
+// Expects that `act` throws a ProgramError that contains these words.
 inline void expect_refused(const std::function<void()>& act, const std::string& words) {
   try {
     act();

@@ -1,4 +1,4 @@
-// Exports that may come from anybody: each is read as it was written, or refused with what is wrong in it.
+// Reading of exports from untrusted sources: each is read as it was written, or refused with the reason.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
@@ -17,7 +17,7 @@
 
 #include "penstock/program/pipe.h"
 #include "penstock/program/program.h"
-#include "penstock/program/reader/exported.h"
+#include "penstock/program/reader/exported_program.h"
 #include "penstock/program/reader/json.h"
 #include "penstock/program/reader/pytree.h"
 #include "tests/program/refused.h"
@@ -26,6 +26,10 @@
 #include "tests/tensor/values.h"
 
 namespace penstock::testing {
+
+using internal::parse_exported_json;
+using internal::TreeSpec;
+
 namespace {
 
 namespace fs = std::filesystem;
@@ -42,7 +46,7 @@ TEST(Reading, TouchesNothingOnTheDisk) {
   const std::string temporary_before = temporary == nullptr ? "" : temporary;
   fs::current_path(folder.path());
   ::setenv("TMPDIR", folder.path().c_str(), 1);
-  // Whoever writes to a file is stopped by a signal.
+  // A write to any file raises a signal.
   struct ::rlimit limit = {};
   ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &limit), 0);
   const struct ::rlimit none{.rlim_cur = 0, .rlim_max = limit.rlim_max};
@@ -70,8 +74,8 @@ TEST(Reading, WantsOneModel) {
   std::vector<Record> records = small_records();
   find(records, "models/model.json")->name = "models/model.txt";
   expect_error<ProgramError>([&] { read(records); },
-                             "small: has no program: there is no record models/*.json in it.\n  Hint: a .pt2 is what "
-                             "torch.export.save of PyTorch 2.8 or later writes.");
+                             "small: has no program: there is no record models/*.json in it.\n  Hint: write the "
+                             ".pt2 with torch.export.save of PyTorch 2.8 or later.");
   find(records, "models/model.txt")->name = "models/one.json";
   records.push_back({.name = "models/two.json", .bytes = small_model().dump()});
   expect_error<ProgramError>([&] { read(records); },
@@ -92,7 +96,7 @@ TEST(Reading, WantsItsVersionOfTheSchema) {
   json model = small_model();
   model["schema_version"]["major"] = 9;
   expect_error<ProgramError>([&] { read(small_records(model)); },
-                             "small: models/model.json: is of schema version 9; version 8 can be read.\n  Hint: export "
+                             "small: models/model.json: found schema version 9, expected 8.\n  Hint: export "
                              "the model with PyTorch 2.13.");
   for (const json& version : {json(), json(8), json::object(), json{{"major", "8"}}, json{{"major", nullptr}}}) {
     model["schema_version"] = version;
@@ -108,7 +112,7 @@ TEST(Reading, WantsItsVersionOfTheSchema) {
 TEST(Reading, WantsItsOrderOfBytes) {
   std::vector<Record> records = small_records();
   find(records, "byteorder")->bytes = "big";
-  expect_records_refused(records, "small: was written on a machine with another order of bytes.");
+  expect_records_refused(records, "small: was written on a machine with another byte order.");
 }
 
 TEST(Reading, WantsJson) {
@@ -125,7 +129,7 @@ TEST(Reading, WantsJson) {
   model->bytes = "{}";
   expect_records_refused(records, "small: models/model.json: has no schema_version.");
   model->bytes = R"({"schema_version": {"major": 8}})";
-  expect_records_refused(records, "small: models/model.json: is not as the schema has it: ");
+  expect_records_refused(records, "small: models/model.json: does not match the schema: ");
 }
 
 TEST(Reading, WantsJsonOfTheWeightsToo) {
@@ -153,13 +157,13 @@ TEST(Reading, RefusesWhatIsNestedTooDeep) {
     find(records, "data/weights/model_weights_config.json")->bytes = text;
     expect_records_refused(records, "small: data/weights/model_weights_config.json: is nested more than 512 deep.");
   }
-  // JSON in a text in JSON, and in that again.
+  // The input structure is JSON in a string, which contains JSON in a string.
   json model = small_model();
   json& in_spec = model["graph_module"]["module_call_graph"][0]["signature"]["in_spec"];
   in_spec = deep;
-  expect_model_refused(model, ", the structure of the inputs: is nested more than 512 deep.");
+  expect_model_refused(model, ", the input structure: is nested more than 512 deep.");
   in_spec = json::array({1, {{"type", "builtins.dict"}, {"context", deep}, {"children_spec", json::array()}}}).dump();
-  expect_model_refused(model, ", the structure of the inputs: is nested more than 512 deep.");
+  expect_model_refused(model, ", the input structure: is nested more than 512 deep.");
 }
 
 TEST(Reading, RefusesNumbersThatAreTooLargeForWhereTheyStand) {
@@ -167,12 +171,12 @@ TEST(Reading, RefusesNumbersThatAreTooLargeForWhereTheyStand) {
     json weights = small_weights();
     weights["config"]["layer.bias"]["tensor_meta"]["strides"][0]["as_int"] = number;
     expect_records_refused(small_records(small_model(), weights),
-                           "small: data/weights/model_weights_config.json: has the number ");
+                           "small: data/weights/model_weights_config.json: found the number ");
   }
   json model = small_model();
   model["opset_version"]["aten"] = 1e300;
-  expect_model_refused(model, ": has the number 1e+300 where a whole number of 64 bits should stand.");
-  // As a mask has it.
+  expect_model_refused(model, ": found the number 1e+300, expected an integer of 64 bits.");
+  // Masks have such constants.
   model = small_model();
   model["graph_module"]["metadata"]["as_floats"] = {-3.4028234663852886e+38, {1e300}};
   EXPECT_NO_THROW(parse_exported_json(model.dump(), "small"));
@@ -187,22 +191,22 @@ TEST(Reading, RefusesAHundredMegabytesOfBrackets) {
 TEST(Reading, WantsAsManyInputsInAllPlaces) {
   json model = small_model();
   graph_of(model)["inputs"].erase(2);
-  expect_model_refused(model, ": input 2: is in the signature, and not in the graph.");
+  expect_model_refused(model, ": input 2: is in the signature, but not in the graph.");
   model = small_model();
   graph_of(model)["inputs"].push_back(tensor_argument("y"));
   expect_model_refused(model, ": the graph has inputs that are not in the signature.");
   model["graph_module"]["signature"]["input_specs"].push_back({{"user_input", {{"arg", tensor_argument("y")}}}});
-  expect_model_refused(model, ": input 3: there are more inputs than the structure of the inputs has.");
+  expect_model_refused(model, ": input 3: there are more inputs than the input structure has.");
   model = small_model();
   model["graph_module"]["signature"]["input_specs"].erase(2);
   graph_of(model)["inputs"].erase(2);
-  expect_model_refused(model, ": there are fewer inputs than the structure of the inputs has.");
+  expect_model_refused(model, ": there are fewer inputs than the input structure has.");
 }
 
 TEST(Reading, WantsAsManyOutputsInAllPlaces) {
   json model = small_model();
   model["graph_module"]["signature"]["output_specs"].push_back({{"user_output", {{"arg", tensor_argument("linear")}}}});
-  expect_model_refused(model, ": there are 2 outputs, and the structure of the outputs has 1.");
+  expect_model_refused(model, ": found 2 outputs, expected the 1 of the output structure.");
 }
 
 TEST(Reading, WantsTheModelsOwnSignature) {
@@ -219,28 +223,26 @@ TEST(Reading, RefusesTreesOfOtherVersionsAndKinds) {
     model["graph_module"]["module_call_graph"][0]["signature"]["in_spec"] = spec;
     return model;
   };
-  const std::string place = ", the structure of the inputs: ";
-  expect_model_refused(with_inputs("[2, {}]"), place + "is of version 2; version 1 is what can be read.");
+  const std::string place = ", the input structure: ";
+  expect_model_refused(with_inputs("[2, {}]"), place + "found version 2, expected version 1.");
   expect_model_refused(with_inputs("nonsense"), place + "is not JSON: ");
   for (const std::string spec : {"{}", "[]", "[1]", "[1, 2, 3]", "[\"1\", {}]", "[1.5, {}]"}) {
     expect_model_refused(with_inputs(spec), place + "should be a version and a tree.");
   }
-  expect_model_refused(with_inputs("[1, 5]"),
-                       place + "found number where a node with a type and children_spec should be.");
-  expect_model_refused(with_inputs("[1, {}]"),
-                       place + "found object where a node with a type and children_spec should be.");
+  expect_model_refused(with_inputs("[1, 5]"), place + "found number, expected a node with a type and children_spec.");
+  expect_model_refused(with_inputs("[1, {}]"), place + "found object, expected a node with a type and children_spec.");
   expect_model_refused(with_inputs(R"([1, {"type": 3, "children_spec": []}])"),
                        place + "the type of a node should be a string.");
   expect_model_refused(with_inputs(R"([1, {"type": "builtins.dict", "context": "[\"a\"]", "children_spec": []}])"),
                        place + "a builtins.dict should have a key for each child, all strings or all integers.");
   expect_model_refused(with_inputs(R"([1, {"type": "builtins.tuple", "context": "null", "children_spec": []}])"),
-                       ": the inputs should be a tuple of arguments and a dict of keyword arguments.");
+                       ": the inputs should be a tuple of positional arguments and a dict of keyword arguments.");
   json model = small_model();
   model["graph_module"]["module_call_graph"][0]["signature"]["out_spec"] = "[3, {}]";
-  expect_model_refused(model, ", the structure of the outputs: is of version 3; version 1 is what can be read.");
+  expect_model_refused(model, ", the output structure: found version 3, expected version 1.");
 }
 
-// Keyword arguments have names.
+// Keyword arguments need names.
 TEST(Reading, RefusesKeywordArgumentsThatAreNumbered) {
   json model = small_model();
   const std::string leaf = R"({"type": null, "context": null, "children_spec": []})";
@@ -248,10 +250,11 @@ TEST(Reading, RefusesKeywordArgumentsThatAreNumbered) {
       R"([1, {"type": "builtins.tuple", "context": "null", "children_spec": [{"type": "builtins.tuple", "context": )"
       R"("null", "children_spec": []}, {"type": "builtins.dict", "context": "[1]", "children_spec": [)" +
       leaf + "]}]}]";
-  expect_model_refused(model, ": the inputs should be a tuple of arguments and a dict of keyword arguments.");
+  expect_model_refused(model,
+                       ": the inputs should be a tuple of positional arguments and a dict of keyword arguments.");
 }
 
-// Any change to the JSON gives a program or a ProgramError, in reading, in cutting and in running it.
+// With any change to the JSON, reading, splitting and running give a result or a ProgramError.
 TEST(Reading, SurvivesAnyJson) {
   const std::uint64_t seed = from_environment("PENSTOCK_SEED", 1);
   const auto cases = static_cast<int>(from_environment("PENSTOCK_CASES", 3000));
@@ -270,7 +273,7 @@ TEST(Reading, SurvivesAnyJson) {
     return whole;
   }();
   int read_well = 0;
-  // By what they say: how it came to it.
+  // Exceptions that are no ProgramError, with the change that caused them.
   std::map<std::string, std::string> escaped;
   for (int number = 0; number < cases; ++number) {
     Random random(seed, static_cast<std::uint64_t>(number));
@@ -336,7 +339,7 @@ TEST(Tree, NamesItsLeavesAndPutsThemBack) {
   EXPECT_EQ(tree.leaves(), 3U);
   EXPECT_EQ(tree.paths("root"), (std::vector<std::string>{"root.b.0", "root.b.1", "root.a.0"}));
   EXPECT_EQ(tree.paths(""), (std::vector<std::string>{"b.0", "b.1", "a.0"}));
-  // In any order of the keys.
+  // The keys may be in any order.
   const c10::IValue value = dict({{"a", tuple({3})}, {"b", list({1, 2})}});
   const std::vector<c10::IValue> leaves = tree.flatten(value, "here");
   EXPECT_EQ(leaves, (std::vector<c10::IValue>{1, 2, 3}));

@@ -1,4 +1,4 @@
-// Archives made by hand as programs, and what is said of those that cannot be one.
+// Reads handmade archives as programs, and expects the errors of those that are refused.
 #pragma once
 
 #include <cstdlib>
@@ -14,7 +14,7 @@
 namespace penstock::testing {
 
 inline Program read(const std::string& bytes) {
-  return Program(Archive(bytes, "small"));
+  return Program::from_bytes(bytes, "small");
 }
 inline Program read(const std::vector<Record>& records) {
   return read(zipped(records));

@@ -1,4 +1,4 @@
-// A program that runs: what it takes, what it has, its modes, and how it fails.
+// Running of programs: inputs, weights, modes and errors.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Parallel.h>
@@ -31,7 +31,7 @@
 namespace penstock::testing {
 namespace {
 
-// The arguments of the program "inputs".
+// Arguments of the program "inputs".
 class Inputs : public ::testing::Test {
  protected:
   const Program program = exported("inputs");
@@ -41,7 +41,7 @@ class Inputs : public ::testing::Test {
   void expect_error(const std::string& message) {
     testing::expect_error<ProgramError>([&] { program.run(args, kwargs); }, message);
   }
-  // The symbol of a dimension of an input.
+  // Returns the symbol of a dimension of an input.
   std::string symbol(std::size_t input, std::size_t dimension) const {
     std::size_t user = 0;
     for (const ProgramInput& one : program.inputs()) {
@@ -105,8 +105,8 @@ TEST_F(Inputs, HaveTheRankOfTheExport) {
 TEST_F(Inputs, HaveTheSizesThatTheExportFixed) {
   args[0] = at::ones({4, 5, 7});
   expect_error(
-      "args.0, dimension 2: found 7, expected 6, which is fixed.\n  Hint: torch.export.export(…, dynamic_shapes=…) "
-      "leaves it open.");
+      "args.0, dimension 2: found 7, expected 6, which is static.\n  Hint: torch.export.export(…, dynamic_shapes=…) "
+      "makes it dynamic.");
 }
 
 TEST_F(Inputs, StayInTheRangesOfTheExport) {
@@ -128,18 +128,19 @@ TEST_F(Inputs, AgreeWhereTheExportHasOneSizeForTwo) {
                ").");
 }
 
-TEST_F(Inputs, AreTheNumbersThatTheExportTookForGood) {
+TEST_F(Inputs, AreTheValuesThatTheExportFixed) {
   args[2] = 4;
-  expect_error("args.2: found int 4, and the program was exported for int 3 alone.");
+  expect_error("args.2: found int 4, expected int 3, the value that the program was exported with.");
   args[2] = 3.5;
-  expect_error("args.2: found float 3.5, and the program was exported for int 3 alone.");
+  expect_error("args.2: found float 3.5, expected int 3, the value that the program was exported with.");
   args[2] = 3;
   kwargs["how"] = "mean";
-  expect_error("kwargs.how: found str 'mean', and the program was exported for str 'sum' alone.");
+  expect_error("kwargs.how: found str 'mean', expected str 'sum', the value that the program was exported with.");
   kwargs["how"] = "sum";
   kwargs["more"] = at::ones({1});
-  expect_error("kwargs.more: found float32 tensor of shape [1], and the program was exported for None alone.");
-  // Who leaves them out means them.
+  expect_error(
+      "kwargs.more: found float32 tensor of shape [1], expected None, the value that the program was exported with.");
+  // Fixed arguments may be left out.
   kwargs.erase("more");
   kwargs.erase("how");
   kwargs["scale"] = c10::IValue();
@@ -155,7 +156,7 @@ TEST_F(Inputs, AreNotChanged) {
 TEST(Run, WantsSizesThatAreMultiplesOfOthersAsTheExportHasThem) {
   const Program program = exported("derived");
   EXPECT_NO_THROW(program.run({at::ones({4, 3}), at::ones({8, 3})}));
-  // The same code would run: seven rows are four of every second.
+  // The nodes would run: every second of seven rows are four.
   expect_refused([&] { program.run({at::ones({4, 3}), at::ones({7, 3})}); },
                  "args.1, dimension 0: found 7, expected 8: it is 2*s77, and s77 is 4 by args.0, dimension 0.");
 }
@@ -173,19 +174,20 @@ TEST(Run, NamesTheNodeAndTheModuleThatFailed) {
   expect_error<ProgramError>([&] { program.run({ids}); },
                              "node 'embedding' (torch.ops.aten.embedding.default) of module 'embedding' "
                              "(torch.nn.modules.sparse.Embedding): index out of range in self");
-  // Nothing of it stays.
+  // The failed run has no effect on later ones.
   EXPECT_TRUE(c10::GradMode::is_enabled());
   EXPECT_NO_THROW(program.run({at::zeros({2, 3}, at::kLong)}));
 }
 
-TEST(Run, LetsGoOfEachValueAfterItsLastUse) {
+TEST(Run, FreesEachValueAfterItsLastUse) {
   const Program program = exported("chain");
   const c10::NoGradGuard no_grad;
   const at::Tensor x = at::ones({512, 512});
   constexpr std::int64_t kMegabyte = 1 << 20;
   const TensorBytes bytes;
   const c10::IValue output = program.run({x});
-  // An operand, a result, and what is made of half of it; of 24 values and 8 that nobody uses.
+  // Alive at once are an operand, a result, and what is computed from half of it; the program has 24 values, and 8
+  // unused ones.
   EXPECT_LE(bytes.most(), 2 * kMegabyte + kMegabyte / 2 + 4096);
   EXPECT_GE(bytes.most(), 2 * kMegabyte);
   EXPECT_EQ(bytes.now(), kMegabyte);
@@ -265,10 +267,10 @@ TEST(Weights, AreLoadedAndUsed) {
   program.load_state_dict(state);
   expect_equal(state, program.state_dict());
   EXPECT_FALSE(at::equal(before, program.run({ids}).toTensor()));
-  // Copies are the same program; another one is not.
+  // Copies share the weights; another program does not.
   EXPECT_TRUE(at::equal(program.run({ids}).toTensor(), copy.run({ids}).toTensor()));
   EXPECT_TRUE(at::equal(before, exported("tied").run({ids}).toTensor()));
-  // They are the same tensors as before, with the same gradients.
+  // The tensors are the same as before, with the same gradients.
   EXPECT_TRUE(by_name(program.parameters()).at("head.weight").is_leaf());
   EXPECT_TRUE(by_name(program.parameters()).at("head.weight").requires_grad());
 }
@@ -303,7 +305,7 @@ TEST(Weights, OfATiedParameterHaveOneOfItsNames) {
     for (auto& [name, tensor] : state) tensor.add_(1);
     const NamedTensors whole = state;
     std::erase_if(state, [&](const auto& one) { return one.first == left_out; });
-    // A buffer that a state_dict does not have may be there.
+    // A non-persistent buffer may be present.
     state.emplace_back("scale.shift", at::full({1}, 7, at::kFloat));
     program.load_state_dict(state);
     expect_equal(whole, program.state_dict());
@@ -327,7 +329,7 @@ TEST(Weights, ComeBackFromAFile) {
   std::filesystem::remove(path);
 }
 
-// All of them, in one to four stages, on numbers made up for them.
+// Runs all programs in one to four stages, on example inputs.
 TEST(Stages, GiveInARowWhatTheProgramGives) {
   for (const std::string name :
        {"pair", "tied", "dropouts", "attention", "recurrent", "norms", "mixed", "leading_marks", "counted", "averaged",
@@ -346,7 +348,7 @@ TEST(Stages, GiveInARowWhatTheProgramGives) {
         continue;
       }
       const Pipe pipe(other, cut);
-      // Twice, so that statistics are seen.
+      // The second run sees the statistics of the first.
       for (int step = 0; step < 2; ++step) {
         const RandomScope scope(/*seed=*/3, step, /*microbatch=*/0, /*place=*/0);
         EXPECT_TRUE(same(one.run(arguments.args, arguments.kwargs), pipe.run(arguments.args, arguments.kwargs)));
@@ -355,7 +357,7 @@ TEST(Stages, GiveInARowWhatTheProgramGives) {
   }
 }
 
-// What nobody writes to need not be copied for the stages that use it.
+// Stages share buffers that nothing mutates.
 TEST(Stages, HaveTheProgramsOwnBuffers) {
   Program program = exported("masked");
   const Pipe pipe = pipeline(program, 3);
@@ -377,7 +379,7 @@ TEST(Examples, AreGoodForTheProgram) {
   EXPECT_EQ(ids.max().item<std::int64_t>(), 7);
   EXPECT_TRUE(at::equal(ids, example_inputs(program, 50, 1).at("args.0")));
   EXPECT_FALSE(at::equal(ids, example_inputs(program, 50, 2).at("args.0")));
-  // Microbatches are the same however many there are.
+  // A microbatch does not depend on the number of microbatches.
   EXPECT_TRUE(at::equal(ids.narrow(0, 0, 4), example_inputs(program, 2, 1).at("args.0")));
 }
 
@@ -394,7 +396,7 @@ TEST(Examples, AreKnownByTheirNames) {
   inputs.erase("args.7");
   inputs.erase("kwargs.mask");
   expect_error<ProgramError>([&] { arguments_from(program, inputs); },
-                             "the input 'kwargs.mask' is missing; given are args.0, args.1.0.");
+                             "the input 'kwargs.mask' is missing; found args.0, args.1.0.");
 }
 
 TEST(InputSplit, GivesMicrobatches) {
@@ -404,15 +406,15 @@ TEST(InputSplit, GivesMicrobatches) {
   EXPECT_TRUE(same(counting({6, 4}).narrow(0, 3, 3), parts[1].at("args.0")));
   expect_error<ProgramError>(
       [&] { split_inputs(program, {{"args.0", at::ones({7, 4})}}, 2); },
-      "args.0: has 7 rows, which cannot be split into 2 microbatches.\n  Hint: the model was exported for microbatches "
-      "of one size; torch.export's dynamic_shapes leave it open.");
+      "args.0: has 7 rows, which cannot be split into 2 microbatches.\n  Hint: use a number of microbatches that "
+      "divides the rows, or export the model with dynamic_shapes.");
   expect_error<ProgramError>(
       [&] { split_inputs(program, {{"args.0", at::ones({1, 4})}}, 2); },
-      "args.0: has 1 row, which cannot be split into 2 microbatches.\n  Hint: take fewer microbatches.");
+      "args.0: has 1 row, which cannot be split into 2 microbatches.\n  Hint: use fewer microbatches.");
   expect_error<ProgramError>(
       [&] { split_inputs(program, {{"args.0", at::ones({})}}, 2); },
-      "args.0: has no rows, which cannot be split into 2 microbatches.\n  Hint: a number, or a tensor without "
-      "dimensions, has a row for each microbatch.");
+      "args.0: has no rows, which cannot be split into 2 microbatches.\n  Hint: give a number, or a tensor "
+      "without dimensions, as one row for each microbatch.");
 }
 
 TEST(InputSplit, IsUnevenWhereTheExportLeavesRowsOpen) {

@@ -3,6 +3,9 @@
 #include <gtest/gtest.h>
 
 namespace penstock::testing {
+
+using internal::read_size_expression;
+
 namespace {
 
 const std::string kLength = "Symbol('s77', positive=True, integer=True)";

@@ -1,4 +1,4 @@
-// Where a program is cut: at modules and marks, evenly, or by a function.
+// Splitting of programs: at modules and pipe_split() calls, evenly, or by a function.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -25,7 +25,7 @@ TEST(SplitAt, NamesTheNearestModule) {
   EXPECT_THROW(split_at(program, {{"", kBegin}}), ProgramError);
 }
 
-TEST(SplitAt, SaysOfAContainerWhatIsInIt) {
+TEST(SplitAt, SuggestsAModuleInAContainer) {
   const Program program = exported("dropouts");
   expect_error<ProgramError>([&] { split_at(program, {{"blocks", kBegin}}); },
                              "there is no module 'blocks' that computes something: it has modules in it, and is not "
@@ -38,9 +38,9 @@ TEST(SplitAt, CutsBeforeAndAfterModules) {
   EXPECT_EQ(row_of(program, {{"second", kBegin}}), "linear relu | linear_1");
   EXPECT_EQ(row_of(program, {{"first", kEnd}}), "linear | relu linear_1");
   EXPECT_EQ(row_of(program, {{"first", kEnd}, {"second", kBegin}}), "linear | relu | linear_1");
-  // In any order, and twice.
+  // The order does not matter, and a name may occur twice.
   EXPECT_EQ(row_of(program, {{"second", kBegin}, {"first", kEnd}, {"second", kBegin}}), "linear | relu | linear_1");
-  // There is nothing before the first and after the last.
+  // No split point is before the first or after the last module.
   EXPECT_EQ(row_of(program, {{"first", kBegin}, {"second", kEnd}}), "linear relu linear_1");
 }
 
@@ -51,7 +51,7 @@ TEST(SplitAt, CutsAtEveryCallOfAModule) {
   EXPECT_EQ(row_of(program, {{"block.1", kBegin}}), "linear linear_1 | tanh linear_2 linear_3 | tanh_1 linear_4");
 }
 
-TEST(SplitAt, CutsAtMarksOfWhichSomeStandForNothing) {
+TEST(SplitAt, CutsAtMarksAndMergesEmptyStages) {
   const Program program = exported("leading_marks");
   EXPECT_EQ(row_of(program, SplitSpec{}), "linear | linear_1 linear_2");
   EXPECT_EQ(row_of(program, {{"third", kBegin}}), "linear | linear_1 | linear_2");
@@ -62,8 +62,8 @@ TEST(SplitAt, CutsAtMarksOfWhichSomeStandForNothing) {
   EXPECT_EQ(pipe.info().stages[1].modules, (Words{"second", "third"}));
 }
 
-TEST(SplitAt, TakesWhatWorksInPlaceForSomethingToCompute) {
-  const Program program = exported("doubtful");
+TEST(SplitAt, CountsOperatorsInPlaceAsComputation) {
+  const Program program = exported("ambiguous_alias");
   EXPECT_EQ(row_of(program, {{"doubles", kBegin}, {"last", kBegin}}), "linear dropout | mul_ | linear_1 mul");
 }
 
@@ -74,14 +74,14 @@ TEST(SplitAt, CutsInsideOfModules) {
   EXPECT_EQ(pipe.info().stages[1].modules, (Words{"middle.left", "part of middle"}));
 }
 
-// Costs that are whole seconds, beside which what is sent costs nothing.
+// Returns costs in whole seconds, so that sending costs nothing in comparison.
 std::vector<NodeCost> seconds(const std::vector<double>& numbers) {
   std::vector<NodeCost> costs;
   for (const double number : numbers) costs.push_back({.flops = 0, .bytes = 0, .seconds = number});
   return costs;
 }
 
-TEST(SplitEvenly, BalancesWhatStagesTake) {
+TEST(SplitEvenly, BalancesTheTimeOfStages) {
   const Program program = from_zoo("mlp");
   ASSERT_EQ(program.graph().nodes.size(), 9U);
   const auto cut = [&](int stages, const std::vector<double>& numbers) {
@@ -96,7 +96,7 @@ TEST(SplitEvenly, BalancesWhatStagesTake) {
 
 TEST(SplitEvenly, SendsAsLittleAsItCan) {
   const Program program = exported("length");
-  // Each of the two is a second; what crosses after the sum is a fifth of what crosses before it.
+  // Each of the two takes a second; the boundary after the sum has a fifth of the bytes of the one before it.
   const std::vector<int> cut = split_evenly(program, 2, seconds({0, 1, 0, 1, 0, 0, 0}));
   EXPECT_EQ(row_of(program, cut), "sym_size_int_1 linear sum_1 | linear_1 div mul sub");
 }
@@ -137,7 +137,7 @@ TEST(SplitEvenly, IsWithinATenthOfTheBestOfAllCuts) {
   }
 }
 
-// Blocks that take about the same time: by the last per cent, a cut inside of attention would be better.
+// The blocks take about the same time. By one per cent, a boundary inside attention would be better.
 TEST(SplitEvenly, CutsBetweenBlocksWhenThatTakesAboutTheSame) {
   struct Case {
     std::string name;
@@ -148,7 +148,7 @@ TEST(SplitEvenly, CutsBetweenBlocksWhenThatTakesAboutTheSame) {
     const Graph& graph = program.graph();
     SplitSpec between;
     for (int block = 1; block < one.blocks; ++block) between.emplace_back("blocks." + std::to_string(block), kBegin);
-    // Each block takes a second, and the first 4 % more; all else takes little.
+    // Each block takes a second, the first one 4 % more, and everything else little.
     std::vector<double> numbers(graph.nodes.size(), 0.001);
     for (int block = 0; block < one.blocks; ++block) {
       const std::string path = "blocks." + std::to_string(block);
@@ -166,7 +166,7 @@ TEST(SplitEvenly, CutsBetweenBlocksWhenThatTakesAboutTheSame) {
   }
 }
 
-// The tensors that are made before a node, or given to the program, and used from it on.
+// Returns the tensors that are produced before a node, or are inputs, and used from it on.
 int tensors_across(const Program& program, int border) {
   const Graph& graph = program.graph();
   std::set<int> made;
@@ -190,7 +190,7 @@ int tensors_across(const Program& program, int border) {
 TEST(SplitEvenly, TakesTheFewestTensorsOfTheCutsThatAreAboutAsFast) {
   for (const std::string name : {"mlp", "gpt", "gqa", "resnet", "unet", "encoder_decoder", "lstm"}) {
     const Program program = from_zoo(name);
-    // Of seconds that are so many, sending is no part.
+    // The seconds are so many that sending is negligible.
     std::vector<NodeCost> costs = estimated_costs(program);
     double total = 0;
     for (NodeCost& cost : costs) total += cost.seconds *= 1e6;
@@ -204,7 +204,7 @@ TEST(SplitEvenly, TakesTheFewestTensorsOfTheCutsThatAreAboutAsFast) {
     const double best = *std::min_element(slowest.begin(), slowest.end());
     int fewest = std::numeric_limits<int>::max();
     for (int border = 1; border < count; ++border) {
-      // A little less than a tenth: what is sent counts too.
+      // The limit is a little less than a tenth, since sending counts too.
       if (slowest[static_cast<std::size_t>(border)] > 1.0999 * best) continue;
       fewest = std::min(fewest, tensors_across(program, border));
     }
@@ -217,11 +217,11 @@ TEST(SplitEvenly, TakesTheFewestTensorsOfTheCutsThatAreAboutAsFast) {
 
 TEST(SplitEvenly, WantsSomethingToComputeForEachStage) {
   const Program program = exported("length");
-  // Sizes and sums of them are nothing to compute.
+  // Arithmetic on sizes does not count as computation.
   for (const int stages : {0, -1, 5, 1000}) {
     expect_error<ProgramError>([&] { pipeline(program, stages); },
-                               "the program cannot be cut into " + std::to_string(stages) +
-                                   " stages: it has 4 operations on tensors, and a stage at least one.");
+                               "the program cannot be split into " + std::to_string(stages) +
+                                   " stages: it has 4 operations on tensors, and each stage needs at least one.");
   }
   EXPECT_EQ(pipeline(program, 4).num_stages(), 4);
   EXPECT_EQ(pipeline(exported("identity"), 1).num_stages(), 1);
@@ -245,7 +245,7 @@ TEST(SplitEvenly, GivesAsManyStagesAsAreAskedFor) {
 }
 
 // The buffer is read by the third node and written to by the last.
-// Of so many nodes, not all cuts are looked at.
+// For so many nodes, the split considers only some boundaries.
 TEST(SplitEvenly, BalancesAProgramOfThousandsOfNodes) {
   constexpr int kNodes = 5000;
   json model = small_model();
@@ -279,15 +279,15 @@ TEST(SplitEvenly, CutsWhereItCan) {
   EXPECT_EQ(pipeline(program, 2).num_stages(), 2);
 }
 
-// What dropout is given is used after what it gave was written to.
+// The input of dropout is used after its output was mutated.
 TEST(SplitEvenly, SaysHowManyStagesThereCanBe) {
-  const Program program = exported("doubtful");
+  const Program program = exported("ambiguous_alias");
   EXPECT_EQ(row_of(program, pipeline(program, 2).stages()), "linear | dropout mul_ linear_1 mul");
   EXPECT_EQ(row_of(program, pipeline(program, 3).stages()), "linear | dropout mul_ linear_1 | mul");
   for (const int stages : {4, 5}) {
     expect_error<ProgramError>([&] { pipeline(program, stages); },
-                               "the program cannot be cut into " + std::to_string(stages) +
-                                   " stages: what is written to in place keeps nodes together, and 3 stages are the "
+                               "the program cannot be split into " + std::to_string(stages) +
+                                   " stages: mutations in place keep nodes together, and 3 stages are the "
                                    "most.");
   }
 }
@@ -304,7 +304,7 @@ TEST(SplitBy, TakesAnyNumbersThatGoUp) {
   expect_error<ProgramError>(
       [&] { by_name(0, -1, 1); },
       "node 'relu' (torch.ops.aten.relu.default) of the model itself (__main__.Pair) was put into "
-      "stage -1; stages count from 0.");
+      "stage -1; stages are numbered from 0.");
 }
 
 TEST(SplitBy, NamesAValueThatIsUsedBeforeItsStage) {
@@ -312,7 +312,7 @@ TEST(SplitBy, NamesAValueThatIsUsedBeforeItsStage) {
   expect_error<ProgramError>(
       [&] { pipeline(program, [](const Node& node) { return node.name == "relu" ? 0 : 1; }); },
       "node 'relu' (torch.ops.aten.relu.default) of the model itself (__main__.Pair) is in stage 0 and uses 'linear', "
-      "which stage 1 makes; stages take values of earlier ones alone.");
+      "which stage 1 makes; a stage can only use values of earlier stages.");
 }
 
 }  // namespace

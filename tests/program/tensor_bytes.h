@@ -1,4 +1,4 @@
-// How much memory tensors take.
+// Measures the memory of tensors.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -11,7 +11,7 @@
 
 namespace penstock::testing {
 
-// Counts the bytes of tensors on the CPU that this thread makes and lets go of, for as long as it lives.
+// Counts the bytes of CPU tensors that this thread allocates and frees during its lifetime.
 class TensorBytes {
  public:
   TensorBytes() : guard_(c10::DebugInfoKind::PROFILER_STATE, counter_) {}

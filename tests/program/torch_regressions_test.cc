@@ -1,4 +1,4 @@
-// Tests of cases that torch.distributed.pipelining gets wrong when it traces and cuts a model. Each test is named for
+// Cases that torch.distributed.pipelining gets wrong when it traces and splits a model. Each test is named for
 // what holds here.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -16,6 +16,9 @@
 #include "tests/tensor/values.h"
 
 namespace penstock::testing {
+
+using internal::IntraOpThreads;
+
 namespace {
 
 constexpr SplitPoint kBegin = SplitPoint::BEGINNING;
@@ -30,7 +33,7 @@ TEST(TorchRegressions, SharedParametersHaveTheirGradientsSummed) {
   const at::Tensor first = found.gradients.at({0, "embedding.weight"});
   const at::Tensor second = found.gradients.at({1, "embedding.weight"});
   EXPECT_TRUE(same_bits(first, second));
-  // They stay one weight after a step of an optimizer.
+  // They stay one weight after an optimizer step.
   const c10::NoGradGuard no_grad;
   std::vector<at::Tensor> copies;
   for (int stage = 0; stage < 2; ++stage) {
@@ -56,7 +59,7 @@ TEST(TorchRegressions, StagesSwitchBetweenTrainingAndEvaluation) {
   EXPECT_TRUE(same_bits(output, evaluated()));
   std::vector<at::Tensor> rows;
   const c10::NoGradGuard no_grad;
-  // As many as ranks have.
+  // Ranks use one intra-op thread, and the number of threads affects rounding.
   const IntraOpThreads threads(1);
   for (const Arguments& one : microbatches_of(pipe.program())) {
     rows.push_back(pipe.program().run(one.args, one.kwargs).toTensor());
@@ -73,7 +76,7 @@ TEST(TorchRegressions, ValuesThatSeveralStagesUseAreTrained) {
   const MakePipe several = cut("several_users", {{"b", kBegin}, {"c", kBegin}, {"d", kBegin}});
   expect_what_one_process_gives(several, in_a_row("GPipe", 4));
   expect_what_one_process_gives(several, in_a_row("1F1B", 4));
-  // Nor with several stages on a rank.
+  // The same holds with several stages on a rank.
   expect_what_one_process_gives(several, in_a_row("Interleaved1F1B", 2, 2));
   expect_what_one_process_gives(several, in_a_row("ZBVZeroBubble", 2, 2));
   expect_what_one_process_gives([] { return pipeline(from_zoo("unet"), 4); }, in_a_row("Interleaved1F1B", 2, 2));
@@ -129,7 +132,7 @@ TEST(TorchRegressions, MultiUseParameterConfigIsFollowed) {
   };
   EXPECT_TRUE(has_it(copied, 0) && has_it(copied, 1));
   EXPECT_TRUE(has_it(sent, 0) && !has_it(sent, 1));
-  EXPECT_EQ(sent.info().crossings.size(), copied.info().crossings.size() + 1);
+  EXPECT_EQ(sent.info().boundary_values.size(), copied.info().boundary_values.size() + 1);
 }
 
 TEST(TorchRegressions, BatchNormalisationSeesEachMicrobatchOnce) {
@@ -167,7 +170,7 @@ TEST(TorchRegressions, SizesThatTheExportDoesNotAllowAreRefused) {
     pipeline.step({at::ones({8, 4})}, {}, at::Tensor());
     ADD_FAILURE() << "no error";
   } catch (const PipelineError& error) {
-    EXPECT_NE(std::string(error.what()).find("args.0, dimension 0: found 2, expected 3, which is fixed."),
+    EXPECT_NE(std::string(error.what()).find("args.0, dimension 0: found 2, expected 3, which is static."),
               std::string::npos)
         << error.what();
   }

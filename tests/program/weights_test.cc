@@ -1,4 +1,6 @@
-// Weights of an export that may come from anybody.
+// Reading of weights from untrusted sources.
+#include "penstock/program/reader/weights.h"
+
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -6,11 +8,15 @@
 #include <vector>
 
 #include "penstock/program/program.h"
+#include "penstock/program/reader/archive.h"
 #include "tests/program/refused.h"
 #include "tests/program/tensor_bytes.h"
 #include "tests/tensor/values.h"
 
 namespace penstock::testing {
+
+using internal::read_weights;
+
 namespace {
 
 TEST(Reading, NamesAWeightThatIsMissing) {
@@ -27,7 +33,7 @@ TEST(Reading, NamesAWeightThatIsMissing) {
 }
 
 TEST(Reading, RefusesAWeightOutsideOfItsFile) {
-  const std::string outside = ", 'layer.bias': does not lie within the 16 bytes of weight_1.";
+  const std::string outside = ", 'layer.bias': is not inside the 16 bytes of weight_1.";
   const auto with_bias = [](const std::function<void(json&)>& change) {
     json weights = small_weights();
     change(weights["config"]["layer.bias"]["tensor_meta"]);
@@ -46,13 +52,13 @@ TEST(Reading, RefusesAWeightOutsideOfItsFile) {
   expect_weights_refused(with_bias([&](json& meta) { meta["storage_offset"] = number(-1); }), outside);
   expect_weights_refused(with_bias([&](json& meta) { meta["storage_offset"] = number(huge); }), outside);
   expect_weights_refused(with_bias([&](json& meta) { meta["dtype"] = 8; }), outside);
-  // Two sizes whose product comes round to a small number.
+  // The product of the sizes overflows to a small number.
   expect_weights_refused(with_bias([&](json& meta) {
                            meta["sizes"] = {number(huge), number(4)};
                            meta["strides"] = {number(4), number(1)};
                          }),
                          outside);
-  // Nothing lies nowhere.
+  // A tensor without elements fits anywhere.
   EXPECT_NO_THROW(read(small_records(small_model(), with_bias([&](json& meta) { meta["sizes"][0] = number(0); }))));
 }
 
@@ -68,16 +74,16 @@ TEST(Reading, RefusesAWeightThatIsPickled) {
   json weights = small_weights();
   weights["config"]["layer.bias"]["use_pickle"] = true;
   expect_weights_refused(weights,
-                         ", 'layer.bias': is an object of Python's, which could run code when it is read; plain "
-                         "tensors can be read.");
+                         ", 'layer.bias': is a pickled Python object, which could run code when it is loaded; only "
+                         "plain tensors are supported.");
   weights = small_weights();
   weights["config"]["layer.bias"]["tensor_meta"] = nullptr;
-  expect_weights_refused(weights, ", 'layer.bias': is an object of Python's, which could run code");
+  expect_weights_refused(weights, ", 'layer.bias': is a pickled Python object, which could run code");
 }
 
 TEST(Reading, RefusesCodesThatThereAreNot) {
   for (const int code : {0, 22, 99, -1}) {
-    const std::string words = "there is no dtype of code " + std::to_string(code) + ".";
+    const std::string words = "there is no dtype with code " + std::to_string(code) + ".";
     json weights = small_weights();
     weights["config"]["layer.bias"]["tensor_meta"]["dtype"] = code;
     expect_weights_refused(weights, ", 'layer.bias': " + words);
@@ -92,7 +98,7 @@ TEST(Reading, RefusesCodesThatThereAreNot) {
   }
   json weights = small_weights();
   weights["config"]["layer.bias"]["tensor_meta"]["layout"] = 77;
-  expect_weights_refused(weights, ", 'layer.bias': there is no layout of code 77.");
+  expect_weights_refused(weights, ", 'layer.bias': there is no layout with code 77.");
   weights["config"]["layer.bias"]["tensor_meta"]["layout"] = 1;
   expect_weights_refused(weights, ", 'layer.bias': is not a strided tensor.");
   json model = small_model();
@@ -106,7 +112,7 @@ TEST(Reading, RefusesCodesThatThereAreNot) {
 TEST(Reading, RefusesAWeightWithAnOpenSize) {
   json weights = small_weights();
   weights["config"]["layer.bias"]["tensor_meta"]["sizes"][0] = {{"as_expr", {{"expr_str", "s7"}, {"hint", nullptr}}}};
-  expect_weights_refused(weights, ", 'layer.bias': a size that should be fixed is s7.");
+  expect_weights_refused(weights, ", 'layer.bias': found the size s7, expected a static one.");
 }
 
 TEST(Reading, GivesWeightsThatAreOneTensorUnderAllNames) {

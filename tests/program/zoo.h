@@ -1,4 +1,4 @@
-// The models that zoo.py has exported, with what eager PyTorch made of them.
+// Models that zoo.py has exported, with the results of eager PyTorch.
 #pragma once
 
 #include <ATen/core/Tensor.h>

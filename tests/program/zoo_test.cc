@@ -1,4 +1,4 @@
-// Programs of the zoo, against eager PyTorch and against themselves in stages.
+// Compares the programs of the zoo with eager PyTorch, and with themselves in stages.
 #include "tests/program/zoo.h"
 
 #include <ATen/ops/abs.h>
@@ -10,9 +10,12 @@
 #include "tests/program/piped.h"
 
 namespace penstock {
+
+using internal::sum_of_means;
+
 namespace {
 
-// As a part of the largest number, or of 1.
+// Returns the largest difference, relative to the largest element or to 1.
 double difference(const at::Tensor& expected, const at::Tensor& found) {
   if (expected.sizes() != found.sizes()) return std::numeric_limits<double>::infinity();
   if (expected.numel() == 0) return 0;
@@ -63,7 +66,7 @@ TEST_P(Zoo, RunsAsEagerPyTorchDoes) {
   expect_near(tensors_of(model.path(".expected.safetensors")), found, model.tolerance);
 }
 
-// A step gives what one process gives, bit for bit; of a parameter that stages share, to 1e-6 of its largest gradient.
+// A step is bitwise identical to one process; gradients of shared parameters agree to 1e-6 of the largest.
 void expect_what_one_process_gives(const ZooModel& model, const std::function<Pipe(const Program&)>& cut,
                                    const Schedule& schedule) {
   penstock::testing::expect_what_one_process_gives([&] { return cut(model.program()); }, schedule,

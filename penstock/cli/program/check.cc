@@ -5,7 +5,6 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <set>
 #include <stdexcept>
 #include <string>
 
@@ -19,9 +18,7 @@
 #include "penstock/cli/program/options.h"
 #include "penstock/cli/program/pipelined.h"
 #include "penstock/program/error.h"
-#include "penstock/program/interpreter/program_state.h"
 #include "penstock/program/interpreter/reference_run.h"
-#include "penstock/program/partition/colocation.h"
 #include "penstock/schedule/generators.h"
 #include "penstock/tensor/cpu_kernels.h"
 #include "penstock/tensor/safetensors.h"
@@ -33,10 +30,7 @@ namespace {
 class RestoredState {
  public:
   explicit RestoredState(const Program& program) {
-    const std::set<int> written = written_values(*program.state()->exported);
-    for (const ProgramInput& input : program.inputs()) {
-      if (!written.contains(input.value)) continue;
-      const at::Tensor& tensor = program.tensor(input);
+    for (const auto& [name, tensor] : program.mutated_tensors()) {
       saved_.emplace_back(tensor.detach(), tensor.detach().clone());
     }
   }
@@ -102,14 +96,14 @@ void add_check(CLI::App& command, int& exit) {
     std::map<std::string, double> contributions;
     if (!LocalRanks::is_rank()) {
       const RestoredState restored(program);
-      const WholeRun whole =
-          run_whole(pipe, schedule, split_arguments(program, batch, schedule.microbatches()),
-                    {.intra_op_threads = options->run.threads, .seed = options->run.seed, .is_cancelled = [] {
-                       return interruptions() > 0;
-                     }});
-      expected = outputs_by_name(whole.outputs);
-      for (const auto& [name, gradient] : whole.gradients) expected.emplace("grad." + name, gradient);
-      contributions = whole.largest_contributions;
+      const ReferenceRun reference =
+          run_reference(pipe, schedule, split_arguments(program, batch, schedule.microbatches()),
+                        {.intra_op_threads = options->run.threads, .seed = options->run.seed, .is_cancelled = [] {
+                           return interruptions() > 0;
+                         }});
+      expected = outputs_by_name(reference.outputs);
+      for (const auto& [name, gradient] : reference.gradients) expected.emplace("grad." + name, gradient);
+      contributions = reference.largest_contributions;
     }
     const TensorsByName found = pipelined.run(batch);
     if (interruptions() > 0) throw std::runtime_error("interrupted before the comparison was complete.");

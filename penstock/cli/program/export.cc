@@ -12,7 +12,6 @@
 #include "penstock/cli/program/commands.h"
 #include "penstock/cli/program/options.h"
 #include "penstock/program/program.h"
-#include "penstock/program/reader/archive.h"
 #include "penstock/schedule/json.h"
 #include "penstock/tensor/safetensors.h"
 #include "penstock/train/weight_files.h"
@@ -100,13 +99,11 @@ void add_export(CLI::App& command, int& /*exit*/) {
     }
     const WeightFiles weights = read_weight_files(options->checkpoint);
     // Everything is read and compared before the first file is written.
-    std::optional<Archive> archive;
     std::optional<Program> program;
     if (!options->pt2.empty()) {
       const std::string model = options->model.empty() ? model_of(weights) : options->model;
       require_other_file(options->pt2, model);
-      archive.emplace(model);
-      program.emplace(*archive, ProgramOptions{.allowed_operators = options->allowed_operators});
+      program.emplace(model, ProgramOptions{.allowed_operators = options->allowed_operators});
       program->load_state_dict({weights.tensors.begin(), weights.tensors.end()}, weights.path);
     }
     if (!options->output.empty()) {
@@ -117,8 +114,8 @@ void add_export(CLI::App& command, int& /*exit*/) {
                 << weights.path << "\n";
     }
     if (program) {
-      program->write_archive(*archive, options->pt2);
-      std::cout << options->pt2 << ": " << archive->name() << " with the weights of " << weights.path << "\n";
+      program->save(options->pt2);
+      std::cout << options->pt2 << ": " << program->name() << " with the weights of " << weights.path << "\n";
     }
   });
 }

@@ -48,10 +48,12 @@ struct Box {
 
 }  // namespace
 
-void draw_pipe(std::ostream& out, const PipeInfo& info) {
-  // Boundary values of each edge between stages.
-  std::map<std::pair<int, int>, std::vector<const PipeInfo::Crossing*>> edges;
-  for (const PipeInfo::Crossing& crossing : info.crossings) edges[{crossing.from, crossing.to}].push_back(&crossing);
+void draw_pipe(std::ostream& out, const Pipe& pipe) {
+  const PipeInfo& info = pipe.info();
+  const std::vector<std::map<int, std::string>> replicated = pipe.replicated_params();
+  // Values that are sent along each edge.
+  std::map<std::pair<int, int>, std::vector<const PipeInfo::BoundaryValue*>> edges;
+  for (const PipeInfo::BoundaryValue& value : info.boundary_values) edges[{value.from, value.to}].push_back(&value);
 
   std::vector<Box> boxes;
   int top = 48;
@@ -59,7 +61,7 @@ void draw_pipe(std::ostream& out, const PipeInfo& info) {
     const PipeInfo::Stage& stage = info.stages[i];
     Box box{.top = top};
     box.lines = lines_of(stage.modules, 56, 3);
-    box.lines.push_back(figures_of(stage));
+    box.lines.push_back(statistics_text(stage));
     box.height = kLine * static_cast<int>(box.lines.size() + 1) + 2 * kPadding - 4;
     const auto next = edges.find({static_cast<int>(i), static_cast<int>(i) + 1});
     const std::size_t labels = next == edges.end() ? 0 : next->second.size();
@@ -67,9 +69,9 @@ void draw_pipe(std::ostream& out, const PipeInfo& info) {
     boxes.push_back(std::move(box));
   }
   const int shared_top = top;
-  top += kLine * static_cast<int>(info.replicated_params.size());
+  top += kLine * static_cast<int>(replicated.size());
   int skips = 0;
-  for (const auto& [edge, crossings] : edges) skips += edge.second > edge.first + 1 ? 1 : 0;
+  for (const auto& [edge, values] : edges) skips += edge.second > edge.first + 1 ? 1 : 0;
   const int width = kLeft + kBoxWidth + kLane * (skips + 1) + (skips > 0 ? kLabel : 40);
 
   out << R"(<svg xmlns="http://www.w3.org/2000/svg" width=")" << width << "\" height=\"" << top + 16
@@ -95,20 +97,20 @@ void draw_pipe(std::ostream& out, const PipeInfo& info) {
     }
   }
   int lane = 0;
-  for (const auto& [edge, crossings] : edges) {
+  for (const auto& [edge, values] : edges) {
     const Box& from = boxes[static_cast<std::size_t>(edge.first)];
     const Box& to = boxes[static_cast<std::size_t>(edge.second)];
-    const auto label = [&](int x, int y, const PipeInfo::Crossing& crossing) {
+    const auto label = [&](int x, int y, const PipeInfo::BoundaryValue& value) {
       out << "<text class=\"small\" x=\"" << x << "\" y=\"" << y << "\">"
-          << xml_text(shortened(crossing.name + " " + crossing.type, 52)) << "</text>\n";
+          << xml_text(shortened(value.name + " " + value.type, 52)) << "</text>\n";
     };
     if (edge.second == edge.first + 1) {
       const int x = kLeft + 40;
       out << "<path class=\"line\" marker-end=\"url(#head)\" d=\"M" << x << " " << from.top + from.height << "V"
           << to.top << "\"/>\n";
       int y = from.top + from.height + 20;
-      for (const PipeInfo::Crossing* crossing : crossings) {
-        label(x + 12, y, *crossing);
+      for (const PipeInfo::BoundaryValue* value : values) {
+        label(x + 12, y, *value);
         y += kLine;
       }
       continue;
@@ -121,13 +123,13 @@ void draw_pipe(std::ostream& out, const PipeInfo& info) {
     out << "<path class=\"line\" marker-end=\"url(#head)\" d=\"M" << right << " " << begin << "H" << x - 8
         << "q8 0 8 8V" << end - 8 << "q0 8 -8 8H" << right << "\"/>\n";
     int y = begin + 18 + kLine * lane;
-    for (const PipeInfo::Crossing* crossing : crossings) {
-      label(right + kLane * (skips + 1), y, *crossing);
+    for (const PipeInfo::BoundaryValue* value : values) {
+      label(right + kLane * (skips + 1), y, *value);
       y += kLine;
     }
   }
   int y = shared_top + 4;
-  for (const std::map<int, std::string>& shared : info.replicated_params) {
+  for (const std::map<int, std::string>& shared : replicated) {
     out << "<text class=\"small\" x=\"" << kLeft << "\" y=\"" << y << "\">shared: " << xml_text(shared.begin()->second)
         << " by stages";
     for (const auto& [stage, name] : shared) out << (stage == shared.begin()->first ? " " : ", ") << stage;

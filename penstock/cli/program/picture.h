@@ -1,4 +1,4 @@
-// Draws a model that is cut into stages.
+// Draws a model that is split into stages.
 #pragma once
 
 #include <iosfwd>
@@ -9,6 +9,6 @@ namespace penstock::internal::cli {
 
 // Writes an SVG with a box for each stage, from top to bottom, and arrows with the names of the boundary values. Arrows of
 // skip connections go around the boxes.
-void draw_pipe(std::ostream& out, const PipeInfo& info);
+void draw_pipe(std::ostream& out, const Pipe& pipe);
 
 }  // namespace penstock::internal::cli

@@ -1,4 +1,4 @@
-// penstock split: shows the stages of a model and the values that cross their boundaries.
+// penstock split: prints the stages of a model and their boundary values.
 #include <algorithm>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -16,7 +16,8 @@
 namespace penstock::internal::cli {
 namespace {
 
-void write_json(std::ostream& out, const PipeInfo& info) {
+void write_json(std::ostream& out, const Pipe& pipe) {
+  const PipeInfo& info = pipe.info();
   nlohmann::ordered_json json{{"version", 1}, {"model", info.name}};
   json["stages"] = nlohmann::json::array();
   for (const PipeInfo::Stage& stage : info.stages) {
@@ -26,18 +27,15 @@ void write_json(std::ostream& out, const PipeInfo& info) {
                               {"buffers", stage.buffers},
                               {"flops", stage.flops},
                               {"seconds", stage.seconds},
-                              {"kept_bytes", stage.kept_bytes}});
+                              {"saved_activation_bytes", stage.saved_activation_bytes}});
   }
-  json["crossings"] = nlohmann::json::array();
-  for (const PipeInfo::Crossing& crossing : info.crossings) {
-    json["crossings"].push_back({{"name", crossing.name},
-                                 {"from", crossing.from},
-                                 {"to", crossing.to},
-                                 {"type", crossing.type},
-                                 {"bytes", crossing.bytes}});
+  json["boundary_values"] = nlohmann::json::array();
+  for (const PipeInfo::BoundaryValue& value : info.boundary_values) {
+    json["boundary_values"].push_back(
+        {{"name", value.name}, {"from", value.from}, {"to", value.to}, {"type", value.type}, {"bytes", value.bytes}});
   }
   json["shared"] = nlohmann::json::array();
-  for (const std::map<int, std::string>& shared : info.replicated_params) {
+  for (const std::map<int, std::string>& shared : pipe.replicated_params()) {
     std::vector<int> stages;
     for (const auto& [stage, name] : shared) stages.push_back(stage);
     json["shared"].push_back({{"name", shared.begin()->second}, {"stages", stages}});
@@ -67,9 +65,9 @@ void add_split(CLI::App& command, int& /*exit*/) {
     const Pipe pipe = options->cut.cut(read_program(options->cut));
     write_output(options->output, [&](std::ostream& out) {
       if (options->json) {
-        write_json(out, pipe.info());
+        write_json(out, pipe);
       } else if (options->format == "svg") {
-        draw_pipe(out, pipe.info());
+        draw_pipe(out, pipe);
       } else {
         out << pipe;
       }

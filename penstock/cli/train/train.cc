@@ -20,6 +20,7 @@
 #include "penstock/cli/train/progress.h"
 #include "penstock/cli/train/setup.h"
 #include "penstock/cli/train/summary.h"
+#include "penstock/program/reader/archive.h"
 #include "penstock/runtime/digest.h"
 #include "penstock/schedule/json.h"
 #include "penstock/train/agreement.h"

@@ -10,6 +10,7 @@
 #include <span>
 #include <utility>
 
+#include "penstock/base/text.h"
 #include "penstock/program/error.h"
 
 namespace penstock::internal {
@@ -23,15 +24,15 @@ bool truth(const c10::IValue& value) {
 
 void expect(Operands operands, std::size_t count) {
   if (operands.size() != count || !std::all_of(operands.begin(), operands.end(), is_number)) {
-    throw ProgramError("arithmetic wants " + std::to_string(count) + " numbers.");
+    throw ProgramError(concat("arithmetic expects ", count, " numbers."));
   }
 }
 
 [[noreturn]] void overflow() {
-  throw ProgramError("arithmetic on sizes goes beyond 64 bits.");
+  throw ProgramError("arithmetic on sizes overflows 64 bits.");
 }
 
-// Two numbers, as integers when both are.
+// Calls on_integers if both operands are integers, and on_reals otherwise.
 template <class OnIntegers, class OnReals>
 c10::IValue binary(Operands operands, OnIntegers on_integers, OnReals on_reals) {
   expect(operands, 2);
@@ -68,7 +69,7 @@ std::int64_t to_integer(double value) {
   return static_cast<std::int64_t>(value);
 }
 
-// The same for what may go beyond 64 bits: checked(left, right, &result) says whether it does.
+// Like binary, for integer operations that may overflow: checked(left, right, &result) returns true if they do.
 template <class Checked, class OnReals>
 c10::IValue exact(Operands operands, Checked checked, OnReals on_reals) {
   return binary(
@@ -113,7 +114,7 @@ c10::IValue power(Operands operands) {
       [](std::int64_t base, std::int64_t exponent) {
         if (exponent < 0) return power_of_reals(static_cast<double>(base), static_cast<double>(exponent));
         std::int64_t result = 1;
-        // All but 0, 1 and -1 go beyond 64 bits before this.
+        // With an exponent above 64, only the bases 0, 1 and -1 do not overflow.
         if (exponent > 64 && base >= -1 && base <= 1) exponent = 64 + exponent % 2;
         for (std::int64_t i = 0; i < exponent; ++i) {
           if (__builtin_mul_overflow(result, base, &result)) overflow();
@@ -129,7 +130,7 @@ c10::IValue true_divide(Operands operands) {
   return real_of(operands[0]) / real_of(operands[1]);
 }
 
-// By their values, as Python has it: a large integer is not rounded to be compared with a float.
+// Compares by value, like Python: a large integer is not rounded for the comparison with a float.
 std::partial_ordering order(const c10::IValue& left, const c10::IValue& right) {
   if (left.isDouble() == right.isDouble()) {
     return left.isDouble() ? left.toDouble() <=> right.toDouble()
@@ -153,15 +154,15 @@ template <class OnBits, class OnTruth>
 c10::IValue logical(Operands operands, OnBits on_bits, OnTruth on_truth) {
   expect(operands, 2);
   if (operands[0].isBool() && operands[1].isBool()) return on_truth(operands[0].toBool(), operands[1].toBool());
-  if (operands[0].isDouble() || operands[1].isDouble()) throw ProgramError("bits are those of integers.");
+  if (operands[0].isDouble() || operands[1].isDouble()) throw ProgramError("bitwise operations expect integers.");
   return on_bits(integer_of(operands[0]), integer_of(operands[1]));
 }
 
 c10::IValue least_or_most(Operands operands, bool least) {
-  if (operands.empty()) throw ProgramError("the least or most of no numbers was asked for.");
+  if (operands.empty()) throw ProgramError("min and max expect at least one number.");
   const c10::IValue* best = &operands.front();
   for (const c10::IValue& operand : operands) {
-    if (!is_number(operand)) throw ProgramError("arithmetic wants numbers.");
+    if (!is_number(operand)) throw ProgramError("arithmetic expects numbers.");
     const std::partial_ordering to_best = order(operand, *best);
     if (least ? to_best < 0 : to_best > 0) best = &operand;
   }
@@ -201,7 +202,7 @@ c10::IValue floor_division(Operands operands) {
   return binary(
       operands, [](std::int64_t left, std::int64_t right) { return c10::IValue(floor_divide(left, right)); },
       [](double left, double right) {
-        // Not the floor of the quotient, which may have been rounded up to a whole number.
+        // The floor of the quotient would be wrong if the quotient was rounded up to an integer.
         const double rest = modulo(left, right);
         return c10::IValue(std::nearbyint((left - rest) / right));
       });
@@ -215,8 +216,8 @@ c10::IValue remainder_of(Operands operands) {
 
 std::pair<std::int64_t, std::int64_t> shifted_by(Operands operands) {
   expect(operands, 2);
-  if (operands[0].isDouble() || operands[1].isDouble()) throw ProgramError("bits are those of integers.");
-  if (integer_of(operands[1]) < 0) throw ProgramError("bits are shifted by a negative number.");
+  if (operands[0].isDouble() || operands[1].isDouble()) throw ProgramError("bitwise operations expect integers.");
+  if (integer_of(operands[1]) < 0) throw ProgramError("the shift count is negative.");
   return {integer_of(operands[0]), integer_of(operands[1])};
 }
 
@@ -236,11 +237,23 @@ c10::IValue invert(Operands operands) {
   return operands[0].isBool() ? c10::IValue(!operands[0].toBool()) : c10::IValue(~integer_of(operands[0]));
 }
 
-// Shared by the several names that Python has for one thing.
+// Functions that Python has under several names.
+constexpr Arithmetic kAnd = [](Operands o) {
+  return logical(
+      o, [](std::int64_t l, std::int64_t r) { return c10::IValue(l & r); },
+      [](bool l, bool r) { return c10::IValue(l && r); });
+};
+constexpr Arithmetic kOr = [](Operands o) {
+  return logical(
+      o, [](std::int64_t l, std::int64_t r) { return c10::IValue(l | r); },
+      [](bool l, bool r) { return c10::IValue(l || r); });
+};
+constexpr Arithmetic kXor = [](Operands o) {
+  return logical(
+      o, [](std::int64_t l, std::int64_t r) { return c10::IValue(l ^ r); },
+      [](bool l, bool r) { return c10::IValue(l != r); });
+};
 // clang-format off
-constexpr Arithmetic kAnd = [](Operands o) { return logical(o, [](std::int64_t l, std::int64_t r) { return c10::IValue(l & r); }, [](bool l, bool r) { return c10::IValue(l && r); }); };
-constexpr Arithmetic kOr = [](Operands o) { return logical(o, [](std::int64_t l, std::int64_t r) { return c10::IValue(l | r); }, [](bool l, bool r) { return c10::IValue(l || r); }); };
-constexpr Arithmetic kXor = [](Operands o) { return logical(o, [](std::int64_t l, std::int64_t r) { return c10::IValue(l ^ r); }, [](bool l, bool r) { return c10::IValue(l != r); }); };
 constexpr Arithmetic kToInt = [](Operands o) { return rounded(o, std::trunc); };
 constexpr Arithmetic kToFloat = [](Operands o) { expect(o, 1); return c10::IValue(real_of(o[0])); };
 constexpr Arithmetic kToBool = [](Operands o) { expect(o, 1); return c10::IValue(truth(o[0])); };
@@ -327,7 +340,7 @@ double real_of(const c10::IValue& value) {
 
 Arithmetic find_arithmetic(std::string_view name) {
   const auto* const found =
-      std::ranges::find_if(kArithmetic, [&](const NamedArithmetic& one) { return one.name == name; });
+      std::ranges::find_if(kArithmetic, [&](const NamedArithmetic& arithmetic) { return arithmetic.name == name; });
   return found == kArithmetic.end() ? nullptr : found->function;
 }
 

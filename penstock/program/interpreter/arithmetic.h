@@ -1,5 +1,5 @@
-// Python's arithmetic on numbers, which an export computes sizes with. It is exact: what goes beyond 64 bits, and what
-// Python refuses, throws ProgramError.
+// Python's arithmetic on numbers, with which exports compute sizes. It is exact: overflow of 64 bits, and operations
+// that raise in Python, throw ProgramError.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -11,11 +11,12 @@
 
 namespace penstock::internal {
 
-// By the export's name for it, such as "_operator.floordiv"; null for one that is not there.
+// Returns the function with this name in exports, such as "_operator.floordiv"; null if there is none.
 Arithmetic find_arithmetic(std::string_view name);
 
-// An integer, a float or a bool; and such a number as one of these.
+// Returns true for an integer, a float or a bool.
 bool is_number(const c10::IValue& value);
+// Return such a number as an integer or a float.
 std::int64_t integer_of(const c10::IValue& value);
 double real_of(const c10::IValue& value);
 

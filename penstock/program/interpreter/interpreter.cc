@@ -11,8 +11,10 @@
 #include <unordered_map>
 #include <utility>
 
+#include "penstock/base/text.h"
 #include "penstock/program/error.h"
 #include "penstock/program/interpreter/mode.h"
+#include "penstock/program/interpreter/operator_checks.h"
 #include "penstock/tensor/autocast_scope.h"
 #include "penstock/tensor/random_scope.h"
 #include "penstock/tensor/reason.h"
@@ -20,7 +22,7 @@
 namespace penstock::internal {
 namespace {
 
-// What holds around a row of nodes.
+// Sets grad mode and autocast for consecutive nodes of a region.
 class RegionScope {
  public:
   explicit RegionScope(const Region& region) {
@@ -48,36 +50,39 @@ c10::IValue converted(c10::IValue value, Operand::Conversion conversion) {
 
 }  // namespace
 
-struct Code::Call {
-  // An operand with places instead of values.
+struct Interpreter::Call {
+  // An operand with slots instead of values.
   struct Argument {
     c10::IValue constant;
-    int place = -1;
-    // The last use of what is there.
-    bool last = false;
+    int slot = -1;
+    // True if nothing reads the slot afterwards, so that its content can be moved.
+    bool is_last_use = false;
     Operand::Conversion conversion = Operand::Conversion::None;
     Operand::ListKind list = Operand::ListKind::None;
     std::vector<Argument> elements = {};
   };
 
   int node = 0;
+  // Null if the operator needs no check.
+  ArgumentCheck check = nullptr;
   std::vector<Argument> arguments = {};
+  // Results with slots instead of values.
   std::vector<Node::Result> results = {};
-  // What is used no more after this, and was not taken as a last use.
+  // Slots of results that nothing reads.
   std::vector<int> released = {};
   std::optional<EvaluationChange> in_evaluation = std::nullopt;
 };
 
-struct Code::Plan {
+struct Interpreter::Plan {
   std::shared_ptr<const Graph> graph;
-  // What the places hold when a run begins; inputs go to the first.
+  // Initial content of the slots. The inputs are in the first slots.
   std::vector<c10::IValue> initial;
   std::size_t inputs = 0;
   std::vector<Call> calls;
   std::vector<Call::Argument> outputs;
 
-  static c10::IValue take(const Call::Argument& argument, std::vector<c10::IValue>& places);
-  void run(const Call& call, std::vector<c10::IValue>& places, torch::jit::Stack& stack, bool training) const;
+  static c10::IValue load(const Call::Argument& argument, std::vector<c10::IValue>& slots);
+  void run(const Call& call, std::vector<c10::IValue>& slots, torch::jit::Stack& stack, bool training) const;
 };
 
 namespace {
@@ -92,41 +97,42 @@ c10::IValue list_of(const auto& arguments, Convert convert) {
 
 }  // namespace
 
-c10::IValue Code::Plan::take(const Call::Argument& argument, std::vector<c10::IValue>& places) {
-  const auto element = [&](const Call::Argument& one) { return take(one, places); };
+c10::IValue Interpreter::Plan::load(const Call::Argument& argument, std::vector<c10::IValue>& slots) {
+  const auto element = [&](const Call::Argument& item) { return load(item, slots); };
   switch (argument.list) {
     case Operand::ListKind::None: break;
     case Operand::ListKind::Tensors:
-      return list_of<at::Tensor>(argument.elements, [&](const Call::Argument& one) { return element(one).toTensor(); });
+      return list_of<at::Tensor>(argument.elements,
+                                 [&](const Call::Argument& item) { return element(item).toTensor(); });
     case Operand::ListKind::OptionalTensors:
       return list_of<std::optional<at::Tensor>>(
-          argument.elements, [&](const Call::Argument& one) { return element(one).toOptional<at::Tensor>(); });
+          argument.elements, [&](const Call::Argument& item) { return element(item).toOptional<at::Tensor>(); });
     case Operand::ListKind::Ints:
       return list_of<std::int64_t>(argument.elements,
-                                   [&](const Call::Argument& one) { return element(one).toScalar().toLong(); });
+                                   [&](const Call::Argument& item) { return element(item).toScalar().toLong(); });
     case Operand::ListKind::Floats:
       return list_of<double>(argument.elements,
-                             [&](const Call::Argument& one) { return element(one).toScalar().toDouble(); });
+                             [&](const Call::Argument& item) { return element(item).toScalar().toDouble(); });
     case Operand::ListKind::Bools:
       return list_of<bool>(argument.elements,
-                           [&](const Call::Argument& one) { return element(one).toScalar().toBool(); });
+                           [&](const Call::Argument& item) { return element(item).toScalar().toBool(); });
   }
-  if (argument.place < 0) return argument.constant;
-  c10::IValue& place = places[static_cast<std::size_t>(argument.place)];
-  return converted(argument.last ? std::move(place) : place, argument.conversion);
+  if (argument.slot < 0) return argument.constant;
+  c10::IValue& slot = slots[static_cast<std::size_t>(argument.slot)];
+  return converted(argument.is_last_use ? std::move(slot) : slot, argument.conversion);
 }
 
-void Code::Plan::run(const Call& call, std::vector<c10::IValue>& places, torch::jit::Stack& stack,
-                     bool training) const {
+void Interpreter::Plan::run(const Call& call, std::vector<c10::IValue>& slots, torch::jit::Stack& stack,
+                            bool training) const {
   const Node& node = graph->nodes[static_cast<std::size_t>(call.node)];
   stack.clear();
-  for (const Call::Argument& argument : call.arguments) stack.push_back(take(argument, places));
+  for (const Call::Argument& argument : call.arguments) stack.push_back(load(argument, slots));
   if (!training && call.in_evaluation) {
     for (const auto& [index, operand] : call.in_evaluation->operands) stack[index] = operand;
   }
   if (const auto* handle = std::get_if<c10::OperatorHandle>(&node.function)) {
     if (training || !call.in_evaluation || !call.in_evaluation->skipped) {
-      if (node.check != nullptr) node.check(stack);
+      if (call.check != nullptr) call.check(stack);
       handle->callBoxed(&stack);
     }
   } else {
@@ -137,95 +143,98 @@ void Code::Plan::run(const Call& call, std::vector<c10::IValue>& places, torch::
   for (std::size_t i = 0; i < call.results.size(); ++i) {
     const Node::Result& result = call.results[i];
     if (!result.is_list) {
-      for (const int place : result.values) {
-        if (place >= 0) places[static_cast<std::size_t>(place)] = std::move(stack[i]);
+      for (const int slot : result.values) {
+        if (slot >= 0) slots[static_cast<std::size_t>(slot)] = std::move(stack[i]);
       }
       continue;
     }
     const auto list = std::move(stack[i]).toList();
     if (list.size() != result.values.size()) {
-      throw ProgramError("gave " + std::to_string(list.size()) + " values, and " +
-                         std::to_string(result.values.size()) + " when it was exported.");
+      throw ProgramError(
+          concat("returned ", list.size(), " values, expected ", result.values.size(), ", as in the export."));
     }
     for (std::size_t k = 0; k < result.values.size(); ++k) {
-      if (result.values[k] >= 0) places[static_cast<std::size_t>(result.values[k])] = list.get(k);
+      if (result.values[k] >= 0) slots[static_cast<std::size_t>(result.values[k])] = list.get(k);
     }
   }
   stack.clear();
-  for (const int place : call.released) places[static_cast<std::size_t>(place)] = c10::IValue();
+  for (const int slot : call.released) slots[static_cast<std::size_t>(slot)] = c10::IValue();
 }
 
-Code::Code(std::shared_ptr<const Graph> graph, std::span<const int> nodes, std::span<const int> inputs,
-           std::vector<Held> held, std::span<const Operand> outputs) {
+Interpreter::Interpreter(std::shared_ptr<const Graph> graph, std::span<const int> nodes, std::span<const int> inputs,
+                         std::vector<Weight> weights, std::span<const Operand> outputs) {
   auto plan = std::make_unique<Plan>();
-  std::unordered_map<int, int> places;
-  const auto add_place = [&](int value, c10::IValue content) {
-    const auto [at, is_new] = places.try_emplace(value, static_cast<int>(plan->initial.size()));
+  std::unordered_map<int, int> slots;
+  const auto add_slot = [&](int value, c10::IValue content) {
+    const auto [at, is_new] = slots.try_emplace(value, static_cast<int>(plan->initial.size()));
     if (is_new) plan->initial.push_back(std::move(content));
     return at->second;
   };
   for (const int value : inputs) {
-    // One that is given twice has a place that nobody reads.
-    if (places.contains(value)) {
+    // An input that occurs twice gets a second slot, which nothing reads.
+    if (slots.contains(value)) {
       plan->initial.emplace_back();
     } else {
-      add_place(value, {});
+      add_slot(value, {});
     }
   }
   plan->inputs = inputs.size();
-  const std::size_t first_held = plan->initial.size();
-  for (Held& one : held) add_place(one.value, std::move(one.content));
-  const std::size_t end_held = plan->initial.size();
+  const std::size_t weights_begin = plan->initial.size();
+  for (Weight& weight : weights) add_slot(weight.value, std::move(weight.content));
+  const std::size_t weights_end = plan->initial.size();
 
   const auto argument_of = [&](const Operand& operand, const auto& self) -> Call::Argument {
     Call::Argument argument{.constant = operand.constant, .conversion = operand.conversion, .list = operand.list};
     if (operand.is_value()) {
-      const auto place = places.find(operand.value);
-      if (place == places.end()) {
-        throw ProgramError("value '" + graph->values[static_cast<std::size_t>(operand.value)].name +
-                           "' is used where nothing has made it.");
+      const auto slot = slots.find(operand.value);
+      if (slot == slots.end()) {
+        throw ProgramError(concat("value '", graph->values[static_cast<std::size_t>(operand.value)].name,
+                                  "' is used before it is produced."));
       }
-      argument.place = place->second;
+      argument.slot = slot->second;
     }
     for (const Operand& element : operand.elements) argument.elements.push_back(self(element, self));
     const bool is_fixed =
         argument.list != Operand::ListKind::None && std::ranges::all_of(operand.elements, &Operand::is_constant);
     if (!is_fixed) return argument;
-    // A list of constants is made once.
+    // A list of constants is built once.
     std::vector<c10::IValue> none;
-    return {.constant = Plan::take(argument, none)};
+    return {.constant = Plan::load(argument, none)};
   };
   for (const int number : nodes) {
     const Node& node = graph->nodes[static_cast<std::size_t>(number)];
     Call call{.node = number};
     for (const Operand& operand : node.operands) call.arguments.push_back(argument_of(operand, argument_of));
+    if (const auto* handle = std::get_if<c10::OperatorHandle>(&node.function)) {
+      call.check = find_argument_check(handle->operator_name());
+    }
     call.in_evaluation = evaluation_change(*graph, node);
     for (const Node::Result& result : node.results) {
-      Node::Result placed{.is_list = result.is_list};
-      for (const int value : result.values) placed.values.push_back(value < 0 ? -1 : add_place(value, {}));
-      call.results.push_back(std::move(placed));
+      Node::Result slotted{.is_list = result.is_list};
+      for (const int value : result.values) slotted.values.push_back(value < 0 ? -1 : add_slot(value, {}));
+      call.results.push_back(std::move(slotted));
     }
     plan->calls.push_back(std::move(call));
   }
   for (const Operand& output : outputs) plan->outputs.push_back(argument_of(output, argument_of));
 
-  // From the end: the first time that a place is met is its last use.
+  // Walks backwards: the first use of a slot on this walk is its last in a run.
   std::vector<bool> used(plan->initial.size(), false);
-  for (std::size_t place = first_held; place < end_held; ++place) used[place] = true;
+  for (std::size_t slot = weights_begin; slot < weights_end; ++slot) used[slot] = true;
   const auto mark = [&](Call::Argument& argument, const auto& self) -> void {
     for (auto element = argument.elements.rbegin(); element != argument.elements.rend(); ++element) {
       self(*element, self);
     }
-    if (argument.place < 0) return;
-    const auto place = static_cast<std::size_t>(argument.place);
-    argument.last = !used[place];
-    used[place] = true;
+    if (argument.slot < 0) return;
+    const auto slot = static_cast<std::size_t>(argument.slot);
+    argument.is_last_use = !used[slot];
+    used[slot] = true;
   };
   for (auto output = plan->outputs.rbegin(); output != plan->outputs.rend(); ++output) mark(*output, mark);
   for (auto call = plan->calls.rbegin(); call != plan->calls.rend(); ++call) {
     for (const Node::Result& result : call->results) {
-      for (const int place : result.values) {
-        if (place >= 0 && !used[static_cast<std::size_t>(place)]) call->released.push_back(place);
+      for (const int slot : result.values) {
+        if (slot >= 0 && !used[static_cast<std::size_t>(slot)]) call->released.push_back(slot);
       }
     }
     for (auto argument = call->arguments.rbegin(); argument != call->arguments.rend(); ++argument) {
@@ -236,22 +245,21 @@ Code::Code(std::shared_ptr<const Graph> graph, std::span<const int> nodes, std::
   plan_ = std::move(plan);
 }
 
-Code::~Code() = default;
-Code::Code(Code&&) noexcept = default;
-Code& Code::operator=(Code&&) noexcept = default;
+Interpreter::~Interpreter() = default;
+Interpreter::Interpreter(Interpreter&&) noexcept = default;
+Interpreter& Interpreter::operator=(Interpreter&&) noexcept = default;
 
-std::vector<c10::IValue> Code::run(std::vector<c10::IValue> inputs, const Mode& mode) const {
+std::vector<c10::IValue> Interpreter::run(std::vector<c10::IValue> inputs, const Mode& mode) const {
   if (inputs.size() != plan_->inputs) {
-    throw ProgramError("was given " + std::to_string(inputs.size()) + " inputs, and takes " +
-                       std::to_string(plan_->inputs) + ".");
+    throw ProgramError(concat("found ", inputs.size(), " inputs, expected ", plan_->inputs, "."));
   }
-  std::vector<c10::IValue> places = plan_->initial;
-  std::move(inputs.begin(), inputs.end(), places.begin());
+  std::vector<c10::IValue> slots = plan_->initial;
+  std::move(inputs.begin(), inputs.end(), slots.begin());
   inputs.clear();
   const Graph& graph = *plan_->graph;
-  const bool has_random_numbers = RandomScope::is_open();
-  std::optional<AutocastScope> around;
-  if (mode.autocast) around.emplace(mode.autocast->device, mode.autocast->dtype, mode.autocast->enabled);
+  const bool is_seeded = RandomScope::is_open();
+  std::optional<AutocastScope> autocast;
+  if (mode.autocast) autocast.emplace(mode.autocast->device, mode.autocast->dtype, mode.autocast->enabled);
   std::optional<RegionScope> scope;
   int region = 0;
   torch::jit::Stack stack;
@@ -263,18 +271,18 @@ std::vector<c10::IValue> Code::run(std::vector<c10::IValue> inputs, const Mode& 
       if (region != 0) scope.emplace(graph.regions[static_cast<std::size_t>(region)]);
     }
     std::optional<RandomScope> random;
-    if (has_random_numbers) random.emplace(call.node);
+    if (is_seeded) random.emplace(call.node);
     try {
-      plan_->run(call, places, stack, mode.training);
-      if (mode.after) mode.after(call.node);
+      plan_->run(call, slots, stack, mode.training);
+      if (mode.after_node) mode.after_node(call.node);
     } catch (const std::exception& error) {
-      throw ProgramError(describe(graph, node) + ": " + reason_of(error));
+      throw ProgramError(concat(describe(graph, node), ": ", reason_of(error)));
     }
   }
   scope.reset();
   std::vector<c10::IValue> outputs;
   outputs.reserve(plan_->outputs.size());
-  for (const Call::Argument& output : plan_->outputs) outputs.push_back(Plan::take(output, places));
+  for (const Call::Argument& output : plan_->outputs) outputs.push_back(Plan::load(output, slots));
   return outputs;
 }
 

@@ -1,5 +1,5 @@
-// A part of a graph, ready to run: a list of calls with places for their values, so that running it looks up nothing by
-// name, and lets go of each value after its last use.
+// Runs nodes of a graph. Construction compiles them to a list of calls on numbered slots, so that a run looks up
+// nothing by name and frees each value after its last use.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -15,32 +15,32 @@
 
 namespace penstock::internal {
 
-class Code {
+class Interpreter {
  public:
-  // Runs `nodes` of the graph, in this order, on `inputs`. What they take besides comes from `held`: parameters, buffers
-  // and constants, which stay. Throws ProgramError for a value that nothing makes.
-  struct Held {
+  // A parameter, buffer or constant, which stays alive between runs.
+  struct Weight {
     int value = 0;
     c10::IValue content;
   };
-  Code(std::shared_ptr<const Graph> graph, std::span<const int> nodes, std::span<const int> inputs,
-       std::vector<Held> held, std::span<const Operand> outputs);
-  ~Code();
-  Code(const Code&) = delete;
-  Code& operator=(const Code&) = delete;
-  Code(Code&&) noexcept;
-  Code& operator=(Code&&) noexcept;
+  // Runs `nodes`, in this order, on `inputs` and `weights`. Throws ProgramError for a value that nothing produces.
+  Interpreter(std::shared_ptr<const Graph> graph, std::span<const int> nodes, std::span<const int> inputs,
+              std::vector<Weight> weights, std::span<const Operand> outputs);
+  ~Interpreter();
+  Interpreter(const Interpreter&) = delete;
+  Interpreter& operator=(const Interpreter&) = delete;
+  Interpreter(Interpreter&&) noexcept;
+  Interpreter& operator=(Interpreter&&) noexcept;
 
   struct Mode {
-    // Whether dropout drops and batch normalisation learns, where the export says that they do.
+    // False turns off dropout and the updates of batch normalisation where the export has them on.
     bool training = true;
-    // Around all of it; regions of the program's own hold inside.
+    // Autocast around the whole run. Autocast regions of the program are nested in it.
     std::optional<Region::Autocast> autocast = std::nullopt;
-    // Called with the number of each node after it, by who measures.
-    std::function<void(int node)> after = nullptr;
+    // Called with the index of each node after it has run, to measure it.
+    std::function<void(int node)> after_node = nullptr;
   };
-  // Any number of threads may run it at once. In a RandomScope each node has a scope of its own. Throws what operators
-  // throw as ProgramError, which names the node and its module.
+  // Runs the nodes and returns the outputs. Any number of threads may call it at once. Inside a RandomScope each node
+  // has a nested scope. Rethrows an operator's exception as ProgramError, which names the node and its module.
   std::vector<c10::IValue> run(std::vector<c10::IValue> inputs, const Mode& mode) const;
 
  private:

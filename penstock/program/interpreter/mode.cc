@@ -17,12 +17,12 @@ void for_each_argument(const Node& node, Visit visit) {
   for (std::size_t i = 0; i < arguments.size(); ++i) visit(std::string_view(arguments[i].name()), i);
 }
 
-// A flag by which an operator trains: that of dropout, recurrent networks and normalisations.
-bool is_flag(std::string_view name) {
+// Returns true for the training flag of dropout, recurrent networks and normalisations.
+bool is_training_flag(std::string_view name) {
   return name == "train" || name == "training" || name == "use_input_stats";
 }
 
-// Normalisations without statistics of their own take those of the batch in both modes.
+// Returns true for a normalisation without running statistics, which uses those of the batch in both modes.
 bool has_no_statistics(const Node& node) {
   bool none = node.operator_name().find("norm") != std::string::npos;
   for_each_argument(node, [&](std::string_view name, std::size_t) { none = none && name != "running_mean"; });
@@ -46,8 +46,8 @@ std::optional<bool> exported_mode(const Node& node) {
   if (has_no_statistics(node)) return training;
   for_each_argument(node, [&](std::string_view name, std::size_t index) {
     const c10::IValue& operand = node.operands[index].constant;
-    if (is_flag(name) && operand.isBool()) training = operand.toBool();
-    // No dropout in attention says nothing: a model may have none.
+    if (is_training_flag(name) && operand.isBool()) training = operand.toBool();
+    // A probability of 0 says nothing about the mode: the model may have no dropout.
     if (name == "dropout_p" && operand.isDouble() && operand.toDouble() > 0) training = true;
   });
   return training;
@@ -62,7 +62,7 @@ std::optional<EvaluationChange> evaluation_change(const Graph& graph, const Node
   if (!has_no_statistics(node)) {
     for_each_argument(node, [&](std::string_view name, std::size_t index) {
       const c10::IValue& operand = node.operands[index].constant;
-      if (is_flag(name) && operand.isBool() && operand.toBool()) change.operands.emplace_back(index, false);
+      if (is_training_flag(name) && operand.isBool() && operand.toBool()) change.operands.emplace_back(index, false);
       if (name == "dropout_p" && operand.isDouble() && operand.toDouble() > 0) change.operands.emplace_back(index, 0.0);
     });
   }

@@ -1,4 +1,4 @@
-// Training and evaluation: what an export has baked into its nodes, and how to switch it.
+// Training and evaluation mode. An export has the mode baked into its nodes; this finds and switches it.
 #pragma once
 
 #include <cstdint>
@@ -10,24 +10,24 @@
 
 namespace penstock::internal {
 
-// How a node differs in evaluation from training.
+// The changes to a node in evaluation mode.
 struct EvaluationChange {
-  // It does nothing, such as the count of batches that a batch normalisation has seen.
+  // True if the node does not run, such as the one that increments num_batches_tracked.
   bool skipped = false;
-  // Operands that are others: their numbers, and what they are.
+  // Operands that change: their index and new value.
   std::vector<std::pair<std::size_t, c10::IValue>> operands = {};
 };
 
-// Of a node that was exported in training mode; none if it is the same in both.
+// Returns the changes to a node that was exported in training mode; none if it is the same in both modes.
 std::optional<EvaluationChange> evaluation_change(const Graph& graph, const Node& node);
 
-// What a node says of the mode that it was exported in: true for training. None for most nodes.
+// Returns the mode that a node was exported in, true for training; none if the node does not depend on it.
 std::optional<bool> exported_mode(const Node& node);
 
-// Whether a node drops at random without a flag that says when: so does dropout in an export that has taken it apart.
+// Returns true for a node that drops elements at random without a training flag, as in a decomposed dropout.
 bool drops_in_both_modes(const Node& node);
 
-// Whether a buffer counts what a batch normalisation has seen, by its name.
+// Returns true if a buffer is the num_batches_tracked of a batch normalisation, by its name.
 bool counts_batches(const std::string& buffer);
 
 }  // namespace penstock::internal

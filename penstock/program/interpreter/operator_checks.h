@@ -1,5 +1,6 @@
-// Checks of arguments that libtorch's kernels trust: with other ones, they read or write beyond the memory of a tensor, or end
-// the process. Found by calling operators with random arguments on guarded memory (tests/program/operator_fuzz.cc).
+// Checks of arguments that libtorch's kernels trust: with other arguments they access memory out of bounds or terminate
+// the process. They were found by calling operators with random arguments on guarded memory
+// (tests/program/operator_fuzz.cc).
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -9,8 +10,8 @@
 
 namespace penstock::internal {
 
-// Throws ProgramError for arguments that the operator must not be called with; it may replace one by an equal one that is
-// safe, such as a contiguous copy. The arguments are those of the operator's schema.
+// Throws ProgramError for arguments that the operator must not be called with. May replace an argument by an equal one
+// that is safe, such as a contiguous copy. The arguments are those of the operator's schema.
 using ArgumentCheck = void (*)(std::span<c10::IValue> arguments);
 
 // Returns the check of an operator, or null if it needs none.

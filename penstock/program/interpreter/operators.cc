@@ -61,7 +61,7 @@ bool fits(ValueKind kind, const c10::Type& type) {
 
 Operand list_of(Operand operand, const c10::Argument& argument, Operand::ListKind kind) {
   Operand list{.list = kind};
-  // torch.ops takes one number for a list of known length: each of its elements.
+  // For a list of known length, torch.ops takes a single number for all elements.
   list.elements.assign(static_cast<std::size_t>(std::clamp(argument.N().value_or(1), 1, 16)), std::move(operand));
   return list;
 }
@@ -127,7 +127,7 @@ Operand adapted(Operand operand, const c10::Argument& argument) {
       if (operand.list == Operand::ListKind::Tensors && kind == c10::TypeKind::OptionalType) {
         operand.list = Operand::ListKind::OptionalTensors;
       }
-      // An empty list, or one of integers, stands for any kind of list.
+      // The export writes lists of integers where the schema has another kind: empty lists, and integral floats.
       if (operand.list == Operand::ListKind::Ints && kind == c10::TypeKind::FloatType) {
         operand.list = Operand::ListKind::Floats;
       }
@@ -157,7 +157,7 @@ bool fits(const Operand& operand, const c10::Type& type, const Graph& graph) {
   if (list == nullptr) return type.kind() == c10::TypeKind::AnyType;
   const bool floats = list->getElementType()->kind() == c10::TypeKind::FloatType;
   return std::all_of(operand.elements.begin(), operand.elements.end(), [&](const Operand& element) {
-    // Integers become floats in a list of floats.
+    // A list of floats converts integers.
     return (floats && element.is_constant() && is_number(element.constant)) ||
            fits(element, *list->getElementType(), graph);
   });

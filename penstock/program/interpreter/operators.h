@@ -1,5 +1,4 @@
-// What the nodes of an export call: operators of the dispatcher, and Python's own arithmetic on numbers, which sizes are
-// computed with.
+// Resolves the callees of nodes: operators of the dispatcher, and Python's arithmetic on numbers.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -14,12 +13,12 @@
 
 namespace penstock::internal {
 
-// By the export's name for it; none for one that is not there.
+// Returns the function with this name in exports; none if this process does not have it.
 std::optional<std::variant<c10::OperatorHandle, Arithmetic>> find_function(std::string_view target);
 
-// An operand as an argument of this type takes it: a number becomes a tensor, a float or a list where one is expected.
+// Converts an operand to the type of an argument, as torch.ops does: a number becomes a tensor, a float or a list.
 Operand adapted(Operand operand, const c10::Argument& argument);
-// Whether it can be an argument of this type: one that cannot would end in an assertion inside of libtorch.
+// Returns true if an operand can be an argument of this type. Any other would fail an assertion in libtorch.
 bool fits(const Operand& operand, const c10::Type& type, const Graph& graph);
 
 }  // namespace penstock::internal

@@ -1,40 +1,54 @@
-// What the copies of a Program, and the stages that it is cut into, have in common.
+// The state that copies of a Program and the stages of its Pipes share.
 #pragma once
 
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "penstock/program/interpreter/interpreter.h"
 #include "penstock/program/interpreter/subgraph.h"
 #include "penstock/program/program.h"
+#include "penstock/program/reader/archive.h"
+#include "penstock/program/reader/exported_program.h"
+#include "penstock/tensor/named_tensors.h"
 #include "penstock/tensor/state_dict.h"
 
-namespace penstock {
+namespace penstock::internal {
 
-struct Program::State {
+struct ProgramState {
+  // Path of the file, or the name that was given for bytes in memory.
   std::string name;
-  std::shared_ptr<const Exported> exported;
-  // By name; what is one tensor in the model is one here.
+  // Checksum of the file; none if the program was read from memory.
+  std::optional<std::uint32_t> archive_checksum;
+  std::shared_ptr<const ExportedProgram> exported;
+  // Parameters, buffers and constants by name. Names that are tied in the model share one tensor.
   std::map<std::string, at::Tensor> weights;
-  // The archive's records that the weights lie in, as bytes that share their memory.
+  // Records of the archive that contain the weights, as byte tensors that share storage with them.
   std::map<std::string, at::Tensor> weight_records;
-  // None if nothing in the program differs between the two.
+  // None if no node depends on the mode.
   std::optional<bool> exported_in_training;
-  std::shared_ptr<Code::Mode> mode = std::make_shared<Code::Mode>();
-  std::shared_ptr<const Part> whole;
+  std::shared_ptr<Interpreter::Mode> mode = std::make_shared<Interpreter::Mode>();
+  // The whole program.
+  std::shared_ptr<const Subgraph> whole;
 
-  // Null for what the user gives.
+  // Returns null for an input that is no parameter, buffer or constant.
   const at::Tensor* find_tensor(const ProgramInput& input) const;
-  c10::IValue number_for(const ProgramInput& input, const c10::IValue& given) const;
+  // Returns element 0 of a tensor with one element where the program takes a tensor without dimensions: that is what a
+  // microbatch of a batch of such tensors looks like. Returns any other argument itself.
+  c10::IValue scalar_argument(const ProgramInput& input, const c10::IValue& given) const;
   NamedTensors tensors_of(ProgramInput::Kind kind) const;
-  // Parameters and buffers, each tensor once with all its names.
+  // Returns the parameters and buffers, each tensor once with all its names.
   std::vector<ModelTensor> model_tensors() const;
-  // All of it, with buffers of its own.
-  std::shared_ptr<const Part> part_on_copies(std::shared_ptr<const Code::Mode> own_mode) const;
-  // What is to be done at the end for an output that is not the user's.
-  Part::Write write_of(const ProgramOutput& output) const;
+  // Returns the whole program on copies of its buffers.
+  std::shared_ptr<const Subgraph> subgraph_on_copies(std::shared_ptr<const Interpreter::Mode> own_mode) const;
+  // Returns the write to a buffer, a parameter or an input that an output stands for.
+  Subgraph::Write write_of(const ProgramOutput& output) const;
 };
 
-}  // namespace penstock
+// Reads a program. Throws ProgramError.
+std::shared_ptr<ProgramState> read_program_state(const Archive& archive, const ProgramOptions& options);
+
+}  // namespace penstock::internal

@@ -20,7 +20,7 @@
 namespace penstock::internal {
 namespace {
 
-// By stage: the microbatches in the order in which their gradients come.
+// Returns for each stage the microbatches in the order of their weight gradients.
 std::vector<std::vector<int>> gradient_order(const Schedule& schedule) {
   std::vector<std::vector<int>> order(static_cast<std::size_t>(schedule.stages()));
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
@@ -54,19 +54,19 @@ at::Tensor sum_of_means(const c10::IValue& output) {
   return loss;
 }
 
-WholeRun run_whole(const Pipe& pipe, const Schedule& schedule, std::span<const Arguments> microbatches,
-                   const WholeRunOptions& options) {
+ReferenceRun run_reference(const Pipe& pipe, const Schedule& schedule, std::span<const Arguments> microbatches,
+                           const ReferenceRunOptions& options) {
   const IntraOpThreads threads(options.intra_op_threads);
   const NamedTensors parameters = pipe.program().parameters();
-  std::vector<at::Tensor> learning;
+  std::vector<at::Tensor> trainable;
   std::vector<std::string> names;
   for (const auto& [name, parameter] : parameters) {
     if (!parameter.requires_grad()) continue;
-    learning.push_back(parameter);
+    trainable.push_back(parameter);
     names.push_back(name);
   }
-  WholeRun result;
-  // By microbatch and parameter.
+  ReferenceRun result;
+  // Indexed by microbatch and parameter.
   std::vector<std::vector<at::Tensor>> gradients;
   for (std::size_t i = 0; i < microbatches.size(); ++i) {
     if (options.is_cancelled()) return result;
@@ -74,17 +74,17 @@ WholeRun run_whole(const Pipe& pipe, const Schedule& schedule, std::span<const A
     const Arguments arguments = copied(microbatches[i]);
     const c10::IValue output = pipe.program().run(arguments.args, arguments.kwargs);
     const at::Tensor loss = options.loss(output);
-    auto& own = gradients.emplace_back(learning.size());
-    if (loss.requires_grad() && !learning.empty()) {
+    auto& contributions = gradients.emplace_back(trainable.size());
+    if (loss.requires_grad() && !trainable.empty()) {
       const at::Tensor seed = at::ones_like(loss) / static_cast<double>(microbatches.size());
-      own = torch::autograd::grad({loss}, learning, {seed}, /*retain_graph=*/false, /*create_graph=*/false,
-                                  /*allow_unused=*/true);
+      contributions = torch::autograd::grad({loss}, trainable, {seed}, /*retain_graph=*/false, /*create_graph=*/false,
+                                            /*allow_unused=*/true);
     }
     result.outputs.push_back(flatten_args_detach(output).value);
     result.losses.push_back(loss.detach());
   }
   const std::vector<std::vector<int>> order = gradient_order(schedule);
-  // The first stage that has a parameter says in which order.
+  // The first stage that has a parameter determines the order of its sum.
   std::map<std::string, int> stage_of;
   for (int stage = pipe.num_stages() - 1; stage >= 0; --stage) {
     for (const auto& [name, tensor] : pipe.state_dict(stage)) stage_of[name] = stage;
@@ -94,11 +94,11 @@ WholeRun run_whole(const Pipe& pipe, const Schedule& schedule, std::span<const A
     at::Tensor sum;
     std::vector<at::Tensor> largest;
     for (const int microbatch : order[static_cast<std::size_t>(stage_of.at(names[i]))]) {
-      const at::Tensor& one = gradients[static_cast<std::size_t>(microbatch)][i];
-      if (!one.defined()) continue;
-      sum = sum.defined() ? sum + one : one.clone();
-      if (one.numel() > 0) {
-        largest.push_back(at::linalg_vector_norm(dense(one), std::numeric_limits<double>::infinity()));
+      const at::Tensor& contribution = gradients[static_cast<std::size_t>(microbatch)][i];
+      if (!contribution.defined()) continue;
+      sum = sum.defined() ? sum + contribution : contribution.clone();
+      if (contribution.numel() > 0) {
+        largest.push_back(at::linalg_vector_norm(dense(contribution), std::numeric_limits<double>::infinity()));
       }
     }
     if (!largest.empty()) result.largest_contributions[names[i]] = at::stack(largest).max().item<double>();

@@ -1,4 +1,4 @@
-// What one process computes for the microbatches of a step: the measure of every pipeline.
+// The reference run: what one process computes for the microbatches of a step. A pipeline has to give the same.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,35 +17,35 @@
 
 namespace penstock::internal {
 
-// The loss of an output about which nothing is known: the sum of the means of its floating-point tensors.
+// Returns the default loss for an output of unknown meaning: the sum of the means of its floating-point tensors.
 at::Tensor sum_of_means(const c10::IValue& output);
 
-struct WholeRunOptions {
-  // Of a microbatch's output.
+struct ReferenceRunOptions {
+  // Loss of a microbatch.
   std::function<at::Tensor(const c10::IValue& output)> loss = sum_of_means;
-  // Of operators: their number changes how sums are rounded.
+  // Number of threads that an operator uses. It affects the rounding of sums.
   int intra_op_threads = 1;
-  // See RandomScope.
+  // Seed and step of the random numbers: see RandomScope.
   std::uint64_t seed = 0;
   std::int64_t step = 0;
-  // Asked before each microbatch: once it returns true, the run ends with what it has.
+  // Called before each microbatch. When it returns true, the run ends with the results so far.
   std::function<bool()> is_cancelled = [] { return false; };
 };
 
-struct WholeRun {
-  // By microbatch. Detached.
+struct ReferenceRun {
+  // Outputs and losses by microbatch, detached.
   std::vector<c10::IValue> outputs;
   std::vector<at::Tensor> losses;
-  // By the model's own names, dense; without those of parameters that got none.
+  // Dense gradients by the model's names. Parameters without gradient are missing.
   TensorsByName gradients;
-  // Largest absolute element that one microbatch contributed to each of them: the scale at which they were rounded.
+  // Largest absolute element that a microbatch contributed to each gradient, which is the scale of its rounding errors.
   std::map<std::string, double> largest_contributions;
 };
 
-// Runs the program on one microbatch after the other, in this thread, with the backward of loss / microbatches; and adds
-// up the gradients of each stage's parameters in the order in which the schedule computes them there. What has a gradient
-// already keeps it as it is, and so do the arguments, although a program may write to them.
-WholeRun run_whole(const Pipe& pipe, const Schedule& schedule, std::span<const Arguments> microbatches,
-                   const WholeRunOptions& options);
+// Runs the program on one microbatch after the other, in this thread, with the backward of loss / microbatches. Sums
+// the gradients of each parameter in the order in which the schedule computes them in the parameter's first stage.
+// Existing gradients and the arguments are unchanged, even if the program writes to its arguments.
+ReferenceRun run_reference(const Pipe& pipe, const Schedule& schedule, std::span<const Arguments> microbatches,
+                           const ReferenceRunOptions& options);
 
 }  // namespace penstock::internal

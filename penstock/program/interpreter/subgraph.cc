@@ -6,32 +6,33 @@
 #include <algorithm>
 #include <string>
 
+#include "penstock/base/text.h"
 #include "penstock/program/error.h"
 #include "penstock/program/interpreter/mode.h"
 
 namespace penstock::internal {
 namespace {
 
-// What nodes write to in place is written at the end, like what comes out of the program for it.
-void add_writes_in_place(const Exported& exported, Part::Contents& contents) {
+// Turns mutations in place into writes at the end of the run, like the mutations that the export has as outputs.
+void add_writes_in_place(const ExportedProgram& exported, Subgraph::Contents& contents) {
   const Graph& graph = exported.graph;
   const Effects& effects = exported.effects;
   for (const int number : contents.nodes) {
     const bool in_training_only = evaluation_change(graph, graph.nodes[static_cast<std::size_t>(number)]).has_value();
     for (const int value : effects.writes[static_cast<std::size_t>(number)]) {
       const int root = effects.root_of(value);
-      Part::Write write{.operand = {.value = root}, .in_training_only = in_training_only};
+      Subgraph::Write write{.operand = {.value = root}, .in_training_only = in_training_only};
       const auto input = std::ranges::find(contents.inputs, root);
-      const auto held = std::ranges::find(contents.held, root, &std::pair<int, at::Tensor>::first);
+      const auto weight = std::ranges::find(contents.weights, root, &std::pair<int, at::Tensor>::first);
       if (input != contents.inputs.end() && contents.inputs_are_given) {
         write.input = static_cast<int>(input - contents.inputs.begin());
-      } else if (held != contents.held.end()) {
+      } else if (weight != contents.weights.end()) {
         write.value = root;
       } else {
         continue;
       }
-      const auto known = std::ranges::find_if(contents.writes, [&](const Part::Write& one) {
-        return one.value == write.value && one.input == write.input;
+      const auto known = std::ranges::find_if(contents.writes, [&](const Subgraph::Write& other) {
+        return other.value == write.value && other.input == write.input;
       });
       if (known == contents.writes.end()) {
         contents.writes.push_back(write);
@@ -42,33 +43,37 @@ void add_writes_in_place(const Exported& exported, Part::Contents& contents) {
   }
 }
 
-// What is written to comes in as an input, in the order of the writes; what is written goes out behind the outputs.
-Code code_of(const std::shared_ptr<const Exported>& exported, Part::Contents& contents,
-             std::vector<at::Tensor>& written) {
+// Builds an interpreter that takes the written tensors as additional inputs, in the order of the writes, and returns
+// their new content after the outputs.
+Interpreter interpreter_of(const std::shared_ptr<const ExportedProgram>& exported, Subgraph::Contents& contents,
+                           std::vector<at::Tensor>& written) {
   add_writes_in_place(*exported, contents);
   std::vector<int> inputs = contents.inputs;
-  std::vector<Code::Held> held;
-  for (const auto& [value, tensor] : contents.held) held.push_back({value, tensor});
-  for (const Part::Write& write : contents.writes) {
-    const auto target = std::ranges::find(held, write.value, &Code::Held::value);
-    if (target == held.end()) continue;
+  std::vector<Interpreter::Weight> weights;
+  for (const auto& [value, tensor] : contents.weights) weights.push_back({value, tensor});
+  for (const Subgraph::Write& write : contents.writes) {
+    const auto target = std::ranges::find(weights, write.value, &Interpreter::Weight::value);
+    if (target == weights.end()) continue;
     inputs.push_back(write.value);
     written.push_back(target->content.toTensor());
-    held.erase(target);
+    weights.erase(target);
   }
   std::vector<Operand> outputs = contents.outputs;
-  for (const Part::Write& write : contents.writes) outputs.push_back(write.operand);
-  return {{exported, &exported->graph}, contents.nodes, inputs, std::move(held), outputs};
+  for (const Subgraph::Write& write : contents.writes) outputs.push_back(write.operand);
+  return {{exported, &exported->graph}, contents.nodes, inputs, std::move(weights), outputs};
 }
 
 }  // namespace
 
-Part::Part(const std::shared_ptr<const Exported>& exported, Contents contents, std::shared_ptr<const Code::Mode> mode)
-    : mode_(std::move(mode)), outputs_(contents.outputs.size()), code_(code_of(exported, contents, written_)) {
+Subgraph::Subgraph(const std::shared_ptr<const ExportedProgram>& exported, Contents contents,
+                   std::shared_ptr<const Interpreter::Mode> mode)
+    : mode_(std::move(mode)),
+      outputs_(contents.outputs.size()),
+      interpreter_(interpreter_of(exported, contents, written_)) {
   writes_ = std::move(contents.writes);
 }
 
-std::vector<c10::IValue> Part::run(std::vector<c10::IValue> inputs) const {
+std::vector<c10::IValue> Subgraph::run(std::vector<c10::IValue> inputs) const {
   std::vector<at::Tensor> targets;
   auto next_written = written_.begin();
   for (const Write& write : writes_) {
@@ -81,14 +86,14 @@ std::vector<c10::IValue> Part::run(std::vector<c10::IValue> inputs) const {
     input = targets.back().clone();
   }
   for (const at::Tensor& tensor : written_) inputs.emplace_back(tensor.clone());
-  std::vector<c10::IValue> outputs = code_.run(std::move(inputs), *mode_);
+  std::vector<c10::IValue> outputs = interpreter_.run(std::move(inputs), *mode_);
   const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < writes_.size(); ++i) {
     if (writes_[i].in_training_only && !mode_->training) continue;
     try {
       targets[i].copy_(outputs[outputs_ + i].toTensor());
     } catch (const c10::Error& error) {
-      throw ProgramError(std::string("what is written at the end does not fit: ") + error.what_without_backtrace());
+      throw ProgramError(concat("a mutated tensor cannot take its new content: ", error.what_without_backtrace()));
     }
   }
   outputs.resize(outputs_);

@@ -2,6 +2,8 @@
 
 #include <array>
 
+#include "penstock/base/text.h"
+
 namespace penstock::internal {
 namespace {
 
@@ -9,48 +11,58 @@ std::size_t index(int number) {
   return static_cast<std::size_t>(number);
 }
 
-// Before the last that writes in place. What comes after that takes what was written from its stage.
-void bind_written_in_place(const Exported& exported, const ProgramInput& held, std::vector<Bond>& bonds) {
-  const std::vector<int>& writers = exported.effects.writers[index(held.value)];
+// Constrains the users of a weight before its last write in place. Users after that receive what was written.
+void add_mutated_in_place(const ExportedProgram& exported, const ProgramInput& weight,
+                          std::vector<ColocationConstraint>& constraints) {
+  const std::vector<int>& writers = exported.effects.writers[index(weight.value)];
   if (writers.empty()) return;
-  for (const int user : exported.effects.users[index(held.value)]) {
+  for (const int user : exported.effects.users[index(weight.value)]) {
     if (user < writers.back()) {
-      bonds.push_back({.kind = Bond::Kind::Held, .writer = writers.back(), .user = user, .name = held.name});
+      constraints.push_back({.kind = ColocationConstraint::Kind::MutatedState,
+                             .writer = writers.back(),
+                             .user = user,
+                             .name = weight.name});
     }
   }
 }
 
-// What is written when all is done is written where it is made.
-void bind_written_at_the_end(const Exported& exported, const ProgramOutput& output, std::vector<Bond>& bonds) {
+// Constrains the users of what the program mutates at its end, by the stage that produces the new content.
+void add_mutated_at_end(const ExportedProgram& exported, const ProgramOutput& output,
+                        std::vector<ColocationConstraint>& constraints) {
   const int writer = output.operand.is_value() ? exported.graph.values[index(output.operand.value)].producer : -1;
   if (output.kind == ProgramOutput::Kind::Input) {
-    bonds.push_back({.kind = Bond::Kind::Given, .writer = writer, .user = -1, .name = output.target});
+    constraints.push_back(
+        {.kind = ColocationConstraint::Kind::MutatedInput, .writer = writer, .user = -1, .name = output.target});
     return;
   }
-  for (const ProgramInput& held : exported.inputs) {
-    if (held.name != output.target || held.value < 0) continue;
-    for (const int user : exported.effects.users[index(held.value)]) {
-      bonds.push_back({.kind = Bond::Kind::Held, .writer = writer, .user = user, .name = held.name});
+  for (const ProgramInput& weight : exported.inputs) {
+    if (weight.name != output.target || weight.value < 0) continue;
+    for (const int user : exported.effects.users[index(weight.value)]) {
+      constraints.push_back(
+          {.kind = ColocationConstraint::Kind::MutatedState, .writer = writer, .user = user, .name = weight.name});
     }
   }
 }
 
-// `view` may be `base` itself.
-void bind_doubtful(const Exported& exported, int view, int base, std::vector<Bond>& bonds) {
+// Constrains writers and users of two values of which the first may be the second.
+void add_ambiguous_alias(const ExportedProgram& exported, int view, int base,
+                         std::vector<ColocationConstraint>& constraints) {
   const Effects& effects = exported.effects;
   const std::vector<Value>& values = exported.graph.values;
-  const int maker = values[index(view)].producer;
-  const std::string names = "'" + values[index(base)].name + "' and '" + values[index(view)].name + "'";
+  const int producer = values[index(view)].producer;
+  const std::string names = concat("'", values[index(base)].name, "' and '", values[index(view)].name, "'");
   const std::array roots{effects.root_of(base), effects.root_of(view)};
   for (const int written : roots) {
     const int other = written == roots[0] ? roots[1] : roots[0];
     for (const int writer : effects.writers[index(written)]) {
-      // What was written before is in both.
-      if (writer < maker) continue;
+      // Both values have what was written before.
+      if (writer < producer) continue;
       for (const int user : effects.users[index(other)]) {
         if (user < writer) continue;
-        bonds.push_back({.kind = Bond::Kind::Doubtful, .writer = writer, .user = user, .name = names});
-        bonds.push_back({.kind = Bond::Kind::Doubtful, .writer = writer, .user = maker, .name = names});
+        constraints.push_back(
+            {.kind = ColocationConstraint::Kind::AmbiguousAlias, .writer = writer, .user = user, .name = names});
+        constraints.push_back(
+            {.kind = ColocationConstraint::Kind::AmbiguousAlias, .writer = writer, .user = producer, .name = names});
       }
     }
   }
@@ -58,7 +70,7 @@ void bind_doubtful(const Exported& exported, int view, int base, std::vector<Bon
 
 }  // namespace
 
-std::set<int> written_values(const Exported& exported) {
+std::set<int> mutated_values(const ExportedProgram& exported) {
   std::set<std::string> targets;
   for (const ProgramOutput& output : exported.outputs) {
     if (output.kind != ProgramOutput::Kind::User && output.kind != ProgramOutput::Kind::Input)
@@ -73,19 +85,20 @@ std::set<int> written_values(const Exported& exported) {
   return written;
 }
 
-std::vector<Bond> bonds_of(const Exported& exported) {
-  std::vector<Bond> bonds;
+std::vector<ColocationConstraint> colocation_constraints(const ExportedProgram& exported) {
+  std::vector<ColocationConstraint> constraints;
   for (const ProgramInput& input : exported.inputs) {
-    if (input.value >= 0 && input.kind != ProgramInput::Kind::User) bind_written_in_place(exported, input, bonds);
+    if (input.value >= 0 && input.kind != ProgramInput::Kind::User) add_mutated_in_place(exported, input, constraints);
   }
   for (const ProgramOutput& output : exported.outputs) {
-    if (output.kind != ProgramOutput::Kind::User) bind_written_at_the_end(exported, output, bonds);
+    if (output.kind != ProgramOutput::Kind::User) add_mutated_at_end(exported, output, constraints);
   }
-  const std::vector<int>& maybe_of = exported.effects.maybe_of;
-  for (std::size_t view = 0; view < maybe_of.size(); ++view) {
-    if (maybe_of[view] >= 0) bind_doubtful(exported, static_cast<int>(view), maybe_of[view], bonds);
+  const std::vector<int>& maybe_alias_of = exported.effects.maybe_alias_of;
+  for (std::size_t view = 0; view < maybe_alias_of.size(); ++view) {
+    if (maybe_alias_of[view] >= 0)
+      add_ambiguous_alias(exported, static_cast<int>(view), maybe_alias_of[view], constraints);
   }
-  return bonds;
+  return constraints;
 }
 
 }  // namespace penstock::internal

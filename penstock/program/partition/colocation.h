@@ -1,36 +1,37 @@
-// Nodes that a cut must leave in one stage, because of what they write.
+// Colocation constraints: nodes that have to be in one stage, because of what they mutate.
 #pragma once
 
 #include <set>
 #include <string>
 #include <vector>
 
-#include "penstock/program/reader/exported.h"
+#include "penstock/program/reader/exported_program.h"
 
 namespace penstock::internal {
 
-struct Bond {
+// Requires that two nodes are in the same stage.
+struct ColocationConstraint {
   enum class Kind {
-    // A buffer lives in one stage: the next microbatch is to see what was written to it.
-    Held,
-    // An input that the user gave is written to by the first stage alone, which has it.
-    Given,
-    // Dropout gives its input itself in evaluation. Where one of the two is written to in another stage than the other
-    // is used in after that, what is used would depend on the mode.
-    Doubtful
+    // A mutated buffer has to live in one stage, so that the next microbatch sees what was written.
+    MutatedState,
+    // Only the first stage has the user's inputs, and can write to them.
+    MutatedInput,
+    // An operator such as dropout returns its input itself in evaluation mode, and a new tensor in training mode. If
+    // one of the two is mutated in a stage and the other used in a later one, the result would depend on the mode.
+    AmbiguousAlias
   };
 
-  Kind kind = Kind::Held;
-  // What writes, and what uses that; -1 stands for something in the first stage that is no node.
+  Kind kind = Kind::MutatedState;
+  // Indices of the node that writes and the node that uses what was written. -1 stands for the first stage.
   int writer = -1;
   int user = -1;
-  // What is written to, for an error.
+  // Name of what is mutated, for errors.
   std::string name;
 };
 
-std::vector<Bond> bonds_of(const Exported& exported);
+std::vector<ColocationConstraint> colocation_constraints(const ExportedProgram& exported);
 
-// Parameters, buffers and constants that the program writes to, in place or when all is done: their values in the graph.
-std::set<int> written_values(const Exported& exported);
+// Returns the parameters, buffers and constants that the program mutates, as values of the graph.
+std::set<int> mutated_values(const ExportedProgram& exported);
 
 }  // namespace penstock::internal

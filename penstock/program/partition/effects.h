@@ -1,5 +1,5 @@
-// What the nodes of a graph do to memory: which values are views of others, and which are written to. A cut must know,
-// since what is written in one stage is to be seen in the next.
+// Alias analysis of a graph: which values are views of others, and which are mutated. A partition needs it, because
+// what one stage writes has to be visible in the next.
 #pragma once
 
 #include <vector>
@@ -9,17 +9,19 @@
 namespace penstock::internal {
 
 struct Effects {
-  // For each value, the one that it is a view of, or -1.
+  // For each value, the value that it is a view of, or -1.
   std::vector<int> view_of;
-  // The one that it may be, or -1: dropout gives its input itself in evaluation, and something new in training.
-  std::vector<int> maybe_of;
+  // For each value, the value that it may be itself, or -1. Dropout returns its input in evaluation mode, and a new
+  // tensor in training mode.
+  std::vector<int> maybe_alias_of;
   // For each node, the values that it writes to.
   std::vector<std::vector<int>> writes;
-  // For each value that is no view, the nodes that use it or a view of it, and those of them that write to it.
+  // For each value that is not a view, the nodes that use it or a view of it, and the nodes among them that write to
+  // it.
   std::vector<std::vector<int>> users;
   std::vector<std::vector<int>> writers;
 
-  // The value whose memory a value lies in: itself, unless it is a view.
+  // Returns the value whose memory a value is in: itself, unless it is a view.
   int root_of(int value) const;
 };
 

@@ -2,11 +2,12 @@
 
 namespace penstock::internal {
 
-std::vector<bool> nodes_with_grad(const Exported& exported, const std::function<bool(const ProgramInput&)>& learns) {
+std::vector<bool> nodes_with_grad(const ExportedProgram& exported,
+                                  const std::function<bool(const ProgramInput&)>& requires_grad) {
   const Graph& graph = exported.graph;
   std::vector<bool> values(graph.values.size(), false);
   for (const ProgramInput& input : exported.inputs) {
-    if (input.value >= 0) values[static_cast<std::size_t>(input.value)] = learns(input);
+    if (input.value >= 0) values[static_cast<std::size_t>(input.value)] = requires_grad(input);
   }
   std::vector<bool> nodes(graph.nodes.size(), false);
   for (std::size_t i = 0; i < graph.nodes.size(); ++i) {

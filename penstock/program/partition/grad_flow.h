@@ -1,15 +1,16 @@
-// Through which nodes of a graph a backward comes.
+// Finds the nodes that the backward passes through.
 #pragma once
 
 #include <functional>
 #include <vector>
 
-#include "penstock/program/reader/exported.h"
+#include "penstock/program/reader/exported_program.h"
 
 namespace penstock::internal {
 
-// For each node, whether it has an operand with a gradient, in a region that has gradients. `learns` says which inputs
-// need one.
-std::vector<bool> nodes_with_grad(const Exported& exported, const std::function<bool(const ProgramInput&)>& learns);
+// Returns for each node whether it runs with grad mode on and has an operand that requires grad. `requires_grad` tells
+// which inputs do.
+std::vector<bool> nodes_with_grad(const ExportedProgram& exported,
+                                  const std::function<bool(const ProgramInput&)>& requires_grad);
 
 }  // namespace penstock::internal

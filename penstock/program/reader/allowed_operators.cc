@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <unordered_set>
 
+#include "penstock/base/text.h"
 #include "penstock/program/error.h"
 
 namespace penstock::internal {
@@ -20,7 +21,7 @@ std::unordered_set<std::string_view> read_allowed() {
 }
 
 std::string full_name(const c10::OperatorName& name) {
-  return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+  return name.overload_name.empty() ? name.name : concat(name.name, ".", name.overload_name);
 }
 
 // Returns "library::name" or "library::name.overload".
@@ -37,22 +38,22 @@ std::string normalised(std::string name) {
   const bool is_name = colons != std::string::npos && colons > 0 && colons + 2 < name.size() &&
                        name.find_first_of(" \t\n", 0) == std::string::npos;
   if (!is_name) {
-    throw ProgramError("'" + given + "' is not the name of an operator.\n  Hint: write it as library::name, such as " +
-                       "torchvision::nms.");
+    throw ProgramError(concat(
+        "'", given, "' is not the name of an operator.\n  Hint: write it as library::name, such as torchvision::nms."));
   }
   return name;
 }
 
 }  // namespace
 
-AllowedOperators::AllowedOperators(const std::vector<std::string>& more) {
-  for (const std::string& name : more) more_.insert(normalised(name));
+AllowedOperators::AllowedOperators(const std::vector<std::string>& additional) {
+  for (const std::string& name : additional) additional_.insert(normalised(name));
 }
 
 bool AllowedOperators::contains(const c10::OperatorName& name) const {
   static const std::unordered_set<std::string_view> by_default = read_allowed();
   const std::string full = full_name(name);
-  return by_default.contains(full) || more_.contains(full) || more_.contains(name.name);
+  return by_default.contains(full) || additional_.contains(full) || additional_.contains(name.name);
 }
 
 }  // namespace penstock::internal

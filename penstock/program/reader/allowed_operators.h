@@ -1,8 +1,9 @@
-// The operators that a program may call. An export comes from anybody, so a program calls only what computes on its
-// arguments: nothing that opens files, prints, takes memory as it is, or trusts arguments that nobody has checked.
+// The operators that a program may call. An export may come from an untrusted source, so a program calls only operators
+// that compute on their arguments: none that opens files, prints, returns uninitialised memory, or trusts unchecked
+// arguments.
 //
-// operators.txt has every operator of this version of libtorch, allowed or refused, with the reason. An operator that is not
-// in it is refused.
+// operators.txt lists every operator of this version of libtorch as allowed, or as refused with the reason. An operator
+// that is not listed is refused.
 #pragma once
 
 #include <ATen/core/operator_name.h>
@@ -16,17 +17,18 @@ namespace penstock::internal {
 
 class AllowedOperators {
  public:
-  // Allows `more` besides: "library::name" for all overloads, "library::name.overload" for one. "torch.ops.library.name", as
-  // exports have it, is the same. Throws ProgramError for a text that is no such name.
-  explicit AllowedOperators(const std::vector<std::string>& more = {});
+  // Allows `additional` operators too: "library::name" for all overloads, "library::name.overload" for one. The form of
+  // exports, "torch.ops.library.name", is accepted as well. Throws ProgramError for a text that is no such name.
+  explicit AllowedOperators(const std::vector<std::string>& additional = {});
 
   bool contains(const c10::OperatorName& name) const;
 
  private:
-  std::set<std::string, std::less<>> more_;
+  std::set<std::string, std::less<>> additional_;
 };
 
-// Returns operators.txt: a line "allowed NAME" or "refused NAME: REASON" for each operator; lines with # are comments.
+// Returns the text of operators.txt: a line "allowed NAME" or "refused NAME: REASON" for each operator. Lines that
+// start with # are comments.
 std::string_view judged_operators();
 
 }  // namespace penstock::internal

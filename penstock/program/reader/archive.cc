@@ -11,6 +11,7 @@
 #include <system_error>
 #include <utility>
 
+#include "penstock/base/text.h"
 #include "penstock/program/error.h"
 #include "penstock/program/reader/zip_directory.h"
 #include "penstock/tensor/atomic_file_writer.h"
@@ -25,13 +26,14 @@ std::unique_ptr<MappedFile> mapped(const std::string& path) {
   } catch (const MappingError& failure) {
     const bool is_file =
         failure.reason() == MappingError::Reason::Open || failure.reason() == MappingError::Reason::Map;
-    throw ProgramError(path + ": " +
-                       (is_file ? std::generic_category().message(failure.code()) : "is not a regular file") + ".");
+    throw ProgramError(
+        concat(path, ": ", is_file ? std::generic_category().message(failure.code()) : "is not a regular file", "."));
   }
 }
 
-// Names are shown, and never opened; but what would leave a folder belongs into no archive.
-bool leaves_its_folder(std::string_view record) {
+// Returns true for a path that would escape the folder it is extracted to. Records are never extracted here, but such
+// an archive is an attack on somebody.
+bool escapes_folder(std::string_view record) {
   return record.starts_with('/') || record == ".." || record.starts_with("../") ||
          record.find("/../") != std::string_view::npos || record.ends_with("/..");
 }
@@ -46,7 +48,7 @@ struct Archive::Content {
   std::map<std::string, ZipRecord, std::less<>> places;
 
   [[noreturn]] void refuse(const std::string& why) const {
-    throw ProgramError(name + ": " + why + "\n  Hint: a .pt2 is what torch.export.save writes.");
+    throw ProgramError(concat(name, ": ", why, "\n  Hint: write the .pt2 with torch.export.save."));
   }
 };
 
@@ -78,15 +80,15 @@ void Archive::open() {
   if (records.empty()) content_->refuse("is not a .pt2: it has no records.");
   const std::string folder = records.front().name.substr(0, records.front().name.find('/') + 1);
   for (ZipRecord& record : records) {
-    if (folder.empty()) content_->refuse("is not a .pt2: its record '" + record.name + "' is not in a folder.");
+    if (folder.empty()) content_->refuse(concat("is not a .pt2: its record '", record.name, "' is not in a folder."));
     if (!record.name.starts_with(folder)) {
-      content_->refuse("is not a .pt2: its record '" + record.name + "' is not in the folder " + folder + ".");
+      content_->refuse(concat("is not a .pt2: its record '", record.name, "' is not in the folder ", folder, "."));
     }
     std::string name = record.name.substr(folder.size());
-    if (leaves_its_folder(name)) content_->refuse("its record '" + name + "' lies outside of the archive.");
+    if (escapes_folder(name)) content_->refuse(concat("its record '", name, "' is outside of the archive."));
     content_->records.push_back(name);
     if (!content_->places.emplace(name, std::move(record)).second) {
-      content_->refuse("it has two records '" + name + "'.");
+      content_->refuse(concat("it has two records '", name, "'."));
     }
   }
 }
@@ -106,17 +108,17 @@ bool Archive::contains(std::string_view record) const {
 std::uint32_t Archive::checksum() const {
   std::string text;
   for (const auto& [name, record] : content_->places) {
-    text += name + " " + std::to_string(record.size) + " " + std::to_string(record.checksum) + "\n";
+    text += concat(name, " ", record.size, " ", record.checksum, "\n");
   }
   return static_cast<std::uint32_t>(crc32_z(0, reinterpret_cast<const Bytef*>(text.data()), text.size()));
 }
 
 std::string_view Archive::view(const std::string& record) const {
   const auto found = content_->places.find(record);
-  if (found == content_->places.end()) throw ProgramError(content_->name + ": has no record " + record + ".");
+  if (found == content_->places.end()) throw ProgramError(concat(content_->name, ": has no record ", record, "."));
   const std::string_view bytes = content_->bytes.substr(found->second.begin, found->second.size);
   if (crc32_z(0, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size()) != found->second.checksum) {
-    throw ProgramError(content_->name + ": " + record + " is damaged: its bytes do not have their checksum.");
+    throw ProgramError(concat(content_->name, ": ", record, " is damaged: its checksum is wrong."));
   }
   return bytes;
 }
@@ -133,19 +135,19 @@ at::Tensor Archive::bytes(const std::string& record) const {
 }
 
 void Archive::write_copy(const std::string& path, const std::map<std::string, at::Tensor>& replaced) const {
-  // Where something begins that is not the end of a record before it.
+  // Offsets of the headers and directory entries of all records.
   std::set<std::size_t> begins;
   for (const auto& [name, record] : content_->places) begins.insert({record.header, record.entry});
-  // What differs from this archive, by where it stands.
+  // New bytes by offset.
   std::map<std::size_t, std::string_view> patches;
   std::list<std::string> checksums;
   for (const auto& [name, tensor] : replaced) {
     const auto found = content_->places.find(name);
-    if (found == content_->places.end()) throw ProgramError(content_->name + ": has no record " + name + ".");
+    if (found == content_->places.end()) throw ProgramError(concat(content_->name, ": has no record ", name, "."));
     const ZipRecord& record = found->second;
     if (!tensor.is_contiguous() || tensor.nbytes() != record.size) {
-      throw ProgramError(content_->name + ": " + name + " has " + std::to_string(record.size) +
-                         " bytes, and cannot be replaced by " + std::to_string(tensor.nbytes()) + ".");
+      throw ProgramError(concat(content_->name, ": ", name, ": found ", tensor.nbytes(),
+                                " bytes to replace it, expected ", record.size, "."));
     }
     const std::string_view bytes(static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes());
     if (!bytes.empty()) patches.emplace(record.begin, bytes);
@@ -153,13 +155,13 @@ void Archive::write_copy(const std::string& path, const std::map<std::string, at
     std::string& text = checksums.emplace_back();
     for (const unsigned shift : {0U, 8U, 16U, 24U}) text.push_back(static_cast<char>(checksum >> shift & 0xffU));
     try {
-      const ChecksumPlaces places = checksum_places(content_->bytes, record);
+      const ChecksumOffsets offsets = checksum_offsets(content_->bytes, record);
       const auto next = begins.lower_bound(record.end());
-      if (places.own >= record.end() && next != begins.end() && *next < places.own + text.size()) {
-        throw ZipError("is damaged: something else lies in the place of the checksum of " + record.name + ".");
+      if (offsets.local >= record.end() && next != begins.end() && *next < offsets.local + text.size()) {
+        throw ZipError(concat("is damaged: another record overlaps the checksum of ", record.name, "."));
       }
-      patches.emplace(places.own, text);
-      patches.emplace(places.directory, text);
+      patches.emplace(offsets.local, text);
+      patches.emplace(offsets.directory, text);
     } catch (const ZipError& error) {
       content_->refuse(error.what());
     }
@@ -167,10 +169,10 @@ void Archive::write_copy(const std::string& path, const std::map<std::string, at
   try {
     AtomicFileWriter file(path);
     std::size_t written = 0;
-    for (const auto& [place, bytes] : patches) {
-      file.write(content_->bytes.data() + written, place - written);
+    for (const auto& [offset, bytes] : patches) {
+      file.write(content_->bytes.data() + written, offset - written);
       file.write(bytes.data(), bytes.size());
-      written = place + bytes.size();
+      written = offset + bytes.size();
     }
     file.write(content_->bytes.data() + written, content_->bytes.size() - written);
     file.commit();

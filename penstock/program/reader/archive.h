@@ -1,6 +1,6 @@
-// The archive that torch.export.save writes: a zip of records under one folder, uncompressed. It may come from anybody:
-// what its headers claim is held against the bytes that there are before anything is allocated, and no record is ever
-// written to a disk.
+// The archive that torch.export.save writes: a zip of uncompressed records in one folder. It may come from an untrusted
+// source: the sizes in its headers are checked against the size of the file before anything is allocated, and no record
+// is extracted to disk.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,9 +16,9 @@ namespace penstock::internal {
 
 class Archive {
  public:
-  // Throws ProgramError if `path` cannot be read, or is no such archive.
+  // Maps a file. Throws ProgramError if it cannot be read or is not such an archive.
   explicit Archive(const std::string& path);
-  // The same from bytes in memory, which must outlive it; `name` stands for the path in errors.
+  // Uses bytes in memory, which have to outlive the archive. Errors show `name` in place of a path.
   Archive(std::string_view bytes, std::string name);
   ~Archive();
   Archive(const Archive&) = delete;
@@ -26,22 +26,21 @@ class Archive {
   Archive(Archive&&) noexcept;
   Archive& operator=(Archive&&) noexcept;
 
-  // Of the file.
+  // Returns the path of the file.
   const std::string& name() const;
-  // Without the folder, in the order of the archive.
+  // Returns the names of the records without the folder, in the order of the archive.
   const std::vector<std::string>& records() const;
   bool contains(std::string_view record) const;
 
-  // The bytes of a record, as text or as a tensor of bytes that owns them. Throws ProgramError if there is none, or if
-  // they are not those that were written.
+  // Return a copy of a record's bytes. Throws ProgramError if there is no such record or its checksum is wrong.
   std::string text(const std::string& record) const;
   at::Tensor bytes(const std::string& record) const;
 
-  // Returns a checksum of all records: names, sizes and the checksums that the archive has of their bytes. No bytes are read.
+  // Returns a checksum of all records' names, sizes and stored checksums. Does not read the records.
   std::uint32_t checksum() const;
 
-  // Writes a copy in which these records have other bytes, as many as before, with their checksums. All else is the same, so
-  // every record keeps its place and alignment. `path` is replaced when all is on the disk. Throws ProgramError.
+  // Writes a copy of the archive with the bytes of some records replaced. Sizes do not change, so every record keeps
+  // its offset and alignment. Replaces `path` atomically, once all data is on disk. Throws ProgramError.
   void write_copy(const std::string& path, const std::map<std::string, at::Tensor>& replaced) const;
 
  private:

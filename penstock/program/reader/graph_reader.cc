@@ -6,6 +6,7 @@
 #include <string_view>
 #include <utility>
 
+#include "penstock/base/text.h"
 #include "penstock/program/interpreter/operators.h"
 #include "penstock/program/reader/schema.h"
 
@@ -18,10 +19,10 @@ at::ScalarType autocast_dtype(std::int64_t code) {
   for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf, at::kFloat, at::kDouble}) {
     if (code == static_cast<std::int64_t>(dtype)) return dtype;
   }
-  throw ProgramError("autocast wants a dtype of floating-point numbers.");
+  throw ProgramError("autocast expects a floating-point dtype.");
 }
 
-// The operand that an operator in place writes to and gives back as a result; null for other results.
+// Returns the operand that an in-place operator writes to and returns as this result; null for any other result.
 const Operand* written_operand(const Node& node, std::size_t result) {
   const auto* handle = std::get_if<c10::OperatorHandle>(&node.function);
   if (handle == nullptr || result >= handle->schema().returns().size()) return nullptr;
@@ -36,7 +37,7 @@ const Operand* written_operand(const Node& node, std::size_t result) {
   return nullptr;
 }
 
-// What comes out of a region, under the names that it has outside.
+// Gives the outputs of a region the names that they have in the enclosing graph.
 void bind_outputs(const json& outer, const json& inner, const Scope& inside, Scope& scope) {
   std::vector<Operand> results;
   for (const json& output : inner) results.push_back(operand_of(output.get<schema::Argument>(), inside));
@@ -44,12 +45,13 @@ void bind_outputs(const json& outer, const json& inner, const Scope& inside, Sco
   for (const json& output : outer) {
     const auto argument = output.get<schema::Argument>();
     if (argument.tag() == schema::Argument::Tag::AS_TENSORS) {
-      for (const schema::TensorArgument& one : argument.get_as_tensors()) names.push_back(one.get_name());
+      for (const schema::TensorArgument& tensor : argument.get_as_tensors()) names.push_back(tensor.get_name());
     } else {
       names.push_back(name_of(argument));
     }
   }
-  if (names.size() != results.size()) throw ProgramError("a region gives another number of values than are taken.");
+  if (names.size() != results.size())
+    throw ProgramError(concat("a region returns ", results.size(), " values, expected ", names.size(), "."));
   for (std::size_t i = 0; i < names.size(); ++i) {
     if (!names[i].empty()) introduce(names[i], results[i], scope);
   }
@@ -57,11 +59,10 @@ void bind_outputs(const json& outer, const json& inner, const Scope& inside, Sco
 
 }  // namespace
 
-// Types of tensors, by their names in this graph.
 void GraphReader::declare(const json& graph) {
   declared_.emplace_back();
   for (const auto& item : graph.at("tensor_values").items()) {
-    at("value '" + item.key() + "'",
+    at(concat("value '", item.key(), "'"),
        [&] { declared_.back().emplace(item.key(), type_of(item.value().get<schema::TensorMeta>())); });
   }
 }
@@ -76,7 +77,6 @@ int GraphReader::define(const std::string& name, ValueKind kind, int producer, S
   return value;
 }
 
-// "L__self__blocks.0.linear1@1,blocks.0.linear1,torch.nn.modules.linear.Linear;…", outermost first.
 int GraphReader::read_call(const std::string& stack) {
   int call = -1;
   std::string_view rest = stack;
@@ -88,9 +88,9 @@ int GraphReader::read_call(const std::string& stack) {
     const std::size_t second = first == std::string_view::npos ? first : entry.find(',', first + 1);
     if (second == std::string_view::npos) continue;
     const std::string_view path = entry.substr(first + 1, second - first - 1);
-    // What passes over the graph has put there, not the model.
+    // Entries that graph passes have added are not modules of the model.
     if (path.starts_with("_empty_nn_module_stack")) continue;
-    const std::string key = std::to_string(call).append(" ").append(entry.substr(0, first));
+    const std::string key = concat(call, " ", entry.substr(0, first));
     const auto [found, is_new] = calls_.try_emplace(key, static_cast<int>(graph_->calls.size()));
     if (is_new) {
       graph_->calls.push_back(
@@ -104,8 +104,8 @@ int GraphReader::read_call(const std::string& stack) {
 void GraphReader::read_nodes(const json& graph, Scope& scope, int region) {
   int index = 0;
   for (const json& node : graph.at("nodes")) {
-    std::string place = "node " + std::to_string(index++);
-    if (node.contains("name") && node["name"].is_string()) place += " '" + node["name"].get<std::string>() + "'";
+    std::string place = concat("node ", index++);
+    if (node.contains("name") && node["name"].is_string()) place += concat(" '", node["name"].get<std::string>(), "'");
     at(place, [&] { read_node(node, scope, region); });
   }
 }
@@ -130,21 +130,19 @@ void GraphReader::read_node(const json& described, Scope& scope, int region) {
   if (!function) {
     throw ProgramError(describe(*graph_, node) +
                        (target.starts_with("torch._functorch.")
-                            ? ": is a transformation of functions, such as vmap, which only Python can run."
-                            : ": there is no such operator in this process.\n  Hint: an operator of another library is "
-                              "there once that is loaded; one of another version of PyTorch has to be exported with "
-                              "2.13."));
+                            ? ": is a function transform, such as vmap, which only Python can run."
+                            : ": there is no such operator in this process.\n  Hint: load the library that registers "
+                              "it, or export the model again with PyTorch 2.13."));
   }
   if (const auto* handle = std::get_if<c10::OperatorHandle>(&*function)) {
     const c10::OperatorName& name = handle->operator_name();
     if (!allowed_->contains(name)) {
       throw ProgramError(
-          describe(*graph_, node) +
-          ": is not an operator that programs may call: those only compute on their arguments.\n  Hint: " +
-          "if you trust this model and this operator, allow it (--allow-operator " + c10::toString(name) +
-          ", ProgramOptions::allowed_operators).");
+          concat(describe(*graph_, node),
+                 ": is not an operator that programs may call: those only compute on their arguments.\n  Hint: if you "
+                 "trust this model and ",
+                 c10::toString(name), ", add it to ProgramOptions::allowed_operators."));
     }
-    node.check = find_argument_check(name);
   }
   node.function = *function;
   node.operands = operands_of(read, node, scope);
@@ -152,7 +150,7 @@ void GraphReader::read_node(const json& described, Scope& scope, int region) {
   for (const schema::Argument& output : read.get_outputs()) {
     const Operand* written = written_operand(node, node.results.size());
     if (written != nullptr && output.tag() == schema::Argument::Tag::AS_TENSOR) {
-      // The very tensor that was written to.
+      // An in-place operator returns the tensor that it wrote to.
       introduce(output.get_as_tensor().get_name(), *written, scope);
       node.results.push_back({.values = {-1}});
     } else {
@@ -160,7 +158,7 @@ void GraphReader::read_node(const json& described, Scope& scope, int region) {
     }
   }
   check_results(node);
-  // `buffer += 1` ends in a copy of the buffer to itself, which a backward would take for another write.
+  // `buffer += 1` is exported with a copy of the buffer to itself. It is dropped: autograd would count another write.
   const bool copies_to_itself = node.operator_name() == "aten::copy_" && node.operands[0].is_value() &&
                                 node.operands[1].is_value() && node.operands[0].value == node.operands[1].value;
   if (!copies_to_itself) graph_->nodes.push_back(std::move(node));
@@ -171,7 +169,7 @@ std::vector<Operand> GraphReader::operands_of(const schema::Node& read, const No
   if (!node.is_operator()) {
     for (const schema::NamedArgument& input : read.get_inputs()) {
       Operand operand = operand_of(input.get_arg(), scope);
-      // Some take a list of numbers.
+      // Functions such as sym_max take a list of numbers.
       if (operand.list == Operand::ListKind::None) {
         operands.push_back(std::move(operand));
       } else {
@@ -193,18 +191,18 @@ std::vector<Operand> GraphReader::operands_of(const schema::Node& read, const No
       index = static_cast<std::size_t>(found - arguments.begin());
     }
     if (index >= arguments.size() || given[index]) {
-      throw ProgramError(describe(*graph_, node) + ": " + toString(signature) + " has no argument '" + name +
-                         "' at this place.");
+      throw ProgramError(concat(describe(*graph_, node), ": ", toString(signature), " has no argument '", name,
+                                "' at this position."));
     }
     given[index] = adapted(operand_of(input.get_arg(), scope), arguments[index]);
     if (!fits(*given[index], *arguments[index].type(), *graph_)) {
-      throw ProgramError(describe(*graph_, node) + ": its argument '" + arguments[index].name() + "' should be " +
-                         arguments[index].type()->str() + ".");
+      throw ProgramError(concat(describe(*graph_, node), ": its argument '", arguments[index].name(), "' should be ",
+                                arguments[index].type()->str(), "."));
     }
   }
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     if (!given[i] && !arguments[i].default_value()) {
-      throw ProgramError(describe(*graph_, node) + ": its argument '" + arguments[i].name() + "' is missing.");
+      throw ProgramError(concat(describe(*graph_, node), ": its argument '", arguments[i].name(), "' is missing."));
     }
     operands.push_back(given[i] ? std::move(*given[i]) : constant(*arguments[i].default_value()));
   }
@@ -213,27 +211,27 @@ std::vector<Operand> GraphReader::operands_of(const schema::Node& read, const No
 
 Node::Result GraphReader::result_of(const schema::Argument& output, int producer, Scope& scope) {
   using Tag = schema::Argument::Tag;
-  const auto tensor = [&](const schema::TensorArgument& one) {
-    return define(one.get_name(), ValueKind::Tensor, producer, scope);
+  const auto tensor = [&](const schema::TensorArgument& argument) {
+    return define(argument.get_name(), ValueKind::Tensor, producer, scope);
   };
   switch (output.tag()) {
     case Tag::AS_NONE: return {.values = {-1}};
     case Tag::AS_TENSOR: return {.values = {tensor(output.get_as_tensor())}};
     case Tag::AS_TENSORS: {
       Node::Result result{.is_list = true};
-      for (const schema::TensorArgument& one : output.get_as_tensors()) result.values.push_back(tensor(one));
+      for (const schema::TensorArgument& element : output.get_as_tensors()) result.values.push_back(tensor(element));
       return result;
     }
     case Tag::AS_OPTIONAL_TENSOR: {
-      const schema::OptionalTensorArgument& one = output.get_as_optional_tensor();
-      if (one.tag() == schema::OptionalTensorArgument::Tag::AS_NONE) return {.values = {-1}};
-      return {.values = {tensor(one.get_as_tensor())}};
+      const schema::OptionalTensorArgument& element = output.get_as_optional_tensor();
+      if (element.tag() == schema::OptionalTensorArgument::Tag::AS_NONE) return {.values = {-1}};
+      return {.values = {tensor(element.get_as_tensor())}};
     }
     case Tag::AS_OPTIONAL_TENSORS: {
       Node::Result result{.is_list = true};
-      for (const schema::OptionalTensorArgument& one : output.get_as_optional_tensors()) {
-        const bool none = one.tag() == schema::OptionalTensorArgument::Tag::AS_NONE;
-        result.values.push_back(none ? -1 : tensor(one.get_as_tensor()));
+      for (const schema::OptionalTensorArgument& element : output.get_as_optional_tensors()) {
+        const bool none = element.tag() == schema::OptionalTensorArgument::Tag::AS_NONE;
+        result.values.push_back(none ? -1 : tensor(element.get_as_tensor()));
       }
       return result;
     }
@@ -242,9 +240,9 @@ Node::Result GraphReader::result_of(const schema::Argument& output, int producer
       return {.values = {define(output.get_as_sym_int().get_as_name(), ValueKind::Int, producer, scope)}};
     case Tag::AS_SYM_INTS: {
       Node::Result result{.is_list = true};
-      for (const schema::SymIntArgument& one : output.get_as_sym_ints()) {
-        const bool fixed = one.tag() == schema::SymIntArgument::Tag::AS_INT;
-        result.values.push_back(fixed ? -1 : define(one.get_as_name(), ValueKind::Int, producer, scope));
+      for (const schema::SymIntArgument& element : output.get_as_sym_ints()) {
+        const bool fixed = element.tag() == schema::SymIntArgument::Tag::AS_INT;
+        result.values.push_back(fixed ? -1 : define(element.get_as_name(), ValueKind::Int, producer, scope));
       }
       return result;
     }
@@ -254,18 +252,18 @@ Node::Result GraphReader::result_of(const schema::Argument& output, int producer
     case Tag::AS_SYM_BOOL:
       if (output.get_as_sym_bool().tag() == schema::SymBoolArgument::Tag::AS_BOOL) return {.values = {-1}};
       return {.values = {define(output.get_as_sym_bool().get_as_name(), ValueKind::Bool, producer, scope)}};
-    default: throw ProgramError("gives something of a kind that cannot be read.");
+    default: throw ProgramError("has a result of a kind that is not supported.");
   }
 }
 
 void GraphReader::check_results(Node& node) {
   if (!node.is_operator()) {
-    const bool one = node.results.size() == 1 && !node.results.front().is_list;
-    if (!one) throw ProgramError(describe(*graph_, node) + ": arithmetic gives one number.");
+    const bool is_single = node.results.size() == 1 && !node.results.front().is_list;
+    if (!is_single) throw ProgramError(describe(*graph_, node) + ": arithmetic returns one number.");
     return;
   }
   const auto& returns = std::get<c10::OperatorHandle>(node.function).schema().returns();
-  // What gives nothing that is used may be said to give None, or nothing at all.
+  // For an operator whose results are unused, exports have None or no result at all.
   const bool unused = std::all_of(node.results.begin(), node.results.end(), [](const Node::Result& result) {
     return std::all_of(result.values.begin(), result.values.end(), [](int value) { return value < 0; });
   });
@@ -274,33 +272,32 @@ void GraphReader::check_results(Node& node) {
     return;
   }
   if (node.results.size() != returns.size()) {
-    throw ProgramError(describe(*graph_, node) + ": has " + std::to_string(node.results.size()) +
-                       " results, and the operator gives " + std::to_string(returns.size()) + ".");
+    throw ProgramError(concat(describe(*graph_, node), ": found ", node.results.size(),
+                              " results, and the operator returns ", returns.size(), "."));
   }
   for (std::size_t i = 0; i < returns.size(); ++i) {
     const bool is_list = returns[i].type()->kind() == c10::TypeKind::ListType;
     const bool used = !node.results[i].values.empty();
     if (used && is_list != node.results[i].is_list) {
-      throw ProgramError(describe(*graph_, node) + ": its result " + std::to_string(i) + " should be " +
-                         returns[i].type()->str() + ".");
+      throw ProgramError(
+          concat(describe(*graph_, node), ": its result ", i, " should be ", returns[i].type()->str(), "."));
     }
   }
 }
 
-// A region is a graph inside of the graph. Its nodes become nodes of the whole, with what holds for them.
 void GraphReader::read_region(const json& described, const std::string& name, Scope& scope, int region) {
   const auto& inputs = described.at("inputs");
   Region inner = graph_->regions[static_cast<std::size_t>(region)];
-  std::size_t at_graph = 0;
+  std::size_t body_index = 0;
   const auto argument = [&](std::size_t index) {
-    if (index >= inputs.size()) throw ProgramError("the region " + name + " has too few arguments.");
+    if (index >= inputs.size()) throw ProgramError(concat("the region ", name, " has too few arguments."));
     return operand_of(inputs[index].at("arg").get<schema::Argument>(), scope);
   };
   if (name == "wrap_with_set_grad_enabled") {
     const Operand enabled = argument(0);
-    if (!enabled.is_constant() || !enabled.constant.isBool()) throw ProgramError("grad mode is on or off.");
+    if (!enabled.is_constant() || !enabled.constant.isBool()) throw ProgramError("grad mode should be a bool.");
     inner.grad = enabled.constant.toBool();
-    at_graph = 1;
+    body_index = 1;
   } else if (name == "wrap_with_autocast") {
     Region::Autocast autocast;
     const Operand device = argument(0);
@@ -308,7 +305,7 @@ void GraphReader::read_region(const json& described, const std::string& name, Sc
     const Operand enabled = argument(2);
     if (!device.constant.isString() || !enabled.constant.isBool() ||
         !(dtype.constant.isInt() || dtype.constant.isNone())) {
-      throw ProgramError("autocast wants a device, a dtype and whether it is on.");
+      throw ProgramError("autocast expects a device, a dtype and a bool.");
     }
     schema::Device named;
     named.set_type(device.constant.toStringRef());
@@ -316,36 +313,36 @@ void GraphReader::read_region(const json& described, const std::string& name, Sc
     if (dtype.constant.isInt()) autocast.dtype = autocast_dtype(dtype.constant.toInt());
     autocast.enabled = enabled.constant.toBool();
     inner.autocast = autocast;
-    at_graph = 4;
+    body_index = 4;
   } else {
     Node node{.target = "torch.ops.higher_order." + name, .function = Arithmetic(nullptr)};
     if (described.contains("name") && described["name"].is_string()) node.name = described["name"];
     const json metadata = described.value("metadata", json::object());
     if (metadata.contains("nn_module_stack")) node.call = read_call(metadata["nn_module_stack"]);
     throw ProgramError(describe(*graph_, node) +
-                       ": is a higher-order operator, of which regions of grad mode and of autocast can be run.");
+                       ": is a higher-order operator; only regions of grad mode and of autocast are supported.");
   }
-  if (at_graph >= inputs.size() || !inputs[at_graph].at("arg").contains("as_graph")) {
-    throw ProgramError("the region " + name + " has no graph.");
+  if (body_index >= inputs.size() || !inputs[body_index].at("arg").contains("as_graph")) {
+    throw ProgramError(concat("the region ", name, " has no graph."));
   }
-  const json& body = inputs[at_graph].at("arg").at("as_graph").at("graph");
+  const json& body = inputs[body_index].at("arg").at("as_graph").at("graph");
   Scope inside;
-  std::size_t next = at_graph + 1;
+  std::size_t next = body_index + 1;
   for (const json& input : body.at("inputs")) {
     inside.emplace(name_of(input.get<schema::Argument>()), argument(next++));
   }
   declare(body);
-  read_nodes(body, inside, number_of(inner));
+  read_nodes(body, inside, index_of(inner));
   declared_.pop_back();
   bind_outputs(described.at("outputs"), body.at("outputs"), inside, scope);
 }
 
-int GraphReader::number_of(const Region& region) {
+int GraphReader::index_of(const Region& region) {
   std::vector<Region>& regions = graph_->regions;
   const auto found = std::find(regions.begin(), regions.end(), region);
-  const auto number = static_cast<int>(found - regions.begin());
+  const auto index = static_cast<int>(found - regions.begin());
   if (found == regions.end()) regions.push_back(region);
-  return number;
+  return index;
 }
 
 }  // namespace penstock::internal

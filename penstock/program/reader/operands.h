@@ -1,4 +1,4 @@
-// What the nodes of an export are given, read from its schema.
+// Reads the arguments of nodes.
 #pragma once
 
 #include <functional>
@@ -10,20 +10,23 @@
 
 namespace penstock::internal {
 
-// Names in a graph, and in the graphs inside of it: what each stands for.
+// The operand that each name in a graph stands for.
 using Scope = std::unordered_map<std::string, Operand>;
 
+// Returns an operand with a constant value.
 Operand constant(c10::IValue value);
-// The schema's types are of their first kind when they are of none that is known, and throw when they are asked for it:
-// that becomes a ProgramError.
-void require_kind(const std::function<void()>& get, const std::string& otherwise);
-// Lets a name stand for something. Throws ProgramError if it does already.
+// Calls a getter of the schema's union types. A union of an unknown kind has the tag of its first alternative, and its
+// getter throws; that becomes a ProgramError with this message.
+void require_kind(const std::function<void()>& get, const std::string& message);
+// Adds a name to a scope. Throws ProgramError if it is taken.
 void introduce(const std::string& name, Operand operand, Scope& scope);
-// Each throws ProgramError, without the place, for a name that nothing before has, and for what cannot be read.
+// Returns the operand of a name. Throws ProgramError for a name that is not in scope.
 const Operand& look_up(const std::string& name, const Scope& scope);
+// Return the operand for an argument of the schema. Throws ProgramError for names that are not in scope and for
+// arguments that are not supported. The caller adds the place to the message.
 Operand operand_of(const schema::Argument& argument, const Scope& scope);
 Operand operand_of(const schema::TensorArgument& tensor, const Scope& scope);
-// The name of a single value; empty for what has none.
+// Returns the name of an argument that is a single value; empty for any other.
 std::string name_of(const schema::Argument& argument);
 
 }  // namespace penstock::internal

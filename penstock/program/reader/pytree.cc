@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "penstock/base/text.h"
 #include "penstock/program/error.h"
 #include "penstock/program/reader/json.h"
 #include "penstock/tensor/nested.h"
@@ -33,7 +34,7 @@ std::string step_text(const c10::IValue& key) {
 
 }  // namespace
 
-// Reads one node after the other; errors name the place that was given.
+// Builds a TreeSpec from its JSON.
 class TreeSpecReader {
  public:
   explicit TreeSpecReader(const std::string& where) : where_(where) {}
@@ -41,8 +42,8 @@ class TreeSpecReader {
   TreeSpec read(const json& node) const {
     if (!node.is_object() || !node.contains("type") || !node.contains("children_spec") ||
         !node["children_spec"].is_array()) {
-      throw ProgramError(where_ + ": found " + std::string(node.type_name()) +
-                         " where a node with a type and children_spec should be.");
+      throw ProgramError(
+          concat(where_, ": found ", node.type_name(), ", expected a node with a type and children_spec."));
     }
     TreeSpec spec;
     const json& type = node["type"];
@@ -61,9 +62,10 @@ class TreeSpecReader {
       const bool is_dict =
           name == "builtins.dict" || name == "collections.OrderedDict" || name == "collections.defaultdict";
       if (is_dict && !keys) {
-        throw ProgramError(where_ + ": a " + name + " should have a key for each child, all strings or all integers.");
+        throw ProgramError(
+            concat(where_, ": a ", name, " should have a key for each child, all strings or all integers."));
       }
-      // Of what else Python has registered, those with names for their fields are dicts here.
+      // Other registered types become dicts if they name their fields, and tuples otherwise.
       spec.kind_ = keys ? TreeSpec::Kind::Dict : TreeSpec::Kind::Tuple;
       if (keys) {
         for (const json& key : *keys) {
@@ -76,7 +78,8 @@ class TreeSpecReader {
   }
 
  private:
-  // A context is most often text that is JSON itself: keys, or keys among other things.
+  // Returns the keys in the context of a node. Most contexts are strings that contain JSON: the keys, or a list that
+  // contains them.
   std::optional<json> keys_of(const json& node, std::size_t count) const {
     if (!node.contains("context")) return std::nullopt;
     json context = node["context"];
@@ -104,21 +107,21 @@ TreeSpec TreeSpec::parse(std::string_view text, const std::string& where) {
     throw ProgramError(where + ": should be a version and a tree.");
   }
   if (parsed[0] != 1) {
-    throw ProgramError(where + ": is of version " + parsed[0].dump() + "; version 1 is what can be read.");
+    throw ProgramError(concat(where, ": found version ", parsed[0].dump(), ", expected version 1."));
   }
   return TreeSpecReader(where).read(parsed[1]);
 }
 
-// Where a value is, for an error: as text only then, since every microbatch comes along here.
+// Path of a value, for errors. It becomes text only when there is one, since flatten() runs for every microbatch.
 struct TreeSpec::Place {
-  const Place* around = nullptr;
+  const Place* parent = nullptr;
   const std::string* root = nullptr;
   const c10::IValue* key = nullptr;
   std::size_t number = 0;
 
   std::string text() const {
-    if (around == nullptr) return *root;
-    return around->text() + "." + (key == nullptr ? std::to_string(number) : step_text(*key));
+    if (parent == nullptr) return *root;
+    return parent->text() + "." + (key == nullptr ? std::to_string(number) : step_text(*key));
   }
 };
 
@@ -131,37 +134,37 @@ std::vector<c10::IValue> TreeSpec::flatten(const c10::IValue& value, const std::
 
 void TreeSpec::flatten_into(const c10::IValue& value, const Place& place, std::vector<c10::IValue>& leaves) const {
   const auto refuse = [&](const std::string& expected) {
-    throw ProgramError(place.text() + ": found " + describe(value) + ", expected " + expected + ".");
+    throw ProgramError(concat(place.text(), ": found ", describe(value), ", expected ", expected, "."));
   };
-  const auto flatten_all = [&](c10::ArrayRef<c10::IValue> elements, const char* what) {
-    if (elements.size() != children_.size()) refuse(what + std::to_string(children_.size()));
+  const auto flatten_all = [&](c10::ArrayRef<c10::IValue> elements, const char* expected) {
+    if (elements.size() != children_.size()) refuse(concat(expected, children_.size()));
     for (std::size_t i = 0; i < children_.size(); ++i) {
-      children_[i].flatten_into(elements[i], {.around = &place, .number = i}, leaves);
+      children_[i].flatten_into(elements[i], {.parent = &place, .number = i}, leaves);
     }
   };
   switch (kind_) {
     case Kind::Leaf: leaves.push_back(value); return;
     case Kind::Tuple:
-      if (!value.isTuple()) refuse("tuple of " + std::to_string(children_.size()));
+      if (!value.isTuple()) refuse(concat("tuple of ", children_.size()));
       flatten_all(value.toTupleRef().elements().asArrayRef(), "tuple of ");
       return;
     case Kind::List:
-      if (!value.isList()) refuse("list of " + std::to_string(children_.size()));
+      if (!value.isList()) refuse(concat("list of ", children_.size()));
       flatten_all(value.toList().vec(), "list of ");
       return;
     case Kind::Dict: break;
   }
   const auto refuse_keys = [&] {
-    std::string keys;
-    for (const c10::IValue& key : keys_) keys += (keys.empty() ? "" : ", ") + key_text(key);
-    refuse("dict with " + (keys.empty() ? "nothing" : keys));
+    std::vector<std::string> keys;
+    for (const c10::IValue& key : keys_) keys.push_back(key_text(key));
+    refuse(keys.empty() ? "empty dict" : concat("dict with ", join(keys)));
   };
   if (!value.isGenericDict() || value.toGenericDict().size() != keys_.size()) refuse_keys();
   const auto dict = value.toGenericDict();
   for (std::size_t i = 0; i < keys_.size(); ++i) {
     const auto found = dict.find(keys_[i]);
     if (found == dict.end()) refuse_keys();
-    children_[i].flatten_into(found->value(), {.around = &place, .key = &keys_[i]}, leaves);
+    children_[i].flatten_into(found->value(), {.parent = &place, .key = &keys_[i]}, leaves);
   }
 }
 

@@ -1,5 +1,5 @@
-// The structure of a program's inputs and outputs, as Python has them: tuples, lists, dicts and what else was
-// registered, with leaves in a fixed order.
+// A pytree specification, as in torch.utils._pytree: the nesting of a program's inputs or outputs, with leaves in a
+// fixed order.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -17,21 +17,22 @@ class TreeSpec {
  public:
   enum class Kind { Leaf, Tuple, List, Dict };
 
-  // What Python's treespec_dumps wrote. Throws ProgramError, which begins with `where`.
+  // Parses the output of treespec_dumps. Throws ProgramError, which begins with `where`.
   static TreeSpec parse(std::string_view text, const std::string& where);
 
   Kind kind() const { return kind_; }
+  // Returns the number of leaves.
   std::size_t leaves() const { return leaves_; }
   const std::vector<TreeSpec>& children() const { return children_; }
-  // Of a dict, one for each child.
+  // Returns the keys of a dict, one for each child.
   const std::vector<c10::IValue>& keys() const { return keys_; }
 
-  // The leaves of a value in order. Throws ProgramError where its structure is another; `where` names the value. A dict's
-  // keys may come in any order.
+  // Returns the leaves of a value in order. Throws ProgramError if its structure differs; `where` names the value in
+  // the message. The keys of a dict may be in any order.
   std::vector<c10::IValue> flatten(const c10::IValue& value, const std::string& where) const;
-  // The value with these leaves.
+  // Returns the value with these leaves.
   c10::IValue unflatten(std::span<const c10::IValue> values) const;
-  // The way to each leaf, such as "args.0" and "kwargs.mask", behind `root`.
+  // Returns the path of each leaf, such as "args.0" or "kwargs.mask", below `root`.
   std::vector<std::string> paths(const std::string& root) const;
 
  private:

@@ -7,6 +7,7 @@
 
 #include "penstock/base/text.h"
 #include "penstock/program/error.h"
+#include "penstock/program/reader/size_expression.h"
 
 namespace penstock::internal {
 
@@ -35,7 +36,7 @@ at::ScalarType dtype_of(schema::ScalarType code) {
     case schema::ScalarType::FLOAT8E8M0FNU: return at::ScalarType::Float8_e8m0fnu;
     case schema::ScalarType::UNKNOWN: break;
   }
-  throw ProgramError("there is no dtype of code " + std::to_string(static_cast<int>(code)) + ".");
+  throw ProgramError(concat("there is no dtype with code ", static_cast<int>(code), "."));
 }
 
 at::Layout layout_of(schema::Layout code) {
@@ -49,7 +50,7 @@ at::Layout layout_of(schema::Layout code) {
     case schema::Layout::_mkldnn: return at::Layout::Mkldnn;
     case schema::Layout::Unknown: break;
   }
-  throw ProgramError("there is no layout of code " + std::to_string(static_cast<int>(code)) + ".");
+  throw ProgramError(concat("there is no layout with code ", static_cast<int>(code), "."));
 }
 
 at::MemoryFormat memory_format_of(schema::MemoryFormat code) {
@@ -60,16 +61,16 @@ at::MemoryFormat memory_format_of(schema::MemoryFormat code) {
     case schema::MemoryFormat::PreserveFormat: return at::MemoryFormat::Preserve;
     case schema::MemoryFormat::Unknown: break;
   }
-  throw ProgramError("there is no memory format of code " + std::to_string(static_cast<int>(code)) + ".");
+  throw ProgramError(concat("there is no memory format with code ", static_cast<int>(code), "."));
 }
 
 at::Device device_of(const schema::Device& device) {
   try {
     std::string text = device.get_type();
-    if (device.get_index()) text.append(":").append(std::to_string(*device.get_index()));
+    if (device.get_index()) text += concat(":", *device.get_index());
     return at::Device(text);
   } catch (const c10::Error&) {
-    throw ProgramError("there is no device '" + device.get_type() + "'.");
+    throw ProgramError(concat("there is no device '", device.get_type(), "'."));
   }
 }
 
@@ -95,9 +96,9 @@ TensorType type_of(const schema::TensorMeta& meta) {
   return type;
 }
 
-std::int64_t fixed_number(const schema::SymInt& number) {
+std::int64_t static_size(const schema::SymInt& number) {
   if (number.tag() == schema::SymInt::Tag::AS_INT) return number.get_as_int();
-  throw ProgramError("a size that should be fixed is " + number.get_as_expr().get_expr_str() + ".");
+  throw ProgramError(concat("found the size ", number.get_as_expr().get_expr_str(), ", expected a static one."));
 }
 
 std::string model_name(const Archive& archive) {
@@ -113,11 +114,10 @@ std::string model_name(const Archive& archive) {
   if (std::find(names.begin(), names.end(), "model") != names.end()) return "model";
   if (names.empty()) {
     throw ProgramError(archive.name() +
-                       ": has no program: there is no record models/*.json in it.\n  Hint: a .pt2 is what "
-                       "torch.export.save of PyTorch 2.8 or later writes.");
+                       ": has no program: there is no record models/*.json in it.\n  Hint: write the .pt2 with "
+                       "torch.export.save of PyTorch 2.8 or later.");
   }
-  throw ProgramError(archive.name() + ": has several programs (" + join_or_none(names) +
-                     "), and none is called 'model'.");
+  throw ProgramError(concat(archive.name(), ": has several programs (", join(names), "), and none is called 'model'."));
 }
 
 }  // namespace penstock::internal

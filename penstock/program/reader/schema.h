@@ -1,4 +1,4 @@
-// The schema of an export, as libtorch has it in C++, in terms of c10. To include this takes its time to compile.
+// Converts libtorch's C++ types of the export schema to those of c10. This header is slow to compile.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -17,7 +17,7 @@ namespace penstock::internal {
 
 namespace schema = torch::_export;
 
-// The schema's codes are not those of c10. Each throws ProgramError for a code that there is not.
+// Convert the schema's enumerations, whose values differ from c10's. Throw ProgramError for an unknown value.
 at::ScalarType dtype_of(schema::ScalarType code);
 at::Layout layout_of(schema::Layout code);
 at::MemoryFormat memory_format_of(schema::MemoryFormat code);
@@ -25,10 +25,10 @@ at::Device device_of(const schema::Device& device);
 
 Dimension dimension_of(const schema::SymInt& size);
 TensorType type_of(const schema::TensorMeta& meta);
-// Throws ProgramError for one that is not fixed.
-std::int64_t fixed_number(const schema::SymInt& number);
+// Returns a static size. Throws ProgramError for a dynamic one.
+std::int64_t static_size(const schema::SymInt& number);
 
-// The name of the archive's program. Throws ProgramError if there is none, or several.
+// Returns the name of the archive's program. Throws ProgramError if there is none, or several.
 std::string model_name(const Archive& archive);
 
 }  // namespace penstock::internal

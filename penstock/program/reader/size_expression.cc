@@ -4,6 +4,8 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/text.h"
+
 namespace penstock::internal {
 namespace {
 
@@ -14,14 +16,14 @@ struct Term {
   std::optional<Linear> linear = std::nullopt;
   bool is_sum = false;
 
-  // As a factor or an exponent.
-  std::string inside() const { return is_sum ? "(" + text + ")" : text; }
+  // Returns the text for use as a factor or an exponent.
+  std::string as_factor() const { return is_sum ? concat("(", text, ")") : text; }
 };
 
 std::optional<Linear> sum_of(const Linear& left, const Linear& right) {
   Linear sum{.symbol = left.symbol.empty() ? right.symbol : left.symbol};
-  const bool is_of_one = left.symbol.empty() || right.symbol.empty() || left.symbol == right.symbol;
-  if (!is_of_one || __builtin_add_overflow(left.factor, right.factor, &sum.factor) ||
+  const bool has_one_symbol = left.symbol.empty() || right.symbol.empty() || left.symbol == right.symbol;
+  if (!has_one_symbol || __builtin_add_overflow(left.factor, right.factor, &sum.factor) ||
       __builtin_add_overflow(left.offset, right.offset, &sum.offset)) {
     return std::nullopt;
   }
@@ -52,7 +54,7 @@ class Reader {
  public:
   explicit Reader(std::string_view text) : text_(text) {}
 
-  // None unless all of the text is an expression.
+  // Returns none unless the whole text is an expression.
   std::optional<Term> read() {
     std::optional<Term> term = expression();
     return text_.empty() ? term : std::nullopt;
@@ -72,7 +74,7 @@ class Reader {
   }
 
   std::optional<Term> expression() {
-    // Sizes are simple; an archive from anybody need not be.
+    // Real sizes are simple; a malicious archive could nest deep enough to overflow the stack.
     constexpr int kDeepest = 100;
     if (depth_ >= kDeepest) return std::nullopt;
     ++depth_;
@@ -83,7 +85,7 @@ class Reader {
     return term && take(")") ? term : std::nullopt;
   }
 
-  // "'s77', positive=True"
+  // Reads "'s77', positive=True".
   std::optional<Term> symbol() {
     if (!take("'")) return std::nullopt;
     const std::string name(take_until('\''));
@@ -112,9 +114,9 @@ class Reader {
     if (name == "Mul") return Term{.text = joined(terms, "*"), .linear = combined(terms, {.offset = 1}, product_of)};
     if (name == "Pow") return Term{.text = joined(terms, "**")};
     if (name == "FloorDiv") return Term{.text = joined(terms, "//"), .is_sum = true};
-    std::string text = name + "(";
-    for (const Term& term : terms) text.append(&term == &terms.front() ? "" : ", ").append(term.text);
-    return Term{.text = text + ")"};
+    std::vector<std::string> arguments;
+    for (const Term& term : terms) arguments.push_back(term.text);
+    return Term{.text = concat(name, "(", join(arguments), ")")};
   }
 
   static std::string sum_text(const std::vector<Term>& terms) {
@@ -131,7 +133,7 @@ class Reader {
 
   static std::string joined(const std::vector<Term>& terms, std::string_view by) {
     std::string text;
-    for (const Term& term : terms) text.append(text.empty() ? "" : by).append(term.inside());
+    for (const Term& term : terms) text.append(text.empty() ? "" : by).append(term.as_factor());
     return text;
   }
 

@@ -1,3 +1,5 @@
+#include "penstock/program/reader/weights.h"
+
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -7,8 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/text.h"
 #include "penstock/program/error.h"
-#include "penstock/program/reader/exported.h"
 #include "penstock/program/reader/json.h"
 #include "penstock/program/reader/schema.h"
 
@@ -17,7 +19,7 @@ namespace {
 
 using nlohmann::json;
 
-// Whether a tensor's elements all lie in a storage of so many bytes.
+// Returns true if all elements of a tensor are inside a storage of `bytes` bytes.
 bool lies_within(const std::vector<std::int64_t>& sizes, const std::vector<std::int64_t>& strides, std::int64_t offset,
                  std::int64_t element, std::int64_t bytes) {
   if (offset < 0 || sizes.size() != strides.size()) return false;
@@ -35,25 +37,25 @@ bool lies_within(const std::vector<std::int64_t>& sizes, const std::vector<std::
   return !__builtin_add_overflow(last, 1, &last) && !__builtin_mul_overflow(last, element, &end) && end <= bytes;
 }
 
-// The tensors of one index, and the records that they lie in.
+// Reads the tensors of one index, and the records that contain them.
 void read_index(const Archive& archive, const std::string& folder, const std::string& index,
                 std::map<std::string, at::Tensor>& weights, std::map<std::string, at::Tensor>& records) {
   const std::string record = folder + index;
   if (!archive.contains(record)) return;
   const std::string where = archive.name() + ": " + record;
   const json parsed = parse_exported_json(archive.text(record), where);
-  // By the file and what is said of the tensor: what is said twice is one.
+  // Tensors by file and metadata. Entries that agree in both are tied.
   std::map<std::pair<std::string, std::string>, at::Tensor> tensors;
   if (!parsed.is_object() || !parsed.contains("config") || !parsed["config"].is_object()) {
-    throw ProgramError(where + ": should have a config.");
+    throw ProgramError(concat(where, ": should have a config."));
   }
   for (const auto& [name, described] : parsed["config"].items()) {
-    const std::string place = where + ", '" + name + "'";
+    const std::string place = concat(where, ", '", name, "'");
     try {
       const auto payload = described.get<schema::PayloadMeta>();
       if (payload.get_use_pickle() || !payload.get_tensor_meta()) {
         throw ProgramError(
-            "is an object of Python's, which could run code when it is read; plain tensors can be read.");
+            "is a pickled Python object, which could run code when it is loaded; only plain tensors are supported.");
       }
       const auto key = std::pair(payload.get_path_name(), described.dump());
       if (const auto known = tensors.find(key); known != tensors.end()) {
@@ -64,29 +66,28 @@ void read_index(const Archive& archive, const std::string& folder, const std::st
       if (layout_of(meta.get_layout()) != at::Layout::Strided) throw ProgramError("is not a strided tensor.");
       std::vector<std::int64_t> sizes;
       std::vector<std::int64_t> strides;
-      for (const schema::SymInt& size : meta.get_sizes()) sizes.push_back(fixed_number(size));
-      for (const schema::SymInt& stride : meta.get_strides()) strides.push_back(fixed_number(stride));
-      const std::int64_t offset = fixed_number(meta.get_storage_offset());
+      for (const schema::SymInt& size : meta.get_sizes()) sizes.push_back(static_size(size));
+      for (const schema::SymInt& stride : meta.get_strides()) strides.push_back(static_size(stride));
+      const std::int64_t offset = static_size(meta.get_storage_offset());
       const at::ScalarType dtype = dtype_of(meta.get_dtype());
       at::Tensor& file = records[folder + payload.get_path_name()];
       if (!file.defined()) file = archive.bytes(folder + payload.get_path_name());
       const auto element = static_cast<std::int64_t>(c10::elementSize(dtype));
       if (!lies_within(sizes, strides, offset, element, file.numel())) {
-        throw ProgramError("does not lie within the " + std::to_string(file.numel()) + " bytes of " +
-                           payload.get_path_name() + ".");
+        throw ProgramError(concat("is not inside the ", file.numel(), " bytes of ", payload.get_path_name(), "."));
       }
       at::Tensor tensor = at::empty({0}, dtype).set_(file.storage(), offset, sizes, strides);
       if (meta.get_requires_grad()) tensor.requires_grad_();
       weights[name] = tensor;
       tensors.emplace(key, std::move(tensor));
     } catch (const ProgramError& error) {
-      throw ProgramError(place + ": " + error.what());
+      throw ProgramError(concat(place, ": ", error.what()));
     } catch (const c10::Error& error) {
-      throw ProgramError(place + ": " + error.what_without_backtrace());
+      throw ProgramError(concat(place, ": ", error.what_without_backtrace()));
     } catch (const std::bad_alloc&) {
       throw;
     } catch (const std::exception& error) {
-      throw ProgramError(place + ": is not as the schema has it: " + error.what());
+      throw ProgramError(concat(place, ": does not match the schema: ", error.what()));
     }
   }
 }

@@ -1,5 +1,5 @@
-// The directory of a zip archive: what records it has, and where their bytes lie. Every place that it claims is held
-// against the bytes that there are.
+// Reads the central directory of a zip archive: the records and their offsets. Every offset is checked against the size
+// of the archive.
 #pragma once
 
 #include <cstddef>
@@ -13,34 +13,35 @@ namespace penstock::internal {
 
 struct ZipRecord {
   std::string name;
-  // Its own header, and behind that its bytes.
+  // Offsets of the record's local header and of its bytes.
   std::size_t header = 0;
   std::size_t begin = 0;
   std::size_t size = 0;
   // CRC-32 of the bytes.
   std::uint32_t checksum = 0;
-  // The record's entry in the directory.
+  // Offset of the record's entry in the directory.
   std::size_t entry = 0;
 
   std::size_t end() const { return begin + size; }
 };
 
-// What is wrong with an archive, to stand behind its name.
+// An error in an archive. The message is to follow the archive's name.
 class ZipError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// In the order of the directory. Throws ZipError, also for records that are compressed, or lie in one place: one place
-// under many names would make much of a small archive.
+// Returns the records in the order of the directory. Throws ZipError if the archive is damaged, and for records that
+// are compressed or overlap: with those, a small archive could expand to much memory.
 std::vector<ZipRecord> read_zip_directory(std::string_view archive);
 
-// Where an archive keeps the checksum of a record, four bytes each.
-struct ChecksumPlaces {
+// Offsets of the two copies of a record's checksum, of four bytes each.
+struct ChecksumOffsets {
+  // In the entry of the directory.
   std::size_t directory = 0;
-  // In the record's own header, or behind its bytes.
-  std::size_t own = 0;
+  // In the record's local header, or in the data descriptor after its bytes.
+  std::size_t local = 0;
 };
-// Throws ZipError if what stands there is not the checksum.
-ChecksumPlaces checksum_places(std::string_view archive, const ZipRecord& record);
+// Throws ZipError if the checksum is not there.
+ChecksumOffsets checksum_offsets(std::string_view archive, const ZipRecord& record);
 
 }  // namespace penstock::internal

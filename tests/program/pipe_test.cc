@@ -1,4 +1,4 @@
-// A program in stages: what they are, and that they compute the same.
+// A program that is split into stages: its statistics, and that it computes the same as the whole.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -16,10 +16,10 @@
 namespace penstock::testing {
 namespace {
 
-TEST(Cutting, SendsANumberToTheStageThatUsesIt) {
+TEST(Pipe, SendsANumberToTheStageThatUsesIt) {
   const auto make = [] { return pipeline(exported("number"), {{"second", kBegin}}); };
   const Program program = make().program();
-  EXPECT_EQ(crossings_of(make()), (Words{"relu 0 -> 1", "times 0 -> 1"}));
+  EXPECT_EQ(boundary_values_of(make()), (Words{"relu 0 -> 1", "times 0 -> 1"}));
   const TensorsByName inputs{{"args.0", counting({12, 4})}, {"args.1", at::full({4}, 3, at::kLong)}};
   expect_what_one_process_gives(make, in_a_row("1F1B", 2), inputs);
 
@@ -32,7 +32,7 @@ TEST(Cutting, SendsANumberToTheStageThatUsesIt) {
   expect_error_for(at::ones({1}), "args.1: found float32, expected an integer.");
 }
 
-TEST(Cutting, LeavesTheProgramAsItWas) {
+TEST(Pipe, LeavesTheProgramAsItWas) {
   const Program program = exported("dropouts");
   NamedTensors before;
   for (const auto& [name, tensor] : program.state_dict()) before.emplace_back(name, tensor.detach().clone());
@@ -60,8 +60,8 @@ TEST(Cutting, LeavesTheProgramAsItWas) {
   EXPECT_TRUE(same(run(program), run(third)));
 }
 
-// The meta device computes shapes alone, and refuses what lies elsewhere.
-TEST(Cutting, PutsStagesOnAnotherDevice) {
+// The meta device computes shapes only, and refuses tensors on another device.
+TEST(Pipe, PutsStagesOnAnotherDevice) {
   for (const std::string name : {"mlp", "called_twice"}) {
     SCOPED_TRACE(name);
     const ZooModel model = zoo_model(name);
@@ -80,22 +80,22 @@ TEST(Cutting, PutsStagesOnAnotherDevice) {
     for (const PipelineStage& stage : in_stages.stages()) {
       for (const auto& [parameter, tensor] : stage.parameters()) EXPECT_TRUE(tensor.grad().is_meta()) << parameter;
     }
-    // The program itself stays where it is.
+    // The program itself stays on its device.
     for (const auto& [parameter, tensor] : pipe.program().parameters()) EXPECT_TRUE(tensor.is_cpu()) << parameter;
   }
 }
 
-TEST(Cutting, SaysWhichStagesThereAre) {
+TEST(Pipe, SaysWhichStagesThereAre) {
   const Pipe pipe = pipeline(exported("pair"), 2);
   for (const int stage : {-1, 2}) {
-    const std::string message = "there is no stage " + std::to_string(stage) + " of 2; they go from 0 to 1.";
+    const std::string message = "there is no stage " + std::to_string(stage) + "; the stages are 0 to 1.";
     expect_error<ProgramError>([&] { pipe.get_stage_module(stage); }, message);
     expect_error<ProgramError>([&] { pipe.build_stage(stage); }, message);
     expect_error<ProgramError>([&] { pipe.state_dict(stage); }, message);
   }
 }
 
-TEST(Cutting, KeepsNamesAndTensors) {
+TEST(Pipe, KeepsNamesAndTensors) {
   for (const std::string name : {"tied", "norms", "dropouts", "masked"}) {
     SCOPED_TRACE(name);
     const Program program = exported(name);
@@ -111,7 +111,7 @@ TEST(Cutting, KeepsNamesAndTensors) {
   }
 }
 
-TEST(Cutting, LoadsAStageByTheNamesThatItHas) {
+TEST(Pipe, LoadsAStageByTheNamesThatItHas) {
   const Program program = exported("pair");
   const Pipe pipe = pipeline(program, {{"second", kBegin}});
   NamedTensors state;
@@ -126,7 +126,7 @@ TEST(Cutting, LoadsAStageByTheNamesThatItHas) {
   expect_error<ProgramError>([&] { pipe.load_state_dict(1, state); }, "stage 1: 'second.weight' is missing.");
 }
 
-TEST(Cutting, IsPrinted) {
+TEST(Pipe, IsPrinted) {
   const auto printed = [](const Pipe& pipe) {
     std::ostringstream text;
     text << pipe;
@@ -136,23 +136,24 @@ TEST(Cutting, IsPrinted) {
             program_path("pair.pt2") +
                 ": 2 stages\n"
                 "  stage 0: first\n"
-                "    20 parameters, 108 FLOP a forward, 96 B kept\n"
+                "    20 parameters, 108 FLOP a forward, 96 B of saved activations\n"
                 "    -> stage 1: relu float32[3, 4]\n"
                 "  stage 1: second\n"
-                "    10 parameters, 48 FLOP a forward, 24 B kept\n");
+                "    10 parameters, 48 FLOP a forward, 24 B of saved activations\n");
   EXPECT_EQ(printed(pipeline(exported("tied"), {{"head", kBegin}})),
             program_path("tied.pt2") +
                 ": 2 stages\n"
                 "  stage 0: embedding, scale, frozen\n"
-                "    52 parameters, 264 FLOP a forward, 384 B kept\n"
+                "    52 parameters, 264 FLOP a forward, 384 B of saved activations\n"
                 "    -> stage 1: linear float32[2, 3, 4]\n"
                 "  stage 1: head\n"
-                "    32 parameters, 384 FLOP a forward, 192 B kept\n"
+                "    32 parameters, 384 FLOP a forward, 192 B of saved activations\n"
                 "  shared: embedding.weight by stages 0, 1\n");
-  EXPECT_EQ(printed(pipeline(exported("identity"))), program_path("identity.pt2") +
-                                                         ": 1 stage\n"
-                                                         "  stage 0: 0 operations of the model itself\n"
-                                                         "    0 parameters, 0 FLOP a forward, 0 B kept\n");
+  EXPECT_EQ(printed(pipeline(exported("identity"))),
+            program_path("identity.pt2") +
+                ": 1 stage\n"
+                "  stage 0: 0 operations of the model itself\n"
+                "    0 parameters, 0 FLOP a forward, 0 B of saved activations\n");
 }
 
 TEST(RandomNumbers, AreTheSameForAnyCutAndSchedule) {
@@ -177,7 +178,7 @@ TEST(RandomNumbers, AreTheSameForAnyCutAndSchedule) {
     const Schedule schedule = in_a_row(one.schedule, one.ranks, one.stages_per_rank);
     const MakePipe cut = [&] { return make(schedule.stages()); };
     expect_what_one_process_gives(cut, schedule, /*seed=*/11);
-    // And what is drawn does not depend on the cut.
+    // The random numbers do not depend on the split.
     const Outcome found = run_in_stages(cut(), schedule, /*seed=*/11);
     for (std::size_t i = 0; i < found.losses.size(); ++i) EXPECT_TRUE(same(whole.losses[i], found.losses[i])) << i;
   }
@@ -192,7 +193,7 @@ TEST(RandomNumbers, AreTheSameWhereverABlockIsCut) {
     std::fill(stages.begin() + at, stages.end(), 1);
     const Outcome found = run_in_stages(Pipe(exported("dropouts"), stages), in_a_row("1F1B", 2), /*seed=*/11);
     for (std::size_t i = 0; i < found.losses.size(); ++i) EXPECT_TRUE(same(whole.losses[i], found.losses[i])) << i;
-    // All parameters are in one stage or the other; with one stage, microbatches come in the same order.
+    // Every parameter is in one of the stages; with one stage, the order of microbatches is the same.
     std::size_t count = 0;
     for (const auto& [place, gradient] : found.gradients) {
       EXPECT_TRUE(same_bits(whole.gradients.at({0, place.second}), gradient)) << place.second;

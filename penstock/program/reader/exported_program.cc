@@ -1,4 +1,4 @@
-#include "penstock/program/reader/exported.h"
+#include "penstock/program/reader/exported_program.h"
 
 #include <algorithm>
 #include <iterator>
@@ -10,6 +10,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "penstock/base/text.h"
 #include "penstock/program/error.h"
 #include "penstock/program/reader/graph_reader.h"
 #include "penstock/program/reader/json.h"
@@ -26,7 +27,7 @@ constexpr int kSchemaMajor = 8;
 
 class Reader {
  public:
-  Reader(std::string where, Exported& exported, const AllowedOperators& allowed)
+  Reader(std::string where, ExportedProgram& exported, const AllowedOperators& allowed)
       : nodes_(std::move(where), exported.graph, allowed), exported_(&exported) {}
 
   void read(const json& module) {
@@ -46,15 +47,14 @@ class Reader {
       if (!entry.at("fqn").get<std::string>().empty()) continue;
       if (entry.at("signature").is_null()) break;
       const auto signature = entry.at("signature").get<schema::ModuleCallSignature>();
-      exported_->in_spec = TreeSpec::parse(signature.get_in_spec(), nodes_.where() + ", the structure of the inputs");
-      exported_->out_spec =
-          TreeSpec::parse(signature.get_out_spec(), nodes_.where() + ", the structure of the outputs");
+      exported_->in_spec = TreeSpec::parse(signature.get_in_spec(), nodes_.where() + ", the input structure");
+      exported_->out_spec = TreeSpec::parse(signature.get_out_spec(), nodes_.where() + ", the output structure");
       const TreeSpec& in = exported_->in_spec;
       const bool right = in.kind() == TreeSpec::Kind::Tuple && in.children().size() == 2 &&
                          in.children()[0].kind() == TreeSpec::Kind::Tuple &&
                          in.children()[1].kind() == TreeSpec::Kind::Dict &&
                          std::ranges::all_of(in.children()[1].keys(), &c10::IValue::isString);
-      if (!right) nodes_.fail("the inputs should be a tuple of arguments and a dict of keyword arguments.");
+      if (!right) nodes_.fail("the inputs should be a tuple of positional arguments and a dict of keyword arguments.");
       return;
     }
     nodes_.fail("the model itself has no signature.");
@@ -67,27 +67,27 @@ class Reader {
     paths.insert(paths.end(), kwargs.begin(), kwargs.end());
     std::size_t next_path = 0;
     const auto next_user_path = [&] {
-      if (next_path == paths.size()) throw ProgramError("there are more inputs than the structure of the inputs has.");
+      if (next_path == paths.size()) throw ProgramError("there are more inputs than the input structure has.");
       return paths[next_path++];
     };
     std::size_t index = 0;
     for (const schema::InputSpec& spec : signature.get_input_specs()) {
-      nodes_.at("input " + std::to_string(index), [&] {
-        if (index >= inputs.size()) throw ProgramError("is in the signature, and not in the graph.");
+      nodes_.at(concat("input ", index), [&] {
+        if (index >= inputs.size()) throw ProgramError("is in the signature, but not in the graph.");
         read_input(inputs[index].get<schema::Argument>(), spec, next_user_path, scope);
       });
       ++index;
     }
     if (index != inputs.size()) nodes_.fail("the graph has inputs that are not in the signature.");
-    if (next_path != paths.size()) nodes_.fail("there are fewer inputs than the structure of the inputs has.");
+    if (next_path != paths.size()) nodes_.fail("there are fewer inputs than the input structure has.");
   }
 
   template <class NextUserPath>
   void read_input(const schema::Argument& argument, const schema::InputSpec& spec, NextUserPath next_user_path,
                   Scope& scope) {
     ProgramInput input;
-    const auto tensor = [&](const schema::TensorArgument& of) {
-      return nodes_.define(of.get_name(), ValueKind::Tensor, /*producer=*/-1, scope);
+    const auto tensor = [&](const schema::TensorArgument& tensor_argument) {
+      return nodes_.define(tensor_argument.get_name(), ValueKind::Tensor, /*producer=*/-1, scope);
     };
     switch (spec.tag()) {
       case schema::InputSpec::Tag::PARAMETER:
@@ -107,7 +107,7 @@ class Reader {
         input.value = tensor(spec.get_tensor_constant().get_arg());
         break;
       case schema::InputSpec::Tag::USER_INPUT:
-        require_kind([&] { spec.get_user_input(); }, "is of an unknown kind.");
+        require_kind([&] { spec.get_user_input(); }, "has an unknown kind.");
         input.name = next_user_path();
         input.value = read_user_input(argument, input, scope);
         break;
@@ -118,13 +118,13 @@ class Reader {
         introduce(spec.get_constant_input().get_name(), constant(input.fixed), scope);
         break;
       case schema::InputSpec::Tag::CUSTOM_OBJ:
-        throw ProgramError("is the object '" + spec.get_custom_obj().get_custom_obj_name() +
-                           "' of a class of Python's or TorchScript's, which cannot be read.");
+        throw ProgramError(concat("is the custom object '", spec.get_custom_obj().get_custom_obj_name(),
+                                  "', and custom objects are not supported."));
       case schema::InputSpec::Tag::TOKEN:
-        throw ProgramError("is a token of an operator with side effects, which cannot be run.");
+        throw ProgramError("is a token of an operator with side effects, which is not supported.");
     }
     for (const ProgramInput& other : exported_->inputs) {
-      if (other.name == input.name) throw ProgramError("is called '" + input.name + "', as another one is.");
+      if (other.name == input.name) throw ProgramError(concat("has the name '", input.name, "' of another input."));
     }
     exported_->inputs.push_back(std::move(input));
   }
@@ -155,7 +155,7 @@ class Reader {
         return fix(argument.get_as_sym_bool().get_as_bool());
       default: {
         const Operand operand = operand_of(argument, scope);
-        if (!operand.is_constant()) throw ProgramError("is of a kind that cannot be an input.");
+        if (!operand.is_constant()) throw ProgramError("has a kind that cannot be an input.");
         return fix(operand.constant);
       }
     }
@@ -177,19 +177,19 @@ class Reader {
     std::size_t index = 0;
     std::set<std::pair<ProgramOutput::Kind, std::string>> targets;
     for (const schema::OutputSpec& spec : signature.get_output_specs()) {
-      nodes_.at("output " + std::to_string(index++), [&] {
+      nodes_.at(concat("output ", index++), [&] {
         ProgramOutput output = output_of(spec, scope);
         if (output.kind == ProgramOutput::Kind::User) {
           ++users;
         } else if (!targets.emplace(output.kind, output.target).second) {
-          throw ProgramError("is written to '" + output.target + "', as another output is.");
+          throw ProgramError(concat("is written to '", output.target, "', like another output."));
         }
         exported_->outputs.push_back(std::move(output));
       });
     }
     if (users != exported_->out_spec.leaves()) {
-      nodes_.fail("there are " + std::to_string(users) + " outputs, and the structure of the outputs has " +
-                  std::to_string(exported_->out_spec.leaves()) + ".");
+      nodes_.fail(concat("found ", users, " outputs, expected the ", exported_->out_spec.leaves(),
+                         " of the output structure."));
     }
   }
 
@@ -197,9 +197,9 @@ class Reader {
     using Tag = schema::OutputSpec::Tag;
     switch (spec.tag()) {
       case Tag::USER_OUTPUT: {
-        require_kind([&] { spec.get_user_output(); }, "is of an unknown kind.");
+        require_kind([&] { spec.get_user_output(); }, "has an unknown kind.");
         Operand operand = operand_of(spec.get_user_output().get_arg(), scope);
-        if (operand.list != Operand::ListKind::None) throw ProgramError("is a list, and should be one value.");
+        if (operand.list != Operand::ListKind::None) throw ProgramError("is a list, expected one value.");
         return {.kind = ProgramOutput::Kind::User, .operand = std::move(operand), .target = ""};
       }
       case Tag::LOSS_OUTPUT:
@@ -221,17 +221,18 @@ class Reader {
       case Tag::GRADIENT_TO_PARAMETER:
       case Tag::GRADIENT_TO_USER_INPUT:
         throw ProgramError(
-            "is a gradient: the program has its backward in it.\n  Hint: export the forward alone; its "
-            "gradients are computed here.");
-      case Tag::TOKEN: throw ProgramError("is a token of an operator with side effects, which cannot be run.");
+            "is a gradient: the program contains its backward.\n  Hint: export the forward alone; autograd computes "
+            "the backward.");
+      case Tag::TOKEN: throw ProgramError("is a token of an operator with side effects, which is not supported.");
     }
-    throw ProgramError("is of an unknown kind.");
+    throw ProgramError("has an unknown kind.");
   }
 
   std::string written(ProgramInput::Kind kind, const std::string& name) const {
-    const bool there = std::any_of(exported_->inputs.begin(), exported_->inputs.end(),
-                                   [&](const ProgramInput& input) { return input.kind == kind && input.name == name; });
-    if (!there) throw ProgramError("is written to '" + name + "', which there is not.");
+    const bool exists = std::any_of(exported_->inputs.begin(), exported_->inputs.end(), [&](const ProgramInput& input) {
+      return input.kind == kind && input.name == name;
+    });
+    if (!exists) throw ProgramError(concat("is written to '", name, "', which does not exist."));
     return name;
   }
 
@@ -240,17 +241,18 @@ class Reader {
     for (const ProgramInput& input : exported_->inputs) {
       if (input.kind != ProgramInput::Kind::User || !operand.is_value() || input.value != operand.value) continue;
       if (exported_->graph.values[static_cast<std::size_t>(input.value)].kind == ValueKind::Tensor) return input.name;
-      throw ProgramError("is written to '" + name + "', which is no tensor.");
+      throw ProgramError(concat("is written to '", name, "', which is not a tensor."));
     }
-    throw ProgramError("is written to '" + name + "', which is no input.");
+    throw ProgramError(concat("is written to '", name, "', which is not an input."));
   }
 
   GraphReader nodes_;
-  Exported* exported_;
+  ExportedProgram* exported_;
 };
 
-// The buffer that the last node only assigns anew: nothing else writes to it, or is given it from there.
-const ProgramInput* assigned_last(const Exported& exported) {
+// Returns the buffer to which the last node copies a new value, provided that nothing else writes to it or reads the
+// copy; null if there is none.
+const ProgramInput* assigned_last(const ExportedProgram& exported) {
   const Effects& effects = exported.effects;
   if (exported.graph.nodes.empty()) return nullptr;
   const Node& last = exported.graph.nodes.back();
@@ -271,9 +273,9 @@ const ProgramInput* assigned_last(const Exported& exported) {
   return buffer;
 }
 
-// `self.buffer = value` becomes a copy behind all other nodes, wherever it stands in the model. What is assigned is an
-// output that is written when all is done, which a cut puts where it is made.
-void take_assignments(Exported& exported) {
+// Turns assignments into outputs. `self.buffer = value` is exported as a copy after all other nodes, wherever it is in
+// the model; as an output that is written at the end, it can be in the stage that produces the value.
+void extract_assignments(ExportedProgram& exported) {
   Graph& graph = exported.graph;
   const std::size_t before = graph.nodes.size();
   while (const ProgramInput* const buffer = assigned_last(exported)) {
@@ -292,21 +294,21 @@ void check_version(const json& program, const std::string& where) {
   const json major = version.is_object() ? version.value("major", json()) : json();
   if (!major.is_number_integer()) throw ProgramError(where + ": has no schema_version.");
   if (major != kSchemaMajor) {
-    throw ProgramError(where + ": is of schema version " + major.dump() + "; version " + std::to_string(kSchemaMajor) +
-                       " can be read.\n  Hint: export the model with PyTorch 2.13.");
+    throw ProgramError(concat(where, ": found schema version ", major.dump(), ", expected ", kSchemaMajor,
+                              ".\n  Hint: export the model with PyTorch 2.13."));
   }
 }
 
 }  // namespace
 
-Exported read_exported(const Archive& archive, const AllowedOperators& allowed) {
+ExportedProgram read_exported_program(const Archive& archive, const AllowedOperators& allowed) {
   if (archive.contains("byteorder") && archive.text("byteorder") != "little") {
-    throw ProgramError(archive.name() + ": was written on a machine with another order of bytes.");
+    throw ProgramError(archive.name() + ": was written on a machine with another byte order.");
   }
   const std::string record = "models/" + model_name(archive) + ".json";
   const std::string where = archive.name() + ": " + record;
   const json program = parse_exported_json(archive.text(record), where);
-  Exported exported;
+  ExportedProgram exported;
   try {
     if (!program.is_object()) throw ProgramError(where + ": should be an object.");
     check_version(program, where);
@@ -318,13 +320,13 @@ Exported read_exported(const Archive& archive, const AllowedOperators& allowed) 
     }
     Reader(where, exported, allowed).read(program.at("graph_module"));
     exported.effects = effects_of(exported.graph);
-    take_assignments(exported);
+    extract_assignments(exported);
   } catch (const ProgramError&) {
     throw;
   } catch (const std::bad_alloc&) {
     throw;
   } catch (const std::exception& error) {
-    throw ProgramError(where + ": is not as the schema has it: " + error.what());
+    throw ProgramError(concat(where, ": does not match the schema: ", error.what()));
   }
   return exported;
 }

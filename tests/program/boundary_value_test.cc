@@ -1,4 +1,4 @@
-// What goes over the borders of stages, and what may not: values, what is written in place, and shared parameters.
+// Boundary values between stages: values that are sent or recomputed, mutations in place, and shared parameters.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -14,59 +14,59 @@
 namespace penstock::testing {
 namespace {
 
-TEST(Crossing, OfWhatIsCheapIsNone) {
+TEST(BoundaryValues, DoNotIncludeWhatIsCheapToRecompute) {
   const Pipe pipe = pipeline(exported("masked"), {{"layers.1", kBegin}, {"layers.2", kBegin}});
-  EXPECT_EQ(crossings_of(pipe), (Words{"matmul_1 0 -> 1", "matmul_3 1 -> 2"}));
-  // The constant that the mask is made of is in each stage.
+  EXPECT_EQ(boundary_values_of(pipe), (Words{"matmul_1 0 -> 1", "matmul_3 1 -> 2"}));
+  // Each stage has the constant that the mask is computed from.
   for (const PipeInfo::Stage& stage : pipe.info().stages) EXPECT_EQ(stage.buffers, 5);
-  EXPECT_EQ(pipe.info().crossings[0].type, "float32[2, 5, 4]");
-  EXPECT_EQ(pipe.info().crossings[0].bytes, 160);
+  EXPECT_EQ(pipe.info().boundary_values[0].type, "float32[2, 5, 4]");
+  EXPECT_EQ(pipe.info().boundary_values[0].bytes, 160);
   expect_what_one_process_gives(
       [] { return pipeline(exported("masked"), {{"layers.1", kBegin}, {"layers.2", kBegin}}); }, in_a_row("1F1B", 3));
 }
 
-TEST(Crossing, OfANumberIsATensorOfOneElement) {
+TEST(BoundaryValues, SendNumbersAsTensors) {
   const MakePipe make = [] { return pipeline(exported("length"), {{"second", kBegin}}); };
   const Pipe pipe = make();
-  const auto& crossings = pipe.info().crossings;
-  ASSERT_EQ(crossings.size(), 2U);
-  EXPECT_EQ(crossings_of(pipe), (Words{"sum_1 0 -> 1", "sym_size_int_1 0 -> 1"}));
-  EXPECT_EQ(crossings[1].type, "int");
-  EXPECT_EQ(crossings[1].bytes, 8);
+  const auto& values = pipe.info().boundary_values;
+  ASSERT_EQ(values.size(), 2U);
+  EXPECT_EQ(boundary_values_of(pipe), (Words{"sum_1 0 -> 1", "sym_size_int_1 0 -> 1"}));
+  EXPECT_EQ(values[1].type, "int");
+  EXPECT_EQ(values[1].bytes, 8);
   expect_what_one_process_gives(make, in_a_row("1F1B", 2));
-  // For other sizes, too.
+  // Other sizes work too.
   const at::Tensor x = at::ones({2, 9, 4});
   const auto output = pipe.run({x}).toTupleRef().elements().vec();
   EXPECT_EQ(output[1].toInt(), 17);
   EXPECT_TRUE(same(pipe.program().run({x}), pipe.run({x})));
 }
 
-TEST(Crossing, OfANumberIsNoneWhereItsTensorGoesToo) {
+TEST(BoundaryValues, DoNotIncludeASizeWhoseTensorIsSent) {
   const Pipe pipe = pipeline(exported("inputs"), {{"linear", kEnd}});
-  std::vector<std::string> names = crossings_of(pipe);
+  std::vector<std::string> names = boundary_values_of(pipe);
   std::sort(names.begin(), names.end());
   EXPECT_EQ(names, (Words{"linear 0 -> 1", "mask 0 -> 1", "y_0 0 -> 1"}));
 }
 
-TEST(Crossing, OfAnInputThatALaterStageIsTheFirstToUse) {
+TEST(BoundaryValues, IncludeAnInputThatOnlyALaterStageUses) {
   const MakePipe make = [] { return pipeline(from_zoo("late_input"), {{"layers.0", kBegin}, {"layers.1", kBegin}}); };
-  EXPECT_EQ(crossings_of(make()), (Words{"tanh 0 -> 1", "late 0 -> 2", "tanh_1 1 -> 2", "tanh 1 -> 2"}));
+  EXPECT_EQ(boundary_values_of(make()), (Words{"tanh 0 -> 1", "late 0 -> 2", "tanh_1 1 -> 2", "tanh 1 -> 2"}));
   expect_what_one_process_gives(make, in_a_row("1F1B", 3));
 }
 
-TEST(Crossing, OfAnOutputOfTheFirstStageGoesToTheLast) {
+TEST(BoundaryValues, SendAnOutputOfTheFirstStageToTheLast) {
   const Pipe pipe = pipeline(from_zoo("late_input"), {{"layers.0", kBegin}, {"last", kBegin}});
   const Program& program = pipe.program();
   const Arguments arguments = arguments_from(program, example_inputs(program, 1, 3));
   EXPECT_TRUE(same(program.run(arguments.args, arguments.kwargs), pipe.run(arguments.args, arguments.kwargs)));
 }
 
-TEST(Crossing, GoesFromUserToUser) {
+TEST(BoundaryValues, TravelFromConsumerToConsumer) {
   const Pipe pipe = pipeline(from_zoo("several_users"), {{"b", kBegin}, {"c", kBegin}, {"d", kBegin}});
-  // What stage 0 has made for all of them, stage 1 hands on to stage 2, and that to stage 3.
-  const std::string made = pipe.info().crossings.front().name;
+  // Stage 0 produces the value for all of them; stage 1 forwards it to stage 2, and stage 2 to stage 3.
+  const std::string made = pipe.info().boundary_values.front().name;
   std::vector<std::string> ways;
-  for (const PipeInfo::Crossing& one : pipe.info().crossings) {
+  for (const PipeInfo::BoundaryValue& one : pipe.info().boundary_values) {
     if (one.name == made) ways.push_back(std::to_string(one.from) + " -> " + std::to_string(one.to));
   }
   EXPECT_EQ(ways, (Words{"0 -> 1", "1 -> 2", "2 -> 3"}));
@@ -89,7 +89,8 @@ TEST_P(Buffered, AreReadAfterTheStageThatWritesToThem) {
                                 in_a_row(GetParam(), 2));
 }
 
-// Each forward keeps what the buffer was for its own backward, although the next one writes to it before that.
+// Each forward saves the content of the buffer for its own backward, although the next forward writes to it before
+// that.
 TEST_P(Buffered, AreKeptForTheBackwardAsTheyWere) {
   expect_what_one_process_gives([] { return pipeline(exported("averaged"), {{"layers.1", kBegin}}); },
                                 in_a_row(GetParam(), 2));
@@ -105,22 +106,20 @@ INSTANTIATE_TEST_SUITE_P(Schedules, Buffered, ::testing::Values("GPipe", "1F1B")
 TEST(InPlace, WritesThatOnlyEvaluationSeesAreRefusedAcrossStages) {
   expect_error<ProgramError>(
       [&] {
-        pipeline(exported("doubtful"), [&](const Node& node) {
+        pipeline(exported("ambiguous_alias"), [&](const Node& node) {
           return node.name == "linear" || node.name == "dropout" ? 0 : node.name == "mul_" ? 1 : 2;
         });
       },
-      "node 'mul_' (torch.ops.aten.mul_.Tensor) of module 'doubles' (__main__.Doubtful.Doubles) writes in place to "
-      "what "
-      "node 'linear_1' (torch.ops.aten.linear.default) of module 'last.linear' (torch.nn.modules.linear.Linear) uses "
-      "in "
-      "another stage, and only in evaluation are these one tensor: 'linear' and 'dropout'.\n  Hint: cut so that both "
-      "are "
-      "in one stage.");
+      "node 'mul_' (torch.ops.aten.mul_.Tensor) of module 'doubles' (__main__.AmbiguousAlias.Doubles) writes in place "
+      "to "
+      "what node 'linear_1' (torch.ops.aten.linear.default) of module 'last.linear' (torch.nn.modules.linear.Linear) "
+      "uses in another stage; the two are one tensor in evaluation mode only: 'linear' and 'dropout'.\n  Hint: cut so "
+      "that both are in one stage.");
 }
 
-// Both are in one stage there, and both come from another one.
-TEST(InPlace, WritesThatOnlyEvaluationSeesAreSeenOrRefusedBehindABorder) {
-  Program program = exported("doubtful");
+// Both tensors are used in one stage, and both come from another one.
+TEST(InPlace, WritesThatOnlyEvaluationSeesAreSeenOrRefusedAfterABoundary) {
+  Program program = exported("ambiguous_alias");
   program.eval();
   const at::Tensor x = counting({2, 4});
   try {
@@ -129,7 +128,7 @@ TEST(InPlace, WritesThatOnlyEvaluationSeesAreSeenOrRefusedBehindABorder) {
     Pipeline in_stages(pipe.build(), schedule, step_options());
     EXPECT_TRUE(same(program.run({x}).toTensor().detach(), in_stages.eval({x}).output));
   } catch (const ProgramError& error) {
-    EXPECT_NE(std::string(error.what()).find("only in evaluation are these one tensor"), std::string::npos);
+    EXPECT_NE(std::string(error.what()).find("the two are one tensor in evaluation mode only"), std::string::npos);
   }
 }
 
@@ -144,31 +143,31 @@ TEST(Buffers, ThatAreCopiedToThemselvesAreLeftAsTheyAre) {
   EXPECT_EQ(row_of(exported("plus_equals"), SplitSpec{}), "linear add_ mul");
 }
 
-TEST(Crossing, RefusesATensorAndItsDetachedViewThatAreBothWrittenTo) {
+TEST(BoundaryValues, RefuseATensorAndItsDetachedViewThatAreBothMutated) {
   const Program program = exported("detached_twice");
   EXPECT_NO_THROW(pipeline(program, {{"second", SplitPoint::BEGINNING}}));
   expect_error<ProgramError>(
       [&] { pipeline(program, {{"second", SplitPoint::BEGINNING}, {"third", SplitPoint::BEGINNING}}); },
-      "'detach', which is 'linear' detached, is written to in stage 1, and node 'mul_' (torch.ops.aten.mul_.Tensor) of "
-      "the "
-      "model itself (__main__.DetachedTwice) uses 'linear', the same memory, in stage 2, where one of them is written "
-      "to "
-      "again.\n  Hint: cut so that both are in one stage.");
+      "'detach', a detached view of 'linear', is written to in stage 1, and node 'mul_' (torch.ops.aten.mul_.Tensor) "
+      "of "
+      "the model itself (__main__.DetachedTwice) uses 'linear', the same memory, in stage 2, where one of them is "
+      "written "
+      "to again.\n  Hint: cut so that both are in one stage.");
 }
 
-TEST(Crossing, RefusesASparseTensorThatWouldBeSent) {
+TEST(BoundaryValues, RefuseASparseTensor) {
   const Program program = exported("sparse_crosses");
   expect_error<ProgramError>(
       [&] { pipeline(program, {{"first", SplitPoint::BEGINNING}}); },
-      "stage 1 uses 'to_sparse', a sparse tensor of stage 0; these cannot be sent.\n  Hint: cut so "
+      "stage 1 uses 'to_sparse', a sparse tensor of stage 0; sparse tensors cannot be sent.\n  Hint: cut so "
       "that both are in one stage.");
 }
 
 TEST(Buffers, ThatAreViewsOfWhatIsWrittenAreRefused) {
   expect_error<ProgramError>([] { exported("view_of_written"); },
                              program_path("view_of_written.pt2") +
-                                 ": 'whole' is written to, and 'part' lies in the same memory; what is written has "
-                                 "memory of its own.");
+                                 ": 'whole' is mutated and shares storage with 'part'; a mutated tensor needs storage "
+                                 "of its own.");
 }
 
 TEST(InPlace, WritesAreSeenByLaterStages) {
@@ -212,7 +211,7 @@ TEST(MultiUse, OfAParameterInSeveralStagesIsReported) {
   ASSERT_EQ(pipe.shared_parameters().size(), 2U);
   EXPECT_EQ(pipe.shared_parameters()[0],
             (std::vector<SharedParameter>{{0, "first.linear.weight"}, {1, "first.linear.weight"}}));
-  // A stage's state has all names of it.
+  // The state_dict of a stage has all names of a tied parameter.
   std::set<std::string> names;
   for (const auto& [name, tensor] : pipe.state_dict(1)) names.insert(name);
   EXPECT_TRUE(names.contains("first.linear.weight"));
@@ -287,7 +286,7 @@ TEST(MultiUse, OfATiedWeightTrainsAsInOneProcess) {
   }
 }
 
-TEST(MultiUse, BySendingGivesTheGradientsOfOneProcessToTheBit) {
+TEST(MultiUse, BySendingGivesTheGradientsOfOneProcessBitwise) {
   for (const Shared& model : shared_models()) {
     SCOPED_TRACE(model.name);
     const MakePipe make = [&] {
