@@ -7,11 +7,13 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 
+#include "penstock/base/deadline.h"
+#include "penstock/base/text.h"
 #include "penstock/schedule/json.h"
 #include "penstock/tensor/reason.h"
-#include "penstock/base/deadline.h"
 
 namespace penstock::internal {
+
 Agreement::Agreement(Transport* transport, std::chrono::milliseconds timeout) : timeout_(timeout) {
   if (transport == nullptr) return;
   std::vector<int> all(static_cast<std::size_t>(transport->ranks()));
@@ -52,12 +54,12 @@ void Agreement::fail_together(const std::function<void()>& act) const {
   try {
     messages = gather(message);
   } catch (const TransportError&) {
-    // What happened here says more than that another rank did not hear of it.
+    // The local failure says more than the failure to report it.
     if (!failure) throw;
   }
   if (failure) std::rethrow_exception(failure);
   for (std::size_t rank = 0; rank < messages.size(); ++rank) {
-    if (!messages[rank].empty()) throw AgreementError("rank " + std::to_string(rank) + ": " + messages[rank]);
+    if (!messages[rank].empty()) throw AgreementError(concat("rank ", rank, ": ", messages[rank]));
   }
 }
 

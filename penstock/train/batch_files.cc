@@ -6,6 +6,7 @@
 #include <optional>
 #include <utility>
 
+#include "penstock/base/text.h"
 #include "penstock/program/inputs.h"
 #include "penstock/program/program.h"
 #include "penstock/runtime/step.h"
@@ -20,14 +21,15 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// The first output: models give other things beside it.
+// Returns the first tensor of a model's output: models may return others after it.
 at::Tensor first_output(const c10::IValue& output) {
   const std::vector<at::Tensor> tensors = extract_tensor_args(output);
-  if (tensors.empty()) throw DataError("the model gives no tensor, so there is no loss.");
+  if (tensors.empty()) throw DataError("the model returns no tensor, so there is no loss.");
   return tensors.front();
 }
 
-// Whether classes are in the last dimension, as language models have them; else in the second, as PyTorch has it.
+// Returns true if the classes are in the last dimension, as in language models, rather than in the second one, as PyTorch
+// expects them.
 bool has_classes_last(const at::Tensor& output, const at::Tensor& target) {
   return output.dim() == target.dim() + 1 &&
          output.sizes().slice(0, static_cast<std::size_t>(target.dim())) == target.sizes();
@@ -37,9 +39,9 @@ at::Tensor cross_entropy(const at::Tensor& output, const at::Tensor& target, std
   const bool is_probabilities = target.is_floating_point() && output.sizes() == target.sizes();
   if (!is_probabilities && target.scalar_type() != at::kLong) {
     throw DataError(
-        "--loss cross_entropy takes class indices of int64, or probabilities in the shape of the output: the "
-        "target is a " +
-        describe(target) + " and the output a " + describe(output) + ".");
+        concat("the loss cross_entropy takes class indices of int64, or probabilities in the shape of the output: the "
+               "target is a ",
+               describe(target), " and the output a ", describe(output), "."));
   }
   const auto loss_of = [&](const at::Tensor& scores, const at::Tensor& classes) {
     return at::cross_entropy_loss(scores, classes, /*weight=*/{}, at::Reduction::Mean, ignore_index);
@@ -51,32 +53,35 @@ at::Tensor cross_entropy(const at::Tensor& output, const at::Tensor& target, std
 at::Tensor squared_error(const at::Tensor& output, const at::Tensor& target) {
   if (output.sizes() == target.sizes()) return at::mse_loss(output, target);
   throw DataError(
-      "--loss mse compares each number of the output with one of the target, and their shapes differ: the "
-      "output is a " +
-      describe(output) + " and the target a " + describe(target) +
-      ".\n  Hint: write the target in the shape of the output.");
+      concat("the loss mse compares each number of the output with one of the target, and their shapes differ: the "
+             "output is a ",
+             describe(output), " and the target a ", describe(target),
+             ".\n  Hint: write the target in the shape of the output."));
 }
 
 class BatchFiles final : public Data {
  public:
-  BatchFiles(const std::string& folder, const Program& program, BatchFilesOptions options)
-      : folder_(folder), program_(program), options_(std::move(options)) {
-    if (options_.is_evaluation && fs::is_regular_file(folder)) {
-      held_out_.push_back(folder);
+  BatchFiles(const std::string& directory, const Program& program, BatchFilesOptions options)
+      : directory_(directory), program_(program), options_(std::move(options)) {
+    if (options_.is_evaluation && fs::is_regular_file(directory)) {
+      held_out_.push_back(directory);
       return;
     }
-    if (!fs::is_directory(folder)) throw DataError(folder + ": is no folder with batches in safetensors files.");
-    for (const fs::directory_entry& entry : fs::directory_iterator(folder)) {
+    if (!fs::is_directory(directory)) {
+      throw DataError(directory + ": is not a directory with batches in safetensors files.");
+    }
+    for (const fs::directory_entry& entry : fs::directory_iterator(directory)) {
       if (entry.path().extension() != ".safetensors") continue;
       const bool is_held_out = entry.path().filename().string().starts_with("eval");
       (is_held_out ? held_out_ : files_).push_back(entry.path().string());
     }
     if (options_.is_evaluation && held_out_.empty()) held_out_.swap(files_);
     if (options_.is_evaluation && held_out_.empty()) {
-      throw DataError(folder + ": has no file NAME.safetensors to evaluate on.");
+      throw DataError(directory + ": has no file NAME.safetensors to evaluate on.");
     }
-    if (!options_.is_evaluation && files_.empty())
-      throw DataError(folder + ": has no file NAME.safetensors to train on.");
+    if (!options_.is_evaluation && files_.empty()) {
+      throw DataError(directory + ": has no file NAME.safetensors to train on.");
+    }
     std::ranges::sort(files_);
     std::ranges::sort(held_out_);
   }
@@ -93,7 +98,7 @@ class BatchFiles final : public Data {
     for (const std::string& file : held_out_) batches.push_back(read(file));
     return batches;
   }
-  // Files are mapped, so this reads their headers alone.
+  // The files are mapped, so this reads only their headers.
   void check(const BatchSplit& split) const override {
     std::optional<Batch> first;
     const auto check_all = [&](const std::vector<std::string>& files, int replicas) {
@@ -112,8 +117,9 @@ class BatchFiles final : public Data {
     if (options_.loss == "mse") return squared_error(first, target.toTensor());
     if (options_.loss == "cross_entropy") return cross_entropy(first, target.toTensor(), options_.ignore_index);
     if (first.numel() == 1) return first;
-    throw DataError("--loss output takes the model's output for its loss, and that is a " + describe(first) +
-                    ".\n  Hint: mse and cross_entropy compare it with a target.");
+    throw DataError(concat("the loss output takes the model's output as the loss, and that is a ", describe(first),
+                           ", expected a tensor of one element.\n  Hint: the losses mse and cross_entropy compare the "
+                           "output with a target."));
   }
   std::optional<std::int64_t> right_predictions(const c10::IValue& output, const c10::IValue& target) const override {
     if (options_.loss != "cross_entropy") return std::nullopt;
@@ -121,7 +127,7 @@ class BatchFiles final : public Data {
     const at::Tensor& classes = target.toTensor();
     const std::int64_t dim = has_classes_last(scores, classes) || scores.dim() == 1 ? -1 : 1;
     const at::Tensor predicted = scores.argmax(dim);
-    // Probabilities are one target together.
+    // The probabilities of all classes are one target.
     const at::Tensor wanted = classes.is_floating_point() ? classes.argmax(dim) : classes;
     const at::Tensor counts =
         classes.is_floating_point() ? at::ones_like(wanted, at::kBool) : wanted.ne(options_.ignore_index);
@@ -132,41 +138,42 @@ class BatchFiles final : public Data {
     const at::Tensor& target = microbatch.target.toTensor();
     if (options_.loss == "mse") return static_cast<double>(target.numel());
     if (!target.is_floating_point()) return count_targets(options_.ignore_index)(target, {});
-    // Probabilities of classes, which are in the second dimension: they are one target together.
+    // The probabilities of all classes, which are in the second dimension, are one target.
     const std::int64_t classes = target.size(target.dim() > 1 ? 1 : 0);
     return static_cast<double>(target.numel()) / static_cast<double>(std::max<std::int64_t>(1, classes));
   }
   std::int64_t size_of(const Batch& batch) const override { return rows_of(batch); }
   std::string unit() const override { return "rows"; }
   std::string description() const override {
-    return folder_ + ", " + std::to_string(files_.size()) + (files_.size() == 1 ? " batch" : " batches");
+    return concat(directory_, ", ", files_.size(), files_.size() == 1 ? " batch" : " batches");
   }
   std::string fingerprint() const override {
     std::string names;
     for (const auto& list : {files_, held_out_}) {
       for (const std::string& file : list) {
         std::error_code ignored;
-        names += fs::path(file).filename().string() + " " + std::to_string(fs::file_size(file, ignored)) + "\n";
+        names += concat(fs::path(file).filename().string(), " ", fs::file_size(file, ignored), "\n");
       }
     }
-    return std::to_string(files_.size() + held_out_.size()) + " files, CRC-32 of names and sizes " +
-           std::to_string(crc32_z(0, reinterpret_cast<const Bytef*>(names.data()), names.size()));
+    return concat(files_.size() + held_out_.size(), " files, CRC-32 of names and sizes ",
+                  crc32_z(0, reinterpret_cast<const Bytef*>(names.data()), names.size()));
   }
 
  private:
-  // Which shapes a loss takes depends on the output, which the first batches show; all targets should be like theirs.
+  // Only the first evaluation and step show whether the targets' shape fits the output. This checks that all targets have
+  // the dtype and the number of dimensions of the first one.
   void check_target(const Batch& batch, const Batch& first_batch) const {
     if (options_.loss == "output") return;
     const at::Tensor& target = batch.target.toTensor();
     if (options_.loss == "cross_entropy" && !target.is_floating_point() && target.scalar_type() != at::kLong) {
-      throw DataError(batch.name +
-                      ": --loss cross_entropy takes class indices of int64, or probabilities: the target is a " +
-                      describe(target) + ".");
+      throw DataError(concat(
+          batch.name, ": the loss cross_entropy takes class indices of int64, or probabilities: the target is a ",
+          describe(target), "."));
     }
     const at::Tensor& first = first_batch.target.toTensor();
     if (target.scalar_type() == first.scalar_type() && target.dim() == first.dim()) return;
-    throw DataError(batch.name + ": the target is a " + describe(target) + ", and that of " + first_batch.name +
-                    " is a " + describe(first) + "; all should have the same type and number of dimensions.");
+    throw DataError(concat(batch.name, ": the target is a ", describe(target), ", and that of ", first_batch.name,
+                           " is a ", describe(first), "; all should have the same dtype and number of dimensions."));
   }
   void check_split(const Batch& whole, int replicas, int microbatches) const {
     const std::string& file = whole.name;
@@ -176,7 +183,7 @@ class BatchFiles final : public Data {
       for (const Batch& replica : split_batch(whole, {}, replicas, "replicas")) {
         for (const Batch& microbatch : split_batch(replica, {}, microbatches, "microbatches")) {
           const std::int64_t next = row + rows_of(microbatch);
-          place = file + ", rows " + std::to_string(row) + " to " + std::to_string(next - 1);
+          place = concat(file, ", rows ", row, " to ", next - 1);
           row = next;
           const auto kwargs = microbatch.kwargs.find(0);
           program_.flatten_inputs(microbatch.args, kwargs == microbatch.kwargs.end() ? Kwargs() : kwargs->second);
@@ -187,20 +194,20 @@ class BatchFiles final : public Data {
       throw DataError(place + ": " + reason_of(error));
     }
   }
-  // A batch that is trained on is copied: whoever writes to the file meanwhile does not end the process.
+  // Training batches are copied rather than mapped: another process that truncates a mapped file would crash this one.
   Batch read(const std::string& file, FileAccess access = FileAccess::Read) const {
-    const NamedTensors read = read_safetensors(file, access);
-    TensorsByName tensors(read.begin(), read.end());
+    const NamedTensors named = read_safetensors(file, access);
+    TensorsByName tensors(named.begin(), named.end());
     Batch batch;
     batch.name = file;
     const auto target = tensors.find("target");
     if (options_.loss == "output") {
-      // This loss takes none.
+      // This loss takes no target.
       batch.target = at::Tensor();
     } else if (target != tensors.end()) {
       batch.target = target->second;
     } else {
-      throw DataError(file + ": has no 'target', which --loss " + options_.loss + " compares the output with.");
+      throw DataError(concat(file, ": has no 'target', which the loss ", options_.loss, " compares the output with."));
     }
     if (target != tensors.end()) tensors.erase(target);
     try {
@@ -213,7 +220,7 @@ class BatchFiles final : public Data {
     return batch;
   }
 
-  std::string folder_;
+  std::string directory_;
   const Program& program_;
   BatchFilesOptions options_;
   std::vector<std::string> files_;
@@ -222,8 +229,9 @@ class BatchFiles final : public Data {
 
 }  // namespace
 
-std::unique_ptr<Data> batch_files(const std::string& folder, const Program& program, const BatchFilesOptions& options) {
-  return std::make_unique<BatchFiles>(folder, program, options);
+std::unique_ptr<Data> batch_files(const std::string& directory, const Program& program,
+                                  const BatchFilesOptions& options) {
+  return std::make_unique<BatchFiles>(directory, program, options);
 }
 
 }  // namespace penstock::internal

@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <utility>
 
+#include "penstock/base/text.h"
 #include "penstock/runtime/step.h"
 #include "penstock/tensor/mapped_file.h"
 #include "penstock/tensor/random_scope.h"
@@ -17,10 +18,10 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Places of random scopes: what a number is drawn for.
-enum Place : std::int64_t { kPairs, kHeldOutPairs, kPieces };
+// Places of random scopes, one for each kind of random numbers.
+enum Place : std::int64_t { kPairs, kHeldOutPairs, kSequences };
 
-// What the loss leaves out, as PyTorch has it.
+// PyTorch's default for the target that cross entropy ignores.
 constexpr std::int64_t kIgnored = -100;
 
 std::int64_t power_of_ten(int digits) {
@@ -35,7 +36,7 @@ std::string padded(std::int64_t number, int digits) {
   return text;
 }
 
-// As numbers, each its own memory.
+// Returns a copy of the bytes as uint8.
 at::Tensor bytes_of(const std::string& text) {
   const auto* const bytes = reinterpret_cast<const std::uint8_t*>(text.data());
   return at::tensor(at::ArrayRef<std::uint8_t>(bytes, text.size()));
@@ -61,13 +62,13 @@ double ByteData::loss_weight(const Batch& microbatch) const {
 }
 
 AdditionData::AdditionData(int digits, int rows, std::uint64_t seed) : digits_(digits), rows_(rows), seed_(seed) {
-  constexpr int kMost = 17;
-  if (digits < 1 || digits > kMost) {
-    throw DataError("sums of " + std::to_string(digits) + " digits: numbers have 1 to " + std::to_string(kMost) + ".");
+  constexpr int kMaxDigits = 17;
+  if (digits < 1 || digits > kMaxDigits) {
+    throw DataError(concat("additions of numbers with ", digits, " digits: expected 1 to ", kMaxDigits, "."));
   }
 }
 
-// A twentieth of all pairs; the same two numbers the other way round go with them.
+// Holds out a twentieth of all pairs, by a hash that does not depend on the order of the two numbers.
 bool AdditionData::is_held_out(std::int64_t left, std::int64_t right) const {
   constexpr std::uint64_t kOneOf = 20;
   std::uint64_t hash = seed_;
@@ -83,7 +84,7 @@ bool AdditionData::is_held_out(std::int64_t left, std::int64_t right) const {
 Batch AdditionData::batch_of(const std::vector<std::pair<std::int64_t, std::int64_t>>& pairs) const {
   std::string texts;
   for (const auto& [left, right] : pairs) {
-    texts += padded(left, digits_) + "+" + padded(right, digits_) + "=" + padded(left + right, digits_ + 1);
+    texts += concat(padded(left, digits_), "+", padded(right, digits_), "=", padded(left + right, digits_ + 1));
   }
   const at::Tensor ids = bytes_of(texts).to(at::kLong).view({static_cast<std::int64_t>(pairs.size()), length() + 1});
   at::Tensor target = ids.narrow(1, 1, length()).clone();
@@ -125,10 +126,11 @@ std::vector<Batch> AdditionData::held_out() const {
 }
 
 std::string AdditionData::description() const {
-  return "sums of two numbers with " + std::to_string(digits_) + (digits_ == 1 ? " digit" : " digits");
+  return concat("sums of two numbers with ", digits_, digits_ == 1 ? " digit" : " digits");
 }
 
-// Each digit is the likeliest behind the right ones. If all are right, so is what the model would write by itself.
+// The prediction of each digit is conditioned on the correct digits before it. If all are right, greedy generation would
+// produce the same sum.
 int AdditionData::right_sums(const Batch& batch, const at::Tensor& output) const {
   const at::Tensor target = batch.target.toTensor();
   const at::Tensor right = output.argmax(-1).eq(target).logical_or(target.eq(kIgnored));
@@ -155,56 +157,54 @@ TextData::TextData(const std::string& path, int length, int rows, std::uint64_t 
     std::ranges::sort(files);
     for (const fs::path& file : files) text += read_all(file);
   } else if (!fs::exists(path)) {
-    throw DataError(path + ": there is no such file or folder.");
+    throw DataError(path + ": there is no such file or directory.");
   } else {
     text = read_all(path);
   }
   const auto needed = static_cast<std::int64_t>(length) + 1;
   if (static_cast<std::int64_t>(text.size()) < needed) {
-    throw DataError(path + ": has " + std::to_string(text.size()) +
-                    " bytes of text, and a piece with the byte behind it "
-                    "has " +
-                    std::to_string(needed) + ".\n  Hint: --length N makes the pieces shorter.");
+    throw DataError(
+        concat(path, ": has ", text.size(), " bytes of text, and a sequence with the byte after it has ", needed, "."),
+        DataError::Reason::TextTooShort);
   }
   text_ = bytes_of(text);
   constexpr std::int64_t kOneOf = 20;
-  trained_bytes_ = text_.numel() - text_.numel() / kOneOf;
-  if (text_.numel() - trained_bytes_ < needed || trained_bytes_ < needed) trained_bytes_ = text_.numel();
+  training_bytes_ = text_.numel() - text_.numel() / kOneOf;
+  if (text_.numel() - training_bytes_ < needed || training_bytes_ < needed) training_bytes_ = text_.numel();
 }
 
-Batch TextData::pieces(const at::Tensor& firsts) const {
-  const at::Tensor ids = text_.index({firsts.view({-1, 1}) + at::arange(length_ + 1, at::kLong)}).to(at::kLong);
+Batch TextData::sequences(const at::Tensor& starts) const {
+  const at::Tensor ids = text_.index({starts.view({-1, 1}) + at::arange(length_ + 1, at::kLong)}).to(at::kLong);
   return {
       .args = {ids.narrow(1, 0, length_).contiguous()}, .kwargs = {}, .target = ids.narrow(1, 1, length_).contiguous()};
 }
 
 Batch TextData::batch(std::int64_t number) const {
-  const RandomScope scope(seed_, number, /*microbatch=*/0, kPieces);
-  return pieces(at::randint(trained_bytes_ - length_, {rows_}, at::kLong));
+  const RandomScope scope(seed_, number, /*microbatch=*/0, kSequences);
+  return sequences(at::randint(training_bytes_ - length_, {rows_}, at::kLong));
 }
 
-// Evenly from all that is held out.
+// Takes sequences at even distances from the held-out part.
 std::vector<Batch> TextData::held_out() const {
-  constexpr int kMost = 4;
-  const std::int64_t places = text_.numel() - trained_bytes_ - length_;
-  if (places <= 0) return {};
-  const std::int64_t count = std::clamp<std::int64_t>(places / length_ / rows_, 1, kMost);
+  constexpr int kMaxBatches = 4;
+  const std::int64_t starts = text_.numel() - training_bytes_ - length_;
+  if (starts <= 0) return {};
+  const std::int64_t count = std::clamp<std::int64_t>(starts / length_ / rows_, 1, kMaxBatches);
   std::vector<Batch> batches;
   for (std::int64_t i = 0; i < count; ++i) {
     const at::Tensor numbers = at::arange(i * rows_, (i + 1) * rows_, at::kLong);
-    batches.push_back(pieces(trained_bytes_ + at::floor_divide(numbers * places, count * rows_)));
+    batches.push_back(sequences(training_bytes_ + at::floor_divide(numbers * starts, count * rows_)));
   }
   return batches;
 }
 
 std::string TextData::fingerprint() const {
   const auto* const bytes = static_cast<const Bytef*>(text_.const_data_ptr());
-  return std::to_string(text_.numel()) + " bytes, CRC-32 " +
-         std::to_string(crc32_z(0, bytes, static_cast<std::size_t>(text_.numel())));
+  return concat(text_.numel(), " bytes, CRC-32 ", crc32_z(0, bytes, static_cast<std::size_t>(text_.numel())));
 }
 
 std::string TextData::description() const {
-  return path_ + ", " + std::to_string(text_.numel()) + " bytes";
+  return concat(path_, ", ", text_.numel(), " bytes");
 }
 
 }  // namespace penstock::internal

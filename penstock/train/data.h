@@ -1,5 +1,5 @@
-// What a model is trained on: batches, each known by its number, so that a run goes on where another one stopped, and
-// what is held out to see how good the model has become.
+// Training data. Batches are numbered, so that a resumed run continues with the next batch, and held-out batches measure
+// how well the model generalises.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -9,6 +9,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "penstock/runtime/batch.h"
@@ -19,76 +20,91 @@ class Program;
 
 namespace penstock::internal {
 
-// The message names the file, what is wrong in it, and what would be right.
+// Thrown when data cannot be read, or does not fit the model or the loss. The message names the file, what was found, and
+// what was expected.
 class DataError : public std::runtime_error {
  public:
-  using std::runtime_error::runtime_error;
+  // Lets a caller add a hint in the terms of its interface.
+  enum class Reason {
+    Other,
+    // A text is shorter than one sequence of the chosen length.
+    TextTooShort,
+  };
+
+  explicit DataError(const std::string& message, Reason reason = Reason::Other)
+      : std::runtime_error(message), reason_(reason) {}
+
+  Reason reason() const { return reason_; }
+
+ private:
+  Reason reason_;
 };
 
-// Number of parts that a batch is split into: replicas, and for each of them microbatches.
+// Number of parts that a batch is split into: first into replicas, then each of these into microbatches.
 struct BatchSplit {
   int replicas = 1;
-  // Replicas that share an evaluation; process replicas evaluate all of it.
+  // Number of replicas that share an evaluation. Process replicas evaluate every batch completely.
   int eval_replicas = 1;
   int microbatches = 1;
 };
 
+// A source of batches. The members are const and may be called from several threads.
 class Data {
  public:
   virtual ~Data() = default;
 
-  // The number-th batch of a training, from 0 on. The same number gives the same batch.
+  // Returns a training batch. Batches are numbered from 0, and a number always stands for the same batch.
   virtual Batch batch(std::int64_t number) const = 0;
-  // What is never trained on, of the same sizes; none if there is nothing held out.
+  // Returns the batches that are never trained on; none if nothing is held out.
   virtual std::vector<Batch> held_out() const { return {}; }
-  // Checks that every batch can be split into microbatches that the model takes, as far as sizes and types tell. Throws
-  // DataError, which names the file.
+  // Checks sizes and dtypes: every batch can be split into microbatches that the model accepts. Throws DataError, which
+  // names the file.
   virtual void check(const BatchSplit& /*split*/) const {}
-  // The loss of a microbatch: the mean over what loss_weight counts.
+  // Returns the loss of a microbatch: the mean over what loss_weight counts.
   virtual at::Tensor loss(const c10::IValue& output, const c10::IValue& target) const = 0;
-  // How much that counts in the loss of the whole batch: by default the number of rows of the microbatch.
+  // Returns the weight of a microbatch in the mean loss of its batch: by default its number of rows.
   virtual double loss_weight(const Batch& microbatch) const { return static_cast<double>(rows_of(microbatch)); }
-  // Number of targets of a microbatch whose class the output predicts, out of those that loss_weight counts; none if the
-  // loss is not one of classes.
+  // Returns how many targets of a microbatch the output predicts correctly, out of those that loss_weight counts; none
+  // unless the loss is a classification loss.
   virtual std::optional<std::int64_t> right_predictions(const c10::IValue& /*output*/,
                                                         const c10::IValue& /*target*/) const {
     return std::nullopt;
   }
-  // How much a batch is, and of what: bytes of text, or rows.
+  // Returns the size of a batch for throughput, in unit(): "bytes" of text, or "rows".
   virtual std::int64_t size_of(const Batch& batch) const = 0;
   virtual std::string unit() const = 0;
-  // In a line.
+  // Returns one line for people.
   virtual std::string description() const = 0;
-  // Returns what tells this data from other data of the same options, such as a checksum; empty where options tell all.
+  // Returns a text that differs for data with other contents, such as a checksum; empty if the options determine the data.
   virtual std::string fingerprint() const { return {}; }
 };
 
-// Texts, whose bytes a model tells one after the other.
+// Text for a byte-level language model.
 class ByteData : public Data {
  public:
-  // The mean over the bytes of the target that are not ignored.
+  // Returns the mean cross entropy over the bytes of the target that are not ignored.
   at::Tensor loss(const c10::IValue& output, const c10::IValue& target) const final;
   double loss_weight(const Batch& microbatch) const final;
   std::int64_t size_of(const Batch& batch) const final { return batch.args[0].toTensor().numel(); }
   std::string unit() const final { return "bytes"; }
 };
 
-// Sums of two numbers of so many digits, such as "123+045=0168". The loss is that of the digits behind the sign; the pairs
-// held out are drawn at random, and none of them is in a batch.
+// Additions of two numbers with a fixed number of digits, such as "123+045=0168". Only the digits after the equals sign
+// count in the loss. Held-out pairs are drawn at random and never occur in a training batch.
 class AdditionData final : public ByteData {
  public:
-  // `rows` sums a batch.
+  // `rows` is the number of additions per batch. Throws DataError for a number of digits that is not supported.
   AdditionData(int digits, int rows, std::uint64_t seed);
 
   Batch batch(std::int64_t number) const override;
   std::vector<Batch> held_out() const override;
   std::string description() const override;
 
-  // Of a text without its last byte, which is never read.
+  // Length of an input: of a text without its last byte, which is only a target.
   int length() const { return 3 * digits_ + 2; }
-  // How many of a batch's sums an output has right, digit for digit.
+  // Returns how many sums of a batch an output predicts correctly in all digits.
   int right_sums(const Batch& batch, const at::Tensor& output) const;
-  // A sum as the model writes it, given all before the sign of equality: "123+045=0168".
+  // Returns a row with the digits that the model predicts: "123+045=0168".
   std::string written(const Batch& batch, const at::Tensor& output, std::int64_t row) const;
 
  private:
@@ -100,10 +116,12 @@ class AdditionData final : public ByteData {
   std::uint64_t seed_;
 };
 
-// Pieces of a text, with the byte behind each. The last twentieth is held out, unless the text is too short for it.
+// Random sequences of a text, each with the byte that follows it. The last twentieth of the text is held out, unless the
+// text is too short.
 class TextData final : public ByteData {
  public:
-  // A file, or all files below a folder, in the order of their names. Throws DataError for a text that is too short.
+  // Reads a file, or all files below a directory in the order of their names. `length` is the length of a sequence. Throws
+  // DataError for a missing or too short text.
   TextData(const std::string& path, int length, int rows, std::uint64_t seed);
 
   Batch batch(std::int64_t number) const override;
@@ -112,31 +130,35 @@ class TextData final : public ByteData {
   std::string fingerprint() const override;
 
  private:
-  Batch pieces(const at::Tensor& firsts) const;
+  // Returns the sequences that begin at the given positions.
+  Batch sequences(const at::Tensor& starts) const;
 
   std::string path_;
   int length_;
   int rows_;
   std::uint64_t seed_;
-  // As bytes.
+  // The bytes of the text as uint8.
   at::Tensor text_;
-  std::int64_t trained_bytes_ = 0;
+  std::int64_t training_bytes_ = 0;
 };
 
 struct BatchFilesOptions {
-  // "output", the model's first output itself, or "mse" or "cross_entropy" of that and the target.
+  // "output" uses the model's first output as the loss; "mse" and "cross_entropy" compare it with the target.
   std::string loss = "output";
-  // The class that cross_entropy leaves out, in the loss and in what it counts.
+  // Class that cross_entropy ignores, in the loss and in its weight.
   std::int64_t ignore_index = -100;
   std::uint64_t seed = 0;
-  // The order is drawn anew each time around; otherwise it is that of the names.
+  // If true, each epoch draws a new order; otherwise files are read in the order of their names.
   bool shuffle = true;
-  // There is no training: the path may be one file, and without files whose names begin with "eval" all are held out.
+  // If true, there is no training: the path may be a single file, and if no file name begins with "eval", all files are
+  // held out.
   bool is_evaluation = false;
 };
 
-// Batches in safetensors files of a folder, one a file: arguments "args.0", "kwargs.mask", "args.1.ids", and "target". Files
-// whose names begin with "eval" are held out. Throws DataError.
-std::unique_ptr<Data> batch_files(const std::string& folder, const Program& program, const BatchFilesOptions& options);
+// Returns batches from the safetensors files of a directory, one batch per file: arguments "args.0", "kwargs.mask",
+// "args.1.ids", and "target". Files whose names begin with "eval" are held out. `program` outlives the result. Throws
+// DataError.
+std::unique_ptr<Data> batch_files(const std::string& directory, const Program& program,
+                                  const BatchFilesOptions& options);
 
 }  // namespace penstock::internal

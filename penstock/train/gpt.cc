@@ -10,18 +10,19 @@
 #include <stdexcept>
 #include <utility>
 
+#include "penstock/base/text.h"
 #include "penstock/tensor/autocast_scope.h"
 #include "penstock/tensor/random_scope.h"
 
 namespace penstock::internal {
 namespace {
 
-// Of random scopes: the weights are drawn once, before any step.
-constexpr std::int64_t kBeforeAll = -1;
+// Step of the random scopes that initial weights are drawn in: they come before any step.
+constexpr std::int64_t kInitialStep = -1;
 
 using Layer = std::function<at::Tensor(const at::Tensor&)>;
 
-// Makes layers, and adds their parameters to a list.
+// Creates layers, and appends their parameters to a list.
 class LayerMaker {
  public:
   LayerMaker(const GptOptions& options, std::shared_ptr<const bool> training, NamedTensors& parameters)
@@ -40,7 +41,8 @@ class LayerMaker {
     return value;
   }
 
-  // As torch.nn has them at first, but for the embeddings: those are small, so that a head of many bytes starts even.
+  // Initialises as torch.nn.Linear does. Only the embeddings differ: they are small, so that the initial predictions are
+  // close to uniform.
   Layer linear(const std::string& name, int from, int to) {
     const double range = 1 / std::sqrt(static_cast<double>(from));
     const at::Tensor weight = parameter(name + ".weight", at::empty({to, from}).uniform_(-range, range));
@@ -69,7 +71,7 @@ class LayerMaker {
     };
   }
 
-  // Attention to what came before, then a perceptron.
+  // A transformer block: causal attention, then a perceptron.
   Layer block(const std::string& name) {
     const int width = options_.width;
     const Layer before_attention = norm(name + "before_attention");
@@ -94,7 +96,7 @@ class LayerMaker {
   Layer head() {
     const Layer before = norm("norm");
     const Layer to_bytes = linear("head", options_.width, kVocabulary);
-    // A loss in bfloat16 would be coarse.
+    // In bfloat16 the loss would be imprecise.
     return [=](const at::Tensor& x) { return to_bytes(before(x)).to(at::kFloat); };
   }
 
@@ -103,37 +105,36 @@ class LayerMaker {
   NamedTensors& parameters_;
 };
 
-void require(bool right, const std::string& what) {
-  if (!right) throw std::invalid_argument("a GPT cannot have " + what);
+void require(bool valid, const std::string& problem) {
+  if (!valid) throw std::invalid_argument("a GPT cannot have " + problem);
 }
 
 }  // namespace
 
 Gpt::Gpt(const GptOptions& options, std::uint64_t seed) : options_(options), seed_(seed) {
-  require(options.layers >= 0, std::to_string(options.layers) + " layers.");
-  require(options.length >= 1, "texts of " + std::to_string(options.length) + " bytes.");
-  require(options.heads >= 1 && options.width >= 1 && options.width % options.heads == 0,
-          std::to_string(options.heads) + " heads for a width of " + std::to_string(options.width) +
-              ": the heads share it out evenly.");
+  require(options.layers >= 0, concat(options.layers, " layers."));
+  require(options.length >= 1, concat("texts of ", options.length, " bytes."));
+  require(
+      options.heads >= 1 && options.width >= 1 && options.width % options.heads == 0,
+      concat(options.heads, " heads for a width of ", options.width, ": the width must be divisible by the heads."));
   require(options.dropout >= 0 && options.dropout < 1,
-          "a dropout of " + std::to_string(options.dropout) + ": it is a part of all, below 1.");
+          concat("a dropout of ", std::to_string(options.dropout), ": expected at least 0 and less than 1."));
 }
 
 std::vector<int> Gpt::cut(int stages) const {
   if (stages < 1 || stages > layers()) {
-    throw std::invalid_argument("a GPT of " + std::to_string(options_.layers) + " layers cannot be cut into " +
-                                std::to_string(stages) + " stages: with the embedding and the head there are " +
-                                std::to_string(layers()) + " pieces.");
+    throw std::invalid_argument(concat("a GPT of ", options_.layers, " layers cannot be cut into ", stages,
+                                       " stages: with the embedding and the head there are ", layers(), " layers."));
   }
-  // Products with weights, by token; the embedding is looked up, which is next to nothing.
+  // Cost of a layer: multiplications per token. The lookup of the embedding costs almost nothing.
   const double width = options_.width;
-  const double of_block = 12 * width * width + 2 * width * options_.length;
+  const double block_cost = 12 * width * width + 2 * width * options_.length;
   std::vector<double> before(1, 0);
   for (int layer = 0; layer < layers(); ++layer) {
-    const double cost = layer == 0 ? width : layer <= options_.layers ? of_block : width * kVocabulary;
+    const double cost = layer == 0 ? width : layer <= options_.layers ? block_cost : width * kVocabulary;
     before.push_back(before.back() + cost);
   }
-  // best[k][i]: the slowest of k stages that have the layers before i.
+  // best[k][i] is the lowest possible cost of the most expensive of k stages that contain the layers before i.
   const auto count = static_cast<std::size_t>(layers());
   std::vector best(static_cast<std::size_t>(stages) + 1, std::vector<double>(count + 1, before.back() + 1));
   std::vector from(static_cast<std::size_t>(stages) + 1, std::vector<std::size_t>(count + 1, 0));
@@ -162,7 +163,7 @@ StageModule Gpt::stage(int first, int last, std::shared_ptr<const bool> training
   LayerMaker maker(options_, std::move(training), module.parameters);
   std::vector<Layer> made;
   for (int layer = first; layer < last; ++layer) {
-    const RandomScope scope(seed_, kBeforeAll, /*microbatch=*/0, /*place=*/layer);
+    const RandomScope scope(seed_, kInitialStep, /*microbatch=*/0, /*place=*/layer);
     made.push_back(maker.make(layer));
   }
   module.forward = [first, made = std::move(made), bfloat16 = options_.bfloat16](const Args& args, const Kwargs&) {

@@ -1,6 +1,6 @@
-// A GPT on bytes, as examples/export_gpt.py has it in Python, with the same names: what `penstock train` trains when it
-// is given no model. It is a row of layers, and a stage is some of them; what a layer draws at random, its first weights
-// and its dropout, is its own, so it does not matter where the row is cut.
+// A byte-level GPT, which `penstock train` trains by default. Its layers and names are those of examples/export_gpt.py. A
+// stage is a range of layers. Each layer draws its initial weights and its dropout from its own random numbers, so results
+// do not depend on where the model is cut.
 #pragma once
 
 #include <cstdint>
@@ -13,37 +13,38 @@
 namespace penstock::internal {
 
 struct GptOptions {
+  // Number of transformer blocks.
   int layers = 4;
   int width = 64;
   int heads = 4;
-  // Of a text, at most.
+  // Maximum length of a text in bytes.
   int length = 64;
   double dropout = 0;
-  // Products in bfloat16; parameters stay float32.
+  // If true, matrix products run in bfloat16 (autocast); parameters remain float32.
   bool bfloat16 = false;
 
   friend bool operator==(const GptOptions&, const GptOptions&) = default;
 };
 
-// Bytes: what a token can be.
+// Number of tokens: one for each byte.
 constexpr int kVocabulary = 256;
 
 class Gpt {
  public:
-  // `seed` is that of the first weights. Throws std::invalid_argument for sizes that do not fit.
+  // `seed` determines the initial weights. Throws std::invalid_argument for options that are not valid.
   Gpt(const GptOptions& options, std::uint64_t seed);
 
   const GptOptions& options() const { return options_; }
-  // Blocks, with the embedding before and the head behind them.
+  // Number of layers: the embedding, the blocks and the head.
   int layers() const { return options_.layers + 2; }
-  // How the layers are shared out: for each stage its first, and one behind the last at the end. Stages take about the
-  // same time. Throws std::invalid_argument for more stages than layers.
+  // Cuts the layers into stages of about equal cost. Returns the first layer of each stage, followed by layers(). Throws
+  // std::invalid_argument for more stages than layers.
   std::vector<int> cut(int stages) const;
 
-  // The layers from `first` to before `last`, with new parameters: ids [rows, length] go into the first of all, logits
-  // [rows, length, kVocabulary] come out of the last. `training` says whether there is dropout.
+  // Returns the layers [first, last) with new parameters. The first layer takes ids [rows, length], the last one returns
+  // logits [rows, length, kVocabulary]. Dropout is applied while `*training` is true.
   StageModule stage(int first, int last, std::shared_ptr<const bool> training) const;
-  // Of all parameters, in order.
+  // Returns the names of all parameters in the order of layers.
   std::vector<std::string> parameter_names() const;
 
  private:

@@ -6,12 +6,12 @@ namespace penstock::internal {
 
 int train(Trainer& trainer, std::int64_t steps, const std::vector<Batch>& held_out, const LoopOptions& options,
           const LoopEvents& events) {
-  std::int64_t saved_at = trainer.steps_done();
+  std::int64_t last_saved = trainer.steps_done();
   const auto save = [&] {
-    if (options.checkpoint.empty() || saved_at == trainer.steps_done()) return;
+    if (options.checkpoint.empty() || last_saved == trainer.steps_done()) return;
     const std::string path = trainer.save(options.checkpoint, options.keep, options.configuration);
-    saved_at = trainer.steps_done();
-    if (events.saved) events.saved(saved_at, path);
+    last_saved = trainer.steps_done();
+    if (events.saved) events.saved(last_saved, path);
   };
   const auto evaluate = [&] {
     if (held_out.empty()) return;
@@ -20,7 +20,7 @@ int train(Trainer& trainer, std::int64_t steps, const std::vector<Batch>& held_o
     if (events.evaluated) events.evaluated(trainer.steps_done(), evaluation);
   };
   const auto is_due = [&](std::int64_t every) { return every > 0 && trainer.steps_done() % every == 0; };
-  // What cannot be evaluated is found before the first step, not after the last.
+  // Reports a batch that cannot be evaluated before the first step rather than after the last.
   if (trainer.steps_done() < steps && !held_out.empty()) trainer.evaluate({held_out.front()}, options.eval_outputs);
   if (events.starting) events.starting();
   bool has_begun = false;

@@ -1,4 +1,4 @@
-// The loop around a Trainer: steps until the run is done or somebody wants it to stop, evaluations and checkpoints between.
+// The training loop: steps until the run is complete or is asked to stop, with evaluations and checkpoints in between.
 #pragma once
 
 #include <cstdint>
@@ -11,34 +11,39 @@
 namespace penstock::internal {
 
 struct LoopOptions {
-  // 0: only at the end.
+  // Number of steps between evaluations; 0 evaluates only at the end.
   std::int64_t eval_every = 0;
-  // Whether evaluations have the outputs.
+  // If true, Trainer::Evaluation::outputs is filled in.
   bool eval_outputs = false;
-  // Empty: none. Every so many steps, at the end, and when the run is stopped; 0 leaves out the first.
+  // Directory for checkpoints, which are written at the end of the run and when it is stopped. Empty disables them.
   std::string checkpoint;
+  // Number of steps between further checkpoints; 0 for none.
   std::int64_t checkpoint_every = 0;
+  // Number of checkpoints to keep.
   int keep = 3;
-  // For the checkpoints: CheckpointInfo::configuration.
+  // CheckpointInfo::configuration.
   std::string configuration = "{}";
 };
 
-// What is told of it while it goes on; all may be left out.
+// Callbacks of the loop, which it calls on its own thread. Each may be null.
 struct LoopEvents {
+  // Called after every step.
   std::function<void(const StepReport& report)> stepped;
-  // The loss of what is held out, and the outputs for it.
+  // Called after every evaluation of the held-out batches.
   std::function<void(std::int64_t step, const Trainer::Evaluation& evaluation)> evaluated;
+  // Called after every checkpoint.
   std::function<void(std::int64_t step, const std::string& path)> saved;
-  // Called on all processes after the trial evaluation, before the first step. What it throws ends the run.
+  // Called on all processes after the trial evaluation and before the first step. An exception ends the run.
   std::function<void()> starting;
-  // Called on all processes after the first step and before its `stepped`: what can fail at once has not failed.
+  // Called on all processes after the first step and before its `stepped`, when setup errors can be ruled out.
   std::function<void()> begun;
-  // Asked before every step. A code that is not 0 stops all processes after that step.
+  // Called before every step. A nonzero code stops all processes after that step.
   std::function<int()> stop_code;
 };
 
-// Returns 0 when all `steps` have been done, or the code that the run was stopped with. Before the first step, one held-out
-// batch is evaluated, so that what cannot be evaluated is an error then.
+// Trains until `steps` are done, counted from the beginning of the run, and returns 0; or returns the stop code that ended it.
+// One held-out batch is evaluated before the first step, so that a batch that cannot be evaluated is reported early.
+// Throws what the members of Trainer throw.
 int train(Trainer& trainer, std::int64_t steps, const std::vector<Batch>& held_out, const LoopOptions& options,
           const LoopEvents& events);
 

@@ -1,9 +1,9 @@
 #include "penstock/train/model.h"
 
 #include <map>
-#include <sstream>
 #include <utility>
 
+#include "penstock/base/text.h"
 #include "penstock/tensor/state_dict.h"
 
 namespace penstock::internal {
@@ -17,7 +17,7 @@ class GptModel final : public Model {
     const std::string differences =
         state_differences(tensors_of(gpt_.stage(0, gpt_.layers(), training_)), weights_->tensors);
     if (!differences.empty())
-      throw WeightsError(weights_->path + ": does not fit the " + description() + ":\n" + differences);
+      throw WeightsError(concat(weights_->path, ": does not fit the ", description(), ":\n", differences));
   }
 
   int num_stages() const override { return static_cast<int>(firsts_.size()) - 1; }
@@ -30,10 +30,8 @@ class GptModel final : public Model {
   std::vector<std::string> parameter_names() const override { return gpt_.parameter_names(); }
   std::string description() const override {
     const GptOptions& options = gpt_.options();
-    std::ostringstream text;
-    text << "GPT, " << options.layers << " layers of width " << options.width << " with " << options.heads
-         << " heads, texts of " << options.length << " bytes";
-    return text.str();
+    return concat("GPT, ", options.layers, " layers of width ", options.width, " with ", options.heads,
+                  " heads, texts of ", options.length, " bytes");
   }
   void set_training(bool training) override { *training_ = training; }
   bool is_training() const override { return *training_; }
@@ -88,16 +86,14 @@ class ProgramModel final : public Model {
   std::string description() const override {
     std::int64_t elements = 0;
     for (const auto& [name, tensor] : pipe_.program().parameters()) elements += tensor.numel();
-    std::ostringstream text;
-    text << "an exported model with " << parameter_names().size() << " parameters of " << elements << " elements";
-    return text.str();
+    return concat("an exported model with ", parameter_names().size(), " parameters of ", elements, " elements");
   }
   void set_training(bool training) override { training ? pipe_.train() : pipe_.eval(); }
   bool is_training() const override { return pipe_.program().is_training(); }
 
  private:
   Pipe pipe_;
-  // Of each tensor all, under each of them.
+  // All names of a tensor, indexed by each of them.
   std::map<std::string, std::vector<std::string>> names_;
 };
 

@@ -1,4 +1,4 @@
-// A model in stages, ready to be trained: a GPT, or what torch.export.save has written.
+// A model that is cut into stages and can be trained: the built-in GPT, or an exported program.
 #pragma once
 
 #include <memory>
@@ -15,39 +15,40 @@
 
 namespace penstock::internal {
 
+// Not thread-safe, except that stages that were built may run on several threads.
 class Model {
  public:
   virtual ~Model() = default;
 
   virtual int num_stages() const = 0;
-  // A stage of this model. Its first weights are the same in every model that is made alike.
+  // Returns a new stage. Models that were constructed with the same arguments have the same initial weights.
   virtual PipelineStage build_stage(int stage) const = 0;
   virtual Wiring wiring() const { return Wiring(num_stages()); }
   virtual SharedParameters shared_parameters() const { return {}; }
 
-  // All that the model has for its parameters, in an order that does not depend on the cut.
+  // Returns the names of all parameters, in an order that does not depend on the stages.
   virtual std::vector<std::string> parameter_names() const = 0;
-  // Names of all its buffers.
+  // Returns the names of all buffers.
   virtual std::vector<std::string> buffer_names() const { return {}; }
-  // All names of the parameter or buffer of this name: tied ones have several.
+  // Returns all names of a parameter or buffer, of which one is given: tied tensors have several.
   virtual std::vector<std::string> names_of(const std::string& name) const { return {name}; }
 
-  // Names of buffers that the model's state_dict leaves out.
+  // Returns the names of buffers that the model's state_dict leaves out.
   virtual std::vector<std::string> non_persistent_buffers() const { return {}; }
 
-  // Returns one short line for people and for checkpoints. Models that differ in names or sizes alone may share it.
+  // Returns one short line for people and checkpoints. Models that differ only in names or sizes may share it.
   virtual std::string description() const = 0;
 
-  // Dropout drops and batch normalisation learns, or not, in all stages that were built.
+  // Switches all stages that were built between training and evaluation mode, for dropout and batch normalisation.
   virtual void set_training(bool training) = 0;
   virtual bool is_training() const = 0;
 };
 
-// Its first weights are those of the seed, or `weights`. Throws WeightsError, which begins with the path of the weights and
-// lists what differs, unless they fit.
+// Returns a GPT whose initial weights are drawn from the seed, or are `weights`. Throws WeightsError, which lists the
+// differences, if they do not fit, and std::invalid_argument for sizes that are not valid.
 std::unique_ptr<Model> gpt_model(const GptOptions& options, std::uint64_t seed, int stages,
                                  std::optional<WeightFiles> weights = std::nullopt);
-// Its weights are the pipe's own, so a pipe is good for one model.
+// Returns a model with the stages of an exported program. It shares the weights of the pipe, so each model needs its own.
 std::unique_ptr<Model> program_model(Pipe pipe);
 
 }  // namespace penstock::internal

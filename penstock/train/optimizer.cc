@@ -14,6 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/text.h"
+
 namespace penstock::internal {
 
 at::Tensor as_real(const at::Tensor& tensor) {
@@ -28,12 +30,14 @@ class Optimizer::Kind {
   virtual void load(const std::function<std::optional<at::Tensor>(const std::string&)>& find) = 0;
 };
 
-// Each of libtorch's has its own types of options and of state. Traits say how a state is taken apart and put together.
+// Each optimizer of libtorch has its own types of options and state. Traits convert a state to named tensors and back.
 template <class Traits>
 class Optimizer::KindOf final : public Kind {
  public:
   KindOf(const OptimizerOptions& options, NamedTensors parameters)
-      : parameters_(std::move(parameters)), stepped_(all_as_real()), optimizer_(learning(), Traits::options(options)) {}
+      : parameters_(std::move(parameters)),
+        stepped_(all_as_real()),
+        optimizer_(trainable(), Traits::options(options)) {}
 
   void step(double learning_rate) override {
     for (torch::optim::OptimizerParamGroup& group : optimizer_.param_groups()) group.options().set_lr(learning_rate);
@@ -81,7 +85,7 @@ class Optimizer::KindOf final : public Kind {
     for (const auto& [name, tensor] : parameters_) all.push_back(as_real(tensor));
     return all;
   }
-  std::vector<at::Tensor> learning() const {
+  std::vector<at::Tensor> trainable() const {
     std::vector<at::Tensor> all;
     for (std::size_t i = 0; i < stepped_.size(); ++i) {
       if (parameters_[i].second.requires_grad()) all.push_back(stepped_[i]);
@@ -90,7 +94,7 @@ class Optimizer::KindOf final : public Kind {
   }
 
   NamedTensors parameters_;
-  // What the optimizer steps: themselves, or their memory as real numbers.
+  // Tensors that the optimizer steps: the parameters themselves, or real views of complex ones.
   std::vector<at::Tensor> stepped_;
   typename Traits::Optimizer optimizer_;
 };
@@ -102,8 +106,8 @@ struct Optimizer::Sgd {
   static torch::optim::SGDOptions options(const OptimizerOptions& options) {
     return torch::optim::SGDOptions(1).momentum(options.momentum).weight_decay(options.weight_decay);
   }
-  static void save(const State& state, const std::string& prefix, NamedTensors& to) {
-    if (state.momentum_buffer().defined()) to.emplace_back(prefix + "momentum_buffer", state.momentum_buffer());
+  static void save(const State& state, const std::string& prefix, NamedTensors& tensors) {
+    if (state.momentum_buffer().defined()) tensors.emplace_back(prefix + "momentum_buffer", state.momentum_buffer());
   }
   template <class Find>
   static bool load(State& state, const std::string& prefix, const Find& find) {
@@ -115,7 +119,7 @@ struct Optimizer::Sgd {
 
 namespace {
 
-// Adam and AdamW remember the same.
+// Adam and AdamW have the same state.
 template <class OptimizerType, class OptionsType, class StateType>
 struct AdamTraits {
   using Optimizer = OptimizerType;
@@ -124,10 +128,10 @@ struct AdamTraits {
   static OptionsType options(const OptimizerOptions& options) {
     return OptionsType(1).betas({options.beta1, options.beta2}).eps(options.epsilon).weight_decay(options.weight_decay);
   }
-  static void save(const State& state, const std::string& prefix, NamedTensors& to) {
-    to.emplace_back(prefix + "exp_avg", state.exp_avg());
-    to.emplace_back(prefix + "exp_avg_sq", state.exp_avg_sq());
-    to.emplace_back(prefix + "step", at::scalar_tensor(state.step(), at::TensorOptions(at::kLong)));
+  static void save(const State& state, const std::string& prefix, NamedTensors& tensors) {
+    tensors.emplace_back(prefix + "exp_avg", state.exp_avg());
+    tensors.emplace_back(prefix + "exp_avg_sq", state.exp_avg_sq());
+    tensors.emplace_back(prefix + "step", at::scalar_tensor(state.step(), at::TensorOptions(at::kLong)));
   }
   template <class Find>
   static bool load(State& state, const std::string& prefix, const Find& find) {
@@ -155,7 +159,8 @@ Optimizer::Optimizer(const OptimizerOptions& options, NamedTensors parameters) {
   } else if (options.name == "adamw") {
     kind_ = std::make_unique<KindOf<AdamW>>(options, std::move(parameters));
   } else {
-    throw std::invalid_argument("there is no optimizer '" + options.name + "'; there are sgd, adam and adamw.");
+    throw std::invalid_argument(
+        concat("there is no optimizer '", options.name, "'.\n  Hint: the optimizers are sgd, adam and adamw."));
   }
 }
 

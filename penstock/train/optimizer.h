@@ -1,4 +1,4 @@
-// Optimizers over parameters that have names, so that what they remember can be saved and read by others.
+// Optimizers over named parameters, whose state can be saved and loaded under these names.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,7 +9,6 @@
 #include <optional>
 #include <string>
 
-#include "penstock/stage/module.h"
 #include "penstock/tensor/named_tensors.h"
 
 namespace penstock::internal {
@@ -17,25 +16,26 @@ namespace penstock::internal {
 struct OptimizerOptions {
   // "sgd", "adam" or "adamw".
   std::string name = "adamw";
-  // Of sgd.
+  // Used by sgd.
   double momentum = 0.9;
-  // Of adam and adamw.
+  // Used by adam and adamw.
   double beta1 = 0.9;
   double beta2 = 0.98;
   double epsilon = 1e-8;
+  // Used by all of them; adamw decouples it from the gradient.
   double weight_decay = 0.01;
 };
 
-// Returns how many bytes an optimizer remembers of a parameter of so many bytes, once it has stepped it.
+// Returns the number of bytes of state that an optimizer has for a parameter of that size after its first step.
 std::int64_t state_bytes(const OptimizerOptions& options, std::int64_t parameter_bytes);
 
-// A parameter or its gradient as optimizers take it: a complex number is two real ones.
+// Returns a parameter or gradient in the form that optimizers step: a complex tensor as a view of pairs of real numbers.
 at::Tensor as_real(const at::Tensor& tensor);
 
-// libtorch's optimizers behind one face.
+// Common interface of libtorch's optimizers. The parameters are shared with the caller.
 class Optimizer {
  public:
-  // Throws std::invalid_argument for a name that there is not.
+  // Throws std::invalid_argument for an unknown optimizer.
   Optimizer(const OptimizerOptions& options, NamedTensors parameters);
   ~Optimizer();
   Optimizer(Optimizer&&) noexcept;
@@ -43,13 +43,13 @@ class Optimizer {
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
 
-  // Steps every parameter that has a gradient, and lets go of the gradients.
+  // Steps every parameter that has a gradient, and resets the gradients.
   void step(double learning_rate);
 
-  // What it remembers of each parameter: "NAME.exp_avg", "NAME.exp_avg_sq", "NAME.step", "NAME.momentum_buffer". The
-  // tensors are its own.
+  // Returns the state of each parameter: "NAME.exp_avg", "NAME.exp_avg_sq", "NAME.step", "NAME.momentum_buffer". The
+  // tensors are not copied.
   NamedTensors state() const;
-  // Takes these up: `find` gives the tensor of a name, or none for what it does not remember yet.
+  // Replaces the state. `find` returns the tensor of a name, which is not copied, or none if there is no such state.
   void load(const std::function<std::optional<at::Tensor>(const std::string& name)>& find);
 
  private:
@@ -63,19 +63,20 @@ class Optimizer {
   std::unique_ptr<Kind> kind_;
 };
 
-// Learning rate of each step: it rises from 0 in `warmup` steps, and then stays constant, or falls to `minimum` in a
-// line or along a cosine.
+// Learning-rate schedule. The rate rises linearly from 0 in `warmup` steps. Then it stays constant, or falls to `minimum`
+// linearly or along a cosine.
 struct LearningRate {
+  // Rate after the warmup.
   double rate = 4e-3;
   // "constant", "linear" or "cosine".
   std::string schedule = "cosine";
   std::int64_t warmup = 50;
-  // See end().
+  // Rate of the last step; a twentieth of `rate` if not given.
   std::optional<double> minimum = std::nullopt;
 
-  // Returns the rate of the last step, which linear and cosine schedules fall to.
+  // Returns the rate that linear and cosine schedules fall to.
   double end() const { return minimum.value_or(rate / 20); }
-  // Returns the rate of a step from 0 to before `steps`.
+  // Returns the rate of a step in [0, steps).
   double at(std::int64_t step, std::int64_t steps) const;
 };
 

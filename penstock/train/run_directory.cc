@@ -12,6 +12,8 @@
 #include <system_error>
 #include <utility>
 
+#include "penstock/base/text.h"
+
 namespace penstock::internal {
 namespace {
 
@@ -34,7 +36,7 @@ std::string host_name() {
   return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "unknown";
 }
 
-// "process 4711 on HOST", from what the holder of a lock has written into its file.
+// Returns "process 4711 on HOST", read from the lock file that the holder has written.
 std::string holder_of(int lock) {
   std::array<char, 512> bytes{};
   const ssize_t size = ::pread(lock, bytes.data(), bytes.size(), 0);
@@ -49,8 +51,8 @@ std::string holder_of(int lock) {
 
 }  // namespace
 
-void RunDirectory::fail(const std::string& what) const {
-  throw RunDirectoryError(path_ + ": " + what);
+void RunDirectory::fail(const std::string& problem) const {
+  throw RunDirectoryError(concat(path_, ": ", problem));
 }
 
 RunDirectory::RunDirectory(const std::string& path) : path_(path) {
@@ -104,13 +106,13 @@ void RunDirectory::lock() {
     if (::flock(lock_, LOCK_EX | LOCK_NB) != 0) {
       if (errno == EWOULDBLOCK) {
         const std::string holder = holder_of(lock_);
-        // The file belongs to the other run.
+        // Close it here, because release() would remove the lock file of the other run.
         ::close(std::exchange(lock_, -1));
         fail("another run writes to it: " + holder + ".\n  Hint: wait until it ends, or choose another directory.");
       }
       if (errno != ENOSYS && errno != EOPNOTSUPP && errno != ENOLCK) could_not_write(errno);
     }
-    // A run that ended in between has removed the file that was opened here, and a third one may have made another.
+    // A run that ended after the open has removed this file, and a third run may have created a new one.
     struct stat opened = {};
     struct stat named = {};
     if (::fstat(lock_, &opened) != 0) could_not_write(errno);
@@ -120,7 +122,7 @@ void RunDirectory::lock() {
     ::close(std::exchange(lock_, -1));
   }
   if (::ftruncate(lock_, 0) != 0) could_not_write(errno);
-  const std::string text = std::to_string(::getpid()) + " " + host_name() + "\n";
+  const std::string text = concat(::getpid(), " ", host_name(), "\n");
   for (std::string_view rest = text; !rest.empty();) {
     const ssize_t written = ::write(lock_, rest.data(), rest.size());
     if (written < 0 && errno == EINTR) continue;
@@ -129,18 +131,19 @@ void RunDirectory::lock() {
   }
 }
 
-void RunDirectory::require_space(std::uintmax_t bytes, const std::string& what) const {
+void RunDirectory::require_space(std::uintmax_t bytes, const std::string& contents) const {
   std::error_code unknown;
   const fs::space_info space = fs::space(path_, unknown);
   if (unknown || space.available >= bytes) return;
-  fail("has " + megabytes(space.available) + " free, and " + what + " take about " + megabytes(bytes) +
-       ".\n  Hint: free some space, choose a directory on another disk, or keep fewer checkpoints.");
+  fail(concat("has ", megabytes(space.available), " free, and ", contents, " take about ", megabytes(bytes),
+              ".\n  Hint: free some space, choose a directory on another disk, or keep fewer checkpoints."));
 }
 
-// Takes no memory, as it runs when there may be none.
+// Allocates no memory, because it also runs after std::bad_alloc.
 void RunDirectory::release() noexcept {
   if (lock_ >= 0) {
-    // Removed while it is still locked: whoever opened it before sees that it is another file now.
+    // The file is removed while it is still locked. A process that has opened it notices that the path no longer leads to
+    // this file.
     ::unlink(lock_path_.c_str());
     ::close(std::exchange(lock_, -1));
   }

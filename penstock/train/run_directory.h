@@ -1,6 +1,6 @@
-// A directory that a run writes to: created when it is missing, writable, and locked against other runs.
+// A run directory: created when it is missing, checked to be writable, and locked against other runs.
 //
-//   const RunDirectory output("runs/7");   // throws RunDirectoryError while another process has it
+//   const RunDirectory output("runs/7");   // throws RunDirectoryError while another process holds it
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace penstock::internal {
 
-// The message names the directory, what is wrong with it, and what can be done.
+// Thrown when a run directory cannot be used. The message names the directory and the problem, and has a hint.
 class RunDirectoryError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -19,10 +19,10 @@ class RunDirectoryError : public std::runtime_error {
 
 class RunDirectory {
  public:
-  // Creates the directory and those above it where they are missing, and takes its lock: an flock on a file inside, which
-  // the system releases when the process ends, however it ends. The file holds the process id, so writing it also shows
-  // that the directory can be written to. Throws RunDirectoryError, which names the process that holds the lock. File
-  // systems without locks are used without one.
+  // Creates the directory and its missing parents, and acquires its lock: an flock on a file inside, which the system
+  // releases when the process ends for any reason. The file contains the process id, so writing it also shows that the
+  // directory is writable. Throws RunDirectoryError, which names the process that holds the lock. On a file system without
+  // locks there is none.
   explicit RunDirectory(const std::string& path);
   // Releases the lock. Directories that the constructor created are removed if they are still empty.
   ~RunDirectory();
@@ -30,20 +30,21 @@ class RunDirectory {
   RunDirectory& operator=(const RunDirectory&) = delete;
 
   const std::string& path() const { return path_; }
-  // Throws RunDirectoryError when the file system has less room than what is to be written, which errors call `what`, such
-  // as "4 checkpoints".
-  void require_space(std::uintmax_t bytes, const std::string& what) const;
+  // Throws RunDirectoryError if the file system has fewer free bytes. `contents` names what is to be written, such as
+  // "4 checkpoints".
+  void require_space(std::uintmax_t bytes, const std::string& contents) const;
 
  private:
   void create();
   void lock();
   void release() noexcept;
-  [[noreturn]] void fail(const std::string& what) const;
+  [[noreturn]] void fail(const std::string& problem) const;
 
   std::string path_;
-  // From the outermost on.
+  // Directories that the constructor has created, outermost first.
   std::vector<std::filesystem::path> created_;
   std::string lock_path_;
+  // File descriptor of the lock file; -1 if it is not open.
   int lock_ = -1;
 };
 

@@ -7,9 +7,12 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "penstock/base/text.h"
 #include "penstock/schedule/json.h"
 #include "penstock/tensor/mapped_file.h"
 #include "penstock/tensor/safetensors.h"
+#include "penstock/train/checkpoint.h"
+#include "penstock/train/checkpoint_directory.h"
 
 namespace penstock::internal {
 namespace {
@@ -20,39 +23,40 @@ using nlohmann::json;
 constexpr const char* kSingle = "model.safetensors";
 constexpr const char* kIndex = "model.safetensors.index.json";
 
-[[noreturn]] void fail(const std::string& path, const std::string& what) {
-  throw WeightsError(path + ": " + what);
+[[noreturn]] void fail(const std::string& path, const std::string& problem) {
+  throw WeightsError(concat(path, ": ", problem));
 }
 
 void read_file(const std::string& path, std::map<std::string, at::Tensor>& tensors) {
   for (auto& [name, tensor] : read_safetensors(path)) tensors.emplace(name, std::move(tensor));
 }
 
-// Fails when the system does not say.
+// Returns the type of a file. Throws WeightsError when the system cannot tell.
 fs::file_type type_of(const fs::path& path) {
   std::error_code error;
   const fs::file_status status = fs::status(path, error);
-  if (!fs::status_known(status)) fail(path.string(), "could not be read: " + error.message() + ".");
+  if (!fs::status_known(status)) fail(path.string(), concat("could not be read: ", error.message(), "."));
   return status.type();
 }
 
-bool is_there(const fs::path& path) {
+bool path_exists(const fs::path& path) {
   return type_of(path) != fs::file_type::not_found;
 }
 
-// Returns the names of the tensors of each shard.
+// Returns the tensor names of each shard file.
 std::map<std::string, std::vector<std::string>> read_index(const std::string& path) {
   const json index = try_parse_json(MappedFile(path).bytes()).value_or(json());
   if (!index.is_object() || !index.contains("weight_map") || !index["weight_map"].is_object()) {
-    fail(path, "is no index of weights: it should be JSON with a \"weight_map\" of file names by tensor.");
+    fail(path, "is not an index of weights: expected JSON with a \"weight_map\" from tensor names to file names.");
   }
   std::map<std::string, std::vector<std::string>> names_by_file;
   for (const auto& [name, file] : index["weight_map"].items()) {
-    const bool is_beside =
+    const bool is_plain_name =
         file.is_string() && !file.get_ref<const std::string&>().empty() &&
         fs::path(file.get_ref<const std::string&>()).filename() == file.get_ref<const std::string&>();
-    if (!is_beside)
-      fail(path, tensor_text(name) + " should be in a file of the same directory; found " + file.dump() + ".");
+    if (!is_plain_name) {
+      fail(path, concat(tensor_text(name), " should be in a file of the same directory; found ", file.dump(), "."));
+    }
     names_by_file[file.get<std::string>()].push_back(name);
   }
   return names_by_file;
@@ -63,7 +67,9 @@ void read_shards(const fs::path& directory, std::map<std::string, at::Tensor>& t
   for (const auto& [file, names] : read_index(index)) {
     const SafetensorsFile shard((directory / file).string());
     for (const std::string& name : names) {
-      if (!shard.contains(name)) fail(index, tensor_text(name) + " is not in " + file + ", where the index has it.");
+      if (!shard.contains(name)) {
+        fail(index, concat(tensor_text(name), " is not in ", file, ", which the index names for it."));
+      }
       tensors.emplace(name, shard.tensor(name));
     }
   }
@@ -81,14 +87,15 @@ WeightFiles read_weight_files(const std::string& path) {
     } else if (is_checkpoint(path) || last_checkpoint(path)) {
       const Checkpoint checkpoint(path);
       files = {.path = checkpoint.path(), .tensors = checkpoint.weights(), .checkpoint = checkpoint.info()};
-    } else if (is_there(fs::path(path) / kIndex)) {
+    } else if (path_exists(fs::path(path) / kIndex)) {
       read_shards(path, files.tensors);
-    } else if (is_there(fs::path(path) / kSingle)) {
+    } else if (path_exists(fs::path(path) / kSingle)) {
       read_file((fs::path(path) / kSingle).string(), files.tensors);
     } else {
-      fail(path,
-           std::string("has no weights: neither a checkpoint of penstock, nor ") + kSingle + " or " + kIndex +
-               ".\n  Hint: in Python, model.save_pretrained(DIRECTORY) or safetensors.torch.save_file writes them.");
+      fail(
+          path,
+          concat("has no weights: neither a checkpoint of Penstock, nor ", kSingle, " or ", kIndex,
+                 ".\n  Hint: in Python, model.save_pretrained(DIRECTORY) or safetensors.torch.save_file writes them."));
     }
   } catch (const SafetensorsError& error) {
     throw WeightsError(error.what());

@@ -105,14 +105,14 @@ class Checkpoints(Case):
         words = [*SMALL, "--steps", 2, "--checkpoint", "kept", "--checkpoint-every", 1]
         self.train(*words)
         self.assert_refused("train", *words, "--resume", "--length", 7, "--data", __file__,
-                            message="is of another model.\n  It is of:  GPT, 6 layers of width 16 ")
+                            message="belongs to another model.\n  Found:    GPT, 6 layers of width 16 ")
         self.assert_refused("train", *words, "--resume", "--optimizer", "sgd",
                             message="has the state of optimizer adamw, expected sgd.\n  Hint: continue with --optimizer adamw.")
         damaged = self.folder / "kept/step-00000002/weights-0.safetensors"
         content = bytearray(damaged.read_bytes())
         content[-1] ^= 1
         damaged.write_bytes(content)
-        self.assert_refused("train", *words, "--resume", message="weights-0.safetensors: is damaged: its bytes do not have")
+        self.assert_refused("train", *words, "--resume", message="weights-0.safetensors: is damaged: its checksum does not match.")
         # The older one is good.
         (self.folder / "kept/step-00000002").rename(self.folder / "aside")
         self.train(*words, "--resume")
@@ -130,7 +130,7 @@ class Checkpoints(Case):
         (self.folder / "other/step-00000003").rename(self.folder / "kept/step-00000003")
         self.assert_refused("train", *words, 4, "--output", "run", "--resume",
                             message="kept: has checkpoints of different runs: step-00000001 and step-00000003.\n  Hint: move "
-                                    "those of one run away; penstock export and --weights take one by its path.")
+                                    "those of one run to another directory; each can still be used by its path.")
 
     def run_of(self, checkpoint):
         return json.loads((self.folder / checkpoint / "manifest.json").read_text())["run"]
@@ -148,7 +148,7 @@ export(40, 9, "wider.pt2")
         self.write_batches()
         words = ["--data", "data", "--loss", "mse", "--microbatches", 4, "--checkpoint", "kept"]
         self.train("model.pt2", *words, "--steps", 1)
-        it_is = "step-00000001: is of another model.\n  It is of:  an exported model with 84 parameters of 2938 elements\n"
+        it_is = "step-00000001: belongs to another model.\n  Found:    an exported model with 84 parameters of 2938 elements\n"
         for name, differences in (
                 ("longer", "  1.40.bias: only in this model\n  1.40.weight: only in this model\n"),
                 ("wider", "  0.bias: [8] in the checkpoint, [9] in this model\n")):
@@ -279,7 +279,7 @@ class Preflight(Case):
                     ('"args.0": torch.ones(12, 5), "target": torch.ones(12, 2)', "dimension 1: found 5, expected 4"),
                     ('"args.0": torch.ones(12, 4).double(), "target": torch.ones(12, 2)', "found dtype float64, expected float32"),
                     ('"args.0": torch.ones(2, 4), "target": torch.ones(2, 2)', "can be split into 2 only, and there are 4 micro"),
-                    ('"args.0": torch.ones(12, 4)', "has no 'target', which --loss mse compares"),
+                    ('"args.0": torch.ones(12, 4)', "has no 'target', which the loss mse compares"),
                     ('"x": torch.ones(12, 4), "target": torch.ones(12, 2)', "the input 'args.0' is missing; found x")):
                 with self.subTest(name=name, tensors=tensors):
                     self.python(f"save_tensors({{{tensors}}}, 'data/{name}.safetensors')")
@@ -321,7 +321,7 @@ class Preflight(Case):
         self.train(*SMALL, "--steps", 4, "--checkpoint", "kept", "--checkpoint-every", 2)
         (self.folder / "kept/step-00000004/manifest.json").unlink()
         self.assert_refused("train", *SMALL, "--steps", 6, "--output", "run", "--checkpoint", "kept", "--resume",
-                            message="kept/step-00000004: has no manifest.json.\n  Hint: move it away to take an older checkpoint")
+                            message="kept/step-00000004: has no manifest.json.\n  Hint: move it away to use an older checkpoint")
         before = self.names_in("kept/step-00000004")
         (self.folder / "kept/step-00000004").rename(self.folder / "kept/aside")
         (self.folder / "kept/step-00000003").mkdir()
@@ -348,7 +348,7 @@ class Preflight(Case):
         x = '"args.0": torch.randn(12, 4)'
         words = [os.path.join(PROGRAMS, "pair.pt2"), "--data", "data", "--steps", 2, "--microbatches", 4, "--output", "run"]
         good = "{" + x + ', "target": torch.zeros(12, dtype=torch.long)}'
-        for bad, message in (("torch.zeros(12, dtype=torch.int32)", "--loss cross_entropy takes class indices of int64, or "
+        for bad, message in (("torch.zeros(12, dtype=torch.int32)", "the loss cross_entropy takes class indices of int64, or "
                               "probabilities: the target is a int32 tensor of shape [12]."),
                              ("torch.zeros(12, 2)", "the target is a float32 tensor of shape [12, 2], and that of "),
                              ("torch.zeros(12, 1, dtype=torch.long)", "the target is a int64 tensor of shape [12, 1], and that of ")):

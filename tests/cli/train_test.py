@@ -117,13 +117,13 @@ torch.export.save(torch.export.export(Loss().train(), (torch.ones(3, 4), torch.o
             self.assertIn(message, result.stderr)
 
         x = '"args.0": torch.randn(12, 4)'
-        refused("penstock: data/a.safetensors, rows 0 to 2: rank 1, stage 1, 1F0 (microbatch 0): --loss mse compares each number "
+        refused("penstock: data/a.safetensors, rows 0 to 2: rank 1, stage 1, 1F0 (microbatch 0): the loss mse compares each number "
                 "of the output with one of the target, and their shapes differ: the output is a float32 tensor of shape [3, 2] "
                 "and the target a float32 tensor of shape [3, 1].", "mse", a="{" + x + ', "target": torch.randn(12, 1)}')
         refused("shape [3, 2] and the target a float32 tensor of shape [3].", "mse", a="{" + x + ', "target": torch.randn(12)}')
         refused("penstock: data/a.safetensors, rows 6 to 8: rank 1, stage 1, 1F2 (microbatch 2): Target 5 is out of bounds.",
                 "cross_entropy", a="{" + x + ', "target": torch.tensor([0] * 7 + [5] + [0] * 4)}')
-        refused("penstock: data/a.safetensors, rows 0 to 2: rank 1, stage 1, 1F0 (microbatch 0): --loss cross_entropy takes class "
+        refused("penstock: data/a.safetensors, rows 0 to 2: rank 1, stage 1, 1F0 (microbatch 0): the loss cross_entropy takes class "
                 "indices of int64, or probabilities in the shape of the output: the target is a float32 tensor of shape [3] and "
                 "the output a float32 tensor of shape [3, 2].", "cross_entropy", a="{" + x + ', "target": torch.zeros(12)}')
         refused("penstock: data/a.safetensors: the arguments can be split into 3 only, and there are 4 microbatches.",
@@ -132,7 +132,8 @@ torch.export.save(torch.export.export(Loss().train(), (torch.ones(3, 4), torch.o
                 "mse", a="{" + x + ', "target": torch.randn(10, 2)}')
         refused("penstock: data/a.safetensors, rows 0 to 1: args.0, dimension 0: found 2, expected 3, which is static.",
                 "mse", a='{"args.0": torch.randn(8, 4), "target": torch.randn(8, 2)}')
-        refused("penstock: step 1, data/a.safetensors: there is no target that counts: all of them are ignored.",
+        refused("penstock: step 1, data/a.safetensors: there is no target that counts: all of them are ignored.\n  Hint: see "
+                "--ignore-index, or skip such steps with --on-nonfinite skip.",
                 "cross_entropy", a="{" + x + ', "target": torch.full((12,), -100)}')
 
     def test_stops_or_skips_where_the_loss_is_not_finite(self):
@@ -145,7 +146,9 @@ torch.export.save(torch.export.export(Loss().train(), (torch.ones(3, 4), torch.o
                 shutil.rmtree(self.folder / "kept", ignore_errors=True)
                 result = self.penstock("train", *words, "--transport", transport, "--output", "run", code=2)
                 self.assertRegex(result.stderr, r"step \d, data/b\.safetensors, microbatch 1 \(rows 3 to 5\), stage 1: the loss is "
-                                                r"NaN\.\n  The first parameter whose gradient is not finite is first\.weight of stage 0\.")
+                                                r"NaN\.\n  The first parameter whose gradient is not finite is first\.weight of stage 0\.\n"
+                                                r"  Hint: look at the data, lower --learning-rate or --clip, or skip such steps with "
+                                                r"--on-nonfinite skip\.\n")
                 # Nothing is written when it was the first step.
                 shutil.rmtree(self.folder / "run", ignore_errors=True)
                 text = self.train(*words, "--transport", transport, "--on-nonfinite", "skip", "--checkpoint", "kept")
@@ -161,7 +164,8 @@ torch.export.save(torch.export.export(Loss().train(), (torch.ones(3, 4), torch.o
                 self.batches(a='{"args.0": torch.full((12, 4), float("inf")), "target": torch.ones(12, 2)}')
                 result = self.penstock("train", *words, "--transport", transport, "--on-nonfinite", "skip", "--max-skipped", 2,
                                        "--output", "run", code=2)
-                self.assertIn("The 2 steps before it were skipped for the like.", result.stderr)
+                self.assertIn("The 2 steps before it were skipped too.\n  Hint: --max-skipped N allows more skipped steps in a row.\n",
+                              result.stderr)
                 self.batches(a=good)
 
     def test_ignored_targets_do_not_count(self):
@@ -204,11 +208,15 @@ print(torch.nn.functional.cross_entropy(output, y, ignore_index=7).item())
         self.assert_refused("train", "--config", "wrong.json", message="wrong.json: ")
 
     def test_reports_usage_errors(self):
-        self.assert_refused("train", "--data", "none", message="none: there is no such file or folder.")
+        self.assert_refused("train", "--data", "none", message="none: there is no such file or directory.")
+        (self.folder / "short").write_text("abc")
+        self.assert_refused("train", "--data", "short", "--length", 4,
+                            message="short: has 3 bytes of text, and a sequence with the byte after it has 5.\n  Hint: --length N "
+                                    "makes the sequences shorter.")
         self.assert_refused("train", f"{PROGRAMS}/pair.pt2", "--layers", 2,
                             message="--layers is an option of the GPT, which is trained without MODEL.pt2; found ")
         self.assert_refused("train", "--stages", 9, message="a GPT of 4 layers cannot be cut into 9 stages")
-        self.assert_refused("train", "--width", 10, "--heads", 4, message="the heads share it out evenly")
+        self.assert_refused("train", "--width", 10, "--heads", 4, message="the width must be divisible by the heads")
         self.assert_refused("train", os.path.join(PROGRAMS, "pair.pt2"), message="--data is missing: ")
         self.assert_refused("train", "--resume", message="--resume needs the directory of the checkpoints.\n  Hint: add --checkpoint DIR.")
         self.assert_refused("train", "--resume", "--overwrite", "--checkpoint", "kept",

@@ -170,7 +170,7 @@ class Export(Case):
 
     def test_reports_errors_and_writes_nothing(self):
         (self.folder / "kept").mkdir()
-        self.refuses("export", "kept", "-o", "a.safetensors", message="kept: has no weights: neither a checkpoint of penstock, nor ")
+        self.refuses("export", "kept", "-o", "a.safetensors", message="kept: has no weights: neither a checkpoint of Penstock, nor ")
         self.refuses("export", self.weights / "hf", message="there is nothing to write.\n  Hint: -o model.safetensors, ")
         self.refuses("export", self.weights / "hf", "-o", "x.pt", "--pt2", "./x.pt",
                      message="x.pt: is named by --output and by --pt2.")
@@ -252,9 +252,9 @@ class Eval(Case):
 
     def test_says_what_is_wrong(self):
         self.refuses("eval", TIED, message="--data is required")
-        self.refuses("eval", TIED, "--data", "none", message="none: is no folder with batches in safetensors files.")
+        self.refuses("eval", TIED, "--data", "none", message="none: is not a directory with batches in safetensors files.")
         self.refuses("eval", TIED, "--data", self.folder, message="has no file NAME.safetensors to evaluate on.")
-        self.refuses("eval", TIED, "--data", self.data, message="--loss output takes the model's output for its loss")
+        self.refuses("eval", TIED, "--data", self.data, message="the loss output takes the model's output as the loss")
 
 
 if __name__ == "__main__":

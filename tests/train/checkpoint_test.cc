@@ -19,6 +19,8 @@
 #include <string>
 #include <system_error>
 
+#include "penstock/train/checkpoint_directory.h"
+#include "penstock/train/checkpoint_writer.h"
 #include "tests/tensor/folder.h"
 #include "tests/tensor/values.h"
 
@@ -64,7 +66,7 @@ TEST_F(Checkpoints, GiveBackWhatWasWritten) {
     EXPECT_TRUE(same(at::arange(3), checkpoint.weight("b")));
     EXPECT_EQ(checkpoint.optimizer_state("a.step")->item<std::int64_t>(), 10);
     EXPECT_FALSE(checkpoint.optimizer_state("b.step"));
-    expect_error<CheckpointError>([&] { checkpoint.weight("c"); }, path() + "/step-00000010: has no 'c'.");
+    expect_error<CheckpointError>([&] { checkpoint.weight("c"); }, path() + "/step-00000010: has no tensor 'c'.");
   }
   EXPECT_EQ(names_in(path() + "/step-00000010"),
             (std::set<std::string>{"manifest.json", "optimizer-0.safetensors", "optimizer-1.safetensors",
@@ -103,7 +105,7 @@ TEST_F(Checkpoints, OfAnotherRunAreNeitherReplacedNorPruned) {
       [&] { require_one_run(path()); },
       path() +
           ": has checkpoints of different runs: step-00000005 and step-00000011.\n  Hint: move "
-          "those of one run away; penstock export and --weights take one by its path.");
+          "those of one run to another directory; each can still be used by its path.");
   fs::remove_all(path() + "/step-00000011");
   EXPECT_NO_THROW(require_one_run(path()));
   // One that is damaged is nobody's.
@@ -201,7 +203,7 @@ TEST_F(Checkpoints, ThatAreDamagedAreRefused) {
   const std::string& hint = kHint;
   damaged(
       "weights-0.safetensors", [](std::string& bytes) { bytes.back() = static_cast<char>(bytes.back() ^ 1); },
-      file("weights-0.safetensors") + ": is damaged: its bytes do not have their checksum." + hint);
+      file("weights-0.safetensors") + ": is damaged: its checksum does not match." + hint);
   const auto size = fs::file_size(file("optimizer-0.safetensors"));
   damaged(
       "optimizer-0.safetensors", [](std::string& bytes) { bytes.pop_back(); },
@@ -215,13 +217,13 @@ TEST_F(Checkpoints, ThatAreDamagedAreRefused) {
       file("manifest.json") + ": is damaged: it is not JSON.");
   damaged(
       "manifest.json", [](std::string& bytes) { bytes = R"({"format": "penstock checkpoint", "version": 9})"; },
-      file("manifest.json") + ": is of version 9; version 3 is what can be read.");
+      file("manifest.json") + ": has version 9, expected version 3.");
   damaged(
       "manifest.json", [](std::string& bytes) { bytes = "{}"; },
-      file("manifest.json") + ": is not that of a Penstock checkpoint.");
+      file("manifest.json") + ": is not the manifest of a Penstock checkpoint.");
   damaged(
       "manifest.json", [](std::string& bytes) { bytes.replace(bytes.find("10"), 2, "11"); },
-      file("manifest.json") + ": is damaged: it does not have its checksum." + hint);
+      file("manifest.json") + ": is damaged: its checksum does not match." + hint);
   fs::remove(file("weights-1.safetensors"));
   expect_error<CheckpointError>(
       [&] { Checkpoint{path()}; },
@@ -242,7 +244,7 @@ TEST_F(Checkpoints, WithWrongValuesAreRefused) {
     std::ofstream(file("manifest.json"), std::ios::trunc) << manifest;
     expect_error<CheckpointError>([&] { Checkpoint{path()}; }, file("manifest.json") + message + kHint);
   };
-  const std::string expected = ", expected a whole number that is not negative.";
+  const std::string expected = ", expected a non-negative integer.";
   for (const char* step : {"-5", "3.7", "18446744073709551615", "1e+300", "\"10\""}) {
     SCOPED_TRACE(step);
     refused([&](nlohmann::json& manifest) { manifest["step"] = nlohmann::json::parse(step); },
@@ -250,14 +252,14 @@ TEST_F(Checkpoints, WithWrongValuesAreRefused) {
   }
   for (const std::string& name : {std::string("../x"), std::string(".."), std::string(), std::string("a\0b", 3)}) {
     refused([&](nlohmann::json& manifest) { manifest["files"][0]["name"] = name; },
-            ": names a file elsewhere, " + nlohmann::json(name).dump() + ".");
+            ": lists a file outside the checkpoint, " + nlohmann::json(name).dump() + ".");
   }
   refused([&](nlohmann::json& manifest) { manifest["files"].push_back(manifest["files"][0]); },
-          ": names the file \"weights-0.safetensors\" twice.");
+          ": lists the file \"weights-0.safetensors\" twice.");
   refused([&](nlohmann::json& manifest) { manifest["files"][0]["kind"] = "program"; },
-          ": says of \"weights-0.safetensors\" that it is of kind \"program\".");
+          ": lists \"weights-0.safetensors\" with the unknown kind \"program\".");
   refused([&](nlohmann::json& manifest) { manifest["files"].erase(1); },
-          ": does not list the file \"" + good["files"][1]["name"].get<std::string>() + "\", which is there.");
+          ": does not list the file \"" + good["files"][1]["name"].get<std::string>() + "\", which exists.");
   refused([&](nlohmann::json& manifest) { manifest["files"][0]["bytes"] = -1; },
           ": has no size and checksum of \"weights-0.safetensors\".");
   fs::remove(file("manifest.json"));
@@ -269,9 +271,8 @@ TEST_F(Checkpoints, WithWrongValuesAreRefused) {
 TEST_F(Checkpoints, ThatAreNotThereAreNamed) {
   expect_error<CheckpointError>([&] { Checkpoint{path()}; }, path() + ": there is no such checkpoint.");
   fs::create_directories(path());
-  expect_error<CheckpointError>(
-      [&] { Checkpoint{path()}; },
-      path() + ": has no checkpoint in it: neither manifest.json nor a folder step-N with one.");
+  expect_error<CheckpointError>([&] { Checkpoint{path()}; },
+                                path() + ": has no checkpoint: neither manifest.json nor a directory step-N with one.");
 }
 
 TEST_F(Checkpoints, AreOfOneModel) {
@@ -280,9 +281,9 @@ TEST_F(Checkpoints, AreOfOneModel) {
   EXPECT_NO_THROW(checkpoint.require_model({.description = "a model"}));
   EXPECT_NO_THROW(checkpoint.require_model(
       {.description = "a model", .names = {"a", "b"}, .needed = {{"a", at::empty({2, 2}, at::kLong)}}}));
-  const std::string beginning = path() + "/step-00000010: is of another model.";
+  const std::string beginning = path() + "/step-00000010: belongs to another model.";
   expect_error<CheckpointError>([&] { checkpoint.require_model({.description = "another"}); },
-                                beginning + "\n  It is of:  a model\n  Wanted is: another");
+                                beginning + "\n  Found:    a model\n  Expected: another");
   expect_error<CheckpointError>(
       [&] {
         checkpoint.require_model({.description = "a model",
@@ -313,7 +314,7 @@ TEST_F(Checkpoints, HaveOptimizerStateThatFitsTheParameters) {
             {.description = "a model", .needed = {{"a", at::ones({2})}, {"b", at::ones({2})}}});
       },
       path() +
-          "/step-00000010: is of another model."
+          "/step-00000010: belongs to another model."
           "\n  a.exp_avg: [3] in the checkpoint, [2] in this model"
           "\n  a.step: float32 in the checkpoint, int64 in this model"
           "\n  b.exp_avg: int32 in the checkpoint, float32 in this model");

@@ -1,4 +1,4 @@
-// What models are trained on: known by its number, and held out for good.
+// Training data: numbered batches, and held-out ones that are never trained on.
 #include "penstock/train/data.h"
 
 #include <ATen/ATen.h>
@@ -21,7 +21,7 @@ std::string row_text(const at::Tensor& ids, std::int64_t row) {
   return text;
 }
 
-// The two numbers of each row, in ascending order.
+// Returns the two numbers of each row, in ascending order.
 std::set<std::pair<int, int>> pairs_of(const Batch& batch, int digits) {
   std::set<std::pair<int, int>> pairs;
   const at::Tensor ids = batch.args[0].toTensor();
@@ -33,7 +33,7 @@ std::set<std::pair<int, int>> pairs_of(const Batch& batch, int digits) {
   return pairs;
 }
 
-TEST(AdditionData, HasSumsThatAreRight) {
+TEST(AdditionData, HasCorrectSums) {
   const AdditionData data(/*digits=*/3, /*rows=*/50, /*seed=*/1);
   const Batch batch = data.batch(7);
   const at::Tensor ids = batch.args[0].toTensor();
@@ -55,7 +55,7 @@ TEST(AdditionData, HasSumsThatAreRight) {
   }
 }
 
-TEST(AdditionData, IsKnownByItsNumber) {
+TEST(AdditionData, GivesTheSameBatchForTheSameNumber) {
   const AdditionData data(2, 16, 1);
   const AdditionData again(2, 16, 1);
   const AdditionData other(2, 16, 2);
@@ -75,7 +75,7 @@ TEST(AdditionData, NeverTrainsOnWhatIsHeldOut) {
   }
 }
 
-TEST(AdditionData, CountsSumsThatAreRight) {
+TEST(AdditionData, CountsCorrectSums) {
   const AdditionData data(2, 4, 1);
   const Batch batch = data.batch(0);
   const at::Tensor target = batch.target.toTensor();
@@ -83,17 +83,17 @@ TEST(AdditionData, CountsSumsThatAreRight) {
   EXPECT_EQ(data.right_sums(batch, output), 4);
   const std::string first = data.written(batch, output, 0);
   EXPECT_EQ(std::stoi(first.substr(0, 2)) + std::stoi(first.substr(3, 2)), std::stoi(first.substr(6))) << first;
-  // One digit of one sum.
+  // One digit of one sum is wrong now.
   output[2][data.length() - 1].zero_();
   EXPECT_EQ(data.right_sums(batch, output), 3);
 }
 
 TEST(AdditionData, RefusesNumbersThatAreTooLong) {
-  expect_error<DataError>([] { AdditionData(0, 1, 1); }, "sums of 0 digits: numbers have 1 to 17.");
+  expect_error<DataError>([] { AdditionData(0, 1, 1); }, "additions of numbers with 0 digits: expected 1 to 17.");
   EXPECT_NO_THROW(AdditionData(17, 2, 1).batch(0));
 }
 
-TEST(TextData, HasPiecesWithTheByteBehindEach) {
+TEST(TextData, HasSequencesWithTheByteAfterEach) {
   const Folder folder;
   std::string text;
   for (int i = 0; i < 2000; ++i) text.push_back(static_cast<char>('a' + i % 26));
@@ -109,7 +109,7 @@ TEST(TextData, HasPiecesWithTheByteBehindEach) {
   EXPECT_EQ(data.description(), folder / "text" + ", 2000 bytes");
 }
 
-TEST(TextData, IsToldFromOtherTexts) {
+TEST(TextData, HasAFingerprintOfItsContents) {
   const Folder folder;
   const auto fingerprint = [&](const std::string& name, const std::string& text) {
     return TextData(folder.write(name, text), /*length=*/4, /*rows=*/1, /*seed=*/1).fingerprint();
@@ -118,24 +118,27 @@ TEST(TextData, IsToldFromOtherTexts) {
   EXPECT_NE(fingerprint("a", "hello world"), fingerprint("b", "hello vorld"));
 }
 
-TEST(TextData, IsAllFilesOfAFolderInOrder) {
+TEST(TextData, IsAllFilesOfADirectoryInOrder) {
   const Folder folder;
   folder.write("b", "world");
   folder.write("a", "hello ");
   const TextData data(folder.path(), /*length=*/10, /*rows=*/1, /*seed=*/1);
   EXPECT_EQ(row_text(data.batch(0).args[0].toTensor(), 0), "hello worl");
-  // Too short to hold something out.
+  // The text is too short to hold something out.
   EXPECT_TRUE(data.held_out().empty());
 }
 
-TEST(TextData, SaysWhatIsMissing) {
+TEST(TextData, NamesAMissingOrTooShortFile) {
   const Folder folder;
   expect_error<DataError>([&] { TextData(folder / "none", 4, 1, 1); },
-                          folder / "none" + ": there is no such file or folder.");
-  expect_error<DataError>([&] { TextData(folder.write("short", "abc"), 4, 1, 1); },
-                          folder / "short" +
-                              ": has 3 bytes of text, and a piece with the byte behind it has 5.\n  Hint: --length N "
-                              "makes the pieces shorter.");
+                          folder / "none" + ": there is no such file or directory.");
+  try {
+    TextData(folder.write("short", "abc"), 4, 1, 1);
+    ADD_FAILURE() << "no error";
+  } catch (const DataError& error) {
+    EXPECT_EQ(error.what(), folder / "short" + ": has 3 bytes of text, and a sequence with the byte after it has 5.");
+    EXPECT_EQ(error.reason(), DataError::Reason::TextTooShort);
+  }
 }
 
 }  // namespace

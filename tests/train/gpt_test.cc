@@ -1,4 +1,4 @@
-// The GPT in stages: the same whatever the cut.
+// The GPT in stages: the same weights and results for every cut.
 #include "penstock/train/gpt.h"
 
 #include <ATen/ATen.h>
@@ -41,7 +41,7 @@ TEST(Gpt, HasTheSameWeightsInEveryCut) {
   EXPECT_FALSE(at::equal(whole.at("head.weight"), by_name(other.stage(0, other.layers(), training)).at("head.weight")));
 }
 
-TEST(Gpt, DropsTheSameInEveryCut) {
+TEST(Gpt, HasTheSameDropoutInEveryCut) {
   const Gpt gpt(kSmall, /*seed=*/3);
   const auto training = std::make_shared<bool>(true);
   const at::Tensor ids = at::arange(16).view({2, 8});
@@ -63,23 +63,24 @@ TEST(Gpt, DropsTheSameInEveryCut) {
   EXPECT_TRUE(same(evaluated, run(3)));
 }
 
-TEST(Gpt, IsCutSoThatStagesAreEven) {
+TEST(Gpt, IsCutIntoStagesOfEqualCost) {
   const Gpt gpt({.layers = 4, .width = 64, .heads = 4, .length = 32}, /*seed=*/0);
   EXPECT_EQ(gpt.cut(1), (std::vector<int>{0, 6}));
   EXPECT_EQ(gpt.cut(2), (std::vector<int>{0, 3, 6}));
   EXPECT_EQ(gpt.cut(6), (std::vector<int>{0, 1, 2, 3, 4, 5, 6}));
   expect_error<std::invalid_argument>([&] { gpt.cut(7); },
                                       "a GPT of 4 layers cannot be cut into 7 stages: with the embedding and the head "
-                                      "there are 6 pieces.");
+                                      "there are 6 layers.");
 }
 
-TEST(Gpt, RefusesSizesThatDoNotFit) {
+TEST(Gpt, RefusesInvalidOptions) {
   const auto refused = [](const GptOptions& options, const std::string& message) {
     expect_error<std::invalid_argument>([&] { Gpt(options, 0); }, message);
   };
-  refused({.width = 10, .heads = 4}, "a GPT cannot have 4 heads for a width of 10: the heads share it out evenly.");
+  refused({.width = 10, .heads = 4},
+          "a GPT cannot have 4 heads for a width of 10: the width must be divisible by the heads.");
   refused({.length = 0}, "a GPT cannot have texts of 0 bytes.");
-  refused({.dropout = 1}, "a GPT cannot have a dropout of 1.000000: it is a part of all, below 1.");
+  refused({.dropout = 1}, "a GPT cannot have a dropout of 1.000000: expected at least 0 and less than 1.");
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Weights out of the files that other runs and programs have written.
+// Weights that are read from files of other runs and programs.
 #include "penstock/train/weight_files.h"
 
 #include <ATen/ATen.h>
@@ -9,6 +9,7 @@
 #include <string>
 
 #include "penstock/tensor/safetensors.h"
+#include "penstock/train/checkpoint_writer.h"
 #include "penstock/train/model.h"
 #include "tests/tensor/folder.h"
 #include "tests/tensor/values.h"
@@ -75,13 +76,13 @@ TEST(WeightFiles, SayWhatIsWrongWithThem) {
                              folder / "none" + ": there is no such file or directory.");
   expect_error<WeightsError>([&] { read_weight_files(path); },
                              path +
-                                 ": has no weights: neither a checkpoint of penstock, nor model.safetensors or "
+                                 ": has no weights: neither a checkpoint of Penstock, nor model.safetensors or "
                                  "model.safetensors.index.json.\n  Hint: in Python, "
                                  "model.save_pretrained(DIRECTORY) or safetensors.torch.save_file writes them.");
   expect_error<WeightsError>([&] { read_weight_files(folder.write("text", "short")); },
                              folder / "text" + ": is 5 bytes long, and so no safetensors file, which has 8 at least.");
   const std::string no_index =
-      index + ": is no index of weights: it should be JSON with a \"weight_map\" of file names by tensor.";
+      index + ": is not an index of weights: expected JSON with a \"weight_map\" from tensor names to file names.";
   for (const std::string text : {"{", "[]", "{}", R"({"weight_map": []})"}) {
     folder.write("model.safetensors.index.json", text);
     expect_error<WeightsError>([&] { read_weight_files(path); }, no_index);
@@ -97,7 +98,7 @@ TEST(WeightFiles, SayWhatIsWrongWithThem) {
                              folder / "model-1.safetensors" + ": could not be opened: No such file or directory.");
   write_safetensors(folder / "model-1.safetensors", {{"second", kSecond}});
   expect_error<WeightsError>([&] { read_weight_files(path); },
-                             index + ": tensor 'first' is not in model-1.safetensors, where the index has it.");
+                             index + ": tensor 'first' is not in model-1.safetensors, which the index names for it.");
 }
 
 TEST(GptModel, StartsFromTheWeightsThatItIsGiven) {

@@ -4,7 +4,7 @@
 #include <filesystem>
 #include <stdexcept>
 
-#include "penstock/train/checkpoint.h"
+#include "penstock/train/checkpoint_directory.h"
 
 namespace penstock::internal::cli {
 namespace {

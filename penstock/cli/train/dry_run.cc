@@ -31,7 +31,7 @@ void dry_run(Trainer& trainer, const std::vector<Batch>& held_out, const TrainOp
   const std::vector<RankMemory> memory = trainer.memory();
   const std::vector<StageSize> sizes = trainer.stage_sizes();
   const std::int64_t checkpoint = trainer.checkpoint_bytes();
-  if (!trainer.speaks()) return;
+  if (!trainer.is_coordinator()) return;
 
   const Schedule& schedule = trainer.pipeline().schedule();
   const Timeline simulated = simulate_records(schedule, records);

@@ -12,8 +12,8 @@
 #include "penstock/schedule/json.h"
 #include "penstock/train/checkpoint.h"
 #include "penstock/train/data.h"
+#include "penstock/train/generate_text.h"
 #include "penstock/train/model.h"
-#include "penstock/train/write_text.h"
 
 namespace penstock::internal::cli {
 namespace {
@@ -44,7 +44,7 @@ void add_generate(CLI::App& command, int& /*exit*/) {
   struct Options {
     std::string checkpoint;
     std::string text;
-    WriteTextOptions write;
+    GenerateTextOptions generate;
     int ranks = 2;
   };
   const auto options = std::make_shared<Options>();
@@ -53,13 +53,13 @@ void add_generate(CLI::App& command, int& /*exit*/) {
                   "Checkpoint, or directory of checkpoints, of which the newest is used")
       ->required();
   command.add_option("TEXT", options->text, "Prompt to continue");
-  command.add_option("--bytes", options->write.bytes, "Number of bytes to generate")
+  command.add_option("--bytes", options->generate.bytes, "Number of bytes to generate")
       ->option_text("N [200]")
       ->check(whole_number());
-  command.add_option("--temperature", options->write.temperature, "Sampling temperature; 0 is greedy")
+  command.add_option("--temperature", options->generate.temperature, "Sampling temperature; 0 is greedy")
       ->option_text("T [0.8]")
       ->check(cost());
-  command.add_option("--seed", options->write.seed, "Seed of the random numbers for sampling")->option_text("S [0]");
+  command.add_option("--seed", options->generate.seed, "Seed of the random numbers for sampling")->option_text("S [0]");
   command.add_option("--ranks", options->ranks, "Number of ranks, each with one stage of the model")
       ->option_text("P [2]")
       ->check(whole_number());
@@ -74,7 +74,7 @@ void add_generate(CLI::App& command, int& /*exit*/) {
     for (int stage = 0; stage < options->ranks; ++stage) stages.push_back(model->build_stage(stage));
     Pipeline pipeline(std::move(stages),
                       generate("ForwardOnly", {.ranks = options->ranks, .stages_per_rank = 1, .microbatches = 1}));
-    std::cout << write_text(pipeline, gpt.length, options->text, options->write) << "\n";
+    std::cout << generate_text(pipeline, gpt.length, options->text, options->generate) << "\n";
   });
 }
 

@@ -16,6 +16,7 @@
 #include "penstock/cli/program/local_ranks.h"
 #include "penstock/cli/train/directories.h"
 #include "penstock/cli/train/dry_run.h"
+#include "penstock/cli/train/hints.h"
 #include "penstock/cli/train/options.h"
 #include "penstock/cli/train/progress.h"
 #include "penstock/cli/train/setup.h"
@@ -24,7 +25,8 @@
 #include "penstock/runtime/digest.h"
 #include "penstock/schedule/json.h"
 #include "penstock/train/agreement.h"
-#include "penstock/train/write_text.h"
+#include "penstock/train/checkpoint_directory.h"
+#include "penstock/train/generate_text.h"
 #include "penstock/transport/c10d.h"
 #include "penstock/transport/rendezvous.h"
 
@@ -249,7 +251,8 @@ class Run {
   void print_sample(Trainer& trainer, std::optional<Progress>& progress) {
     std::string sample;
     const bool is_text = options_.is_gpt() && sums() == nullptr;
-    if (is_text) sample = write_text(trainer.writing_pipeline(), options_.length, "", {.seed = options_.run.seed});
+    if (is_text)
+      sample = generate_text(trainer.generation_pipeline(), options_.length, "", {.seed = options_.run.seed});
     if (!progress) return;
     if (sums() != nullptr) print_sums(*sums(), held_out_, last_evaluation_, accuracy_, *progress);
     if (is_text) progress->print("Sample:\n" + sample);
@@ -304,7 +307,7 @@ void add_train(CLI::App& command, int& exit) {
     options->read_config(command);
     options->require_consistent(command);
     options->cut.limits.apply();
-    exit = train(*options, options->resolved(command));
+    exit = with_option_hints([&] { return train(*options, options->resolved(command)); });
   });
 }
 

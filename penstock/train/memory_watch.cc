@@ -1,0 +1,255 @@
+#include "penstock/train/memory_watch.h"
+
+#include <c10/core/Allocator.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <limits>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+
+#include "penstock/base/mutex.h"
+
+namespace penstock::internal {
+
+struct MemoryWatch::RankCounts {
+  std::atomic<std::int64_t> current = 0;
+  std::atomic<std::int64_t> peak = 0;
+  std::atomic<std::int64_t> peak_in_action = 0;
+  // Number of threads that have been assigned to a replica. Used in the counts of the first replica only.
+  std::atomic<int> threads = 0;
+};
+
+// Counts of all ranks, and the owner of each allocation.
+struct MemoryWatch::Counts {
+  struct Allocation {
+    // Index into `ranks`.
+    int rank = 0;
+    std::int64_t size = 0;
+  };
+  // One of several maps that share the address space, so that ranks rarely contend for a mutex. A thread holds at most one
+  // of these mutexes, and acquires no other lock under it.
+  struct Map {
+    Mutex mutex;
+    std::unordered_map<const void*, Allocation> allocations PENSTOCK_GUARDED_BY(mutex);
+  };
+
+  Counts(int rank_count, int stage_count, int replica_count)
+      : ranks(static_cast<std::size_t>(rank_count) * static_cast<std::size_t>(replica_count)),
+        saved_activations(static_cast<std::size_t>(stage_count)),
+        forward_workspace(static_cast<std::size_t>(stage_count)),
+        backward_workspace(static_cast<std::size_t>(stage_count)),
+        update_workspace(static_cast<std::size_t>(stage_count)),
+        ranks_per_replica(rank_count) {
+    for (auto& workspace : backward_workspace) workspace = kUnknown;
+  }
+
+  int index(int rank, int replica) const { return rank < 0 ? -1 : replica * ranks_per_replica + rank; }
+
+  void add(int rank, std::int64_t size) {
+    RankCounts& counts = ranks[static_cast<std::size_t>(rank)];
+    const std::int64_t current = counts.current.fetch_add(size, std::memory_order_relaxed) + size;
+    raise(counts.peak, current);
+    raise(counts.peak_in_action, current);
+  }
+
+  static void raise(std::atomic<std::int64_t>& maximum, std::int64_t value) {
+    std::int64_t known = maximum.load(std::memory_order_relaxed);
+    while (value > known && !maximum.compare_exchange_weak(known, value, std::memory_order_relaxed)) {
+    }
+  }
+  static void lower(std::atomic<std::int64_t>& minimum, std::int64_t value) {
+    std::int64_t known = minimum.load(std::memory_order_relaxed);
+    while (value < known && !minimum.compare_exchange_weak(known, value, std::memory_order_relaxed)) {
+    }
+  }
+  static constexpr std::int64_t kUnknown = std::numeric_limits<std::int64_t>::max();
+
+  // Records an allocation, or for a size that is not positive the release of one.
+  void report(const void* data, std::int64_t size, int rank) {
+    Map& map = maps[(reinterpret_cast<std::uintptr_t>(data) >> 8U) % maps.size()];
+    std::optional<Allocation> freed;
+    {
+      const MutexLock lock(map.mutex);
+      // An earlier allocation at this address has been freed, even if that happened outside of any scope.
+      if (const auto found = map.allocations.find(data); found != map.allocations.end()) {
+        freed = found->second;
+        map.allocations.erase(found);
+      }
+      if (size > 0 && rank >= 0) map.allocations.emplace(data, Allocation{.rank = rank, .size = size});
+    }
+    if (freed) add(freed->rank, -freed->size);
+    if (size > 0 && rank >= 0) add(rank, size);
+  }
+
+  // Indexed by replica and rank.
+  std::vector<RankCounts> ranks;
+  // Indexed by stage.
+  std::vector<std::atomic<std::int64_t>> saved_activations;
+  std::vector<std::atomic<std::int64_t>> forward_workspace;
+  std::vector<std::atomic<std::int64_t>> backward_workspace;
+  std::vector<std::atomic<std::int64_t>> update_workspace;
+  std::array<Map, 16> maps;
+  int ranks_per_replica;
+};
+
+namespace {
+
+// Receives the reports of libtorch's allocator on one thread.
+template <class Counts>
+struct Reporter : c10::MemoryReportingInfoBase {
+  Reporter(std::shared_ptr<Counts> to, int of) : counts(std::move(to)), rank(of) {}
+
+  void reportMemoryUsage(void* data, std::int64_t size, std::size_t /*allocated*/, std::size_t /*reserved*/,
+                         c10::Device /*device*/) override {
+    counts->report(data, size, rank);
+  }
+  bool memoryProfilingEnabled() const override { return true; }
+
+  std::shared_ptr<Counts> counts;
+  int rank;
+};
+
+// Measures in addition the allocations that are made while it is installed.
+template <class Counts>
+struct MeasuringReporter final : Reporter<Counts> {
+  using Reporter<Counts>::Reporter;
+
+  void reportMemoryUsage(void* data, std::int64_t size, std::size_t allocated, std::size_t reserved,
+                         c10::Device device) override {
+    Reporter<Counts>::reportMemoryUsage(data, size, allocated, reserved, device);
+    if (size > 0) {
+      sizes[data] = size;
+      peak = std::max(peak, current += size);
+    } else if (const auto found = sizes.find(data); found != sizes.end()) {
+      current -= found->second;
+      sizes.erase(found);
+    }
+  }
+
+  std::unordered_map<const void*, std::int64_t> sizes;
+  std::int64_t current = 0;
+  std::int64_t peak = 0;
+};
+
+// Returns true when PyTorch's profiler receives the reports of this thread.
+template <class Counts>
+bool is_profiled() {
+  const auto* const installed = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE);
+  return installed != nullptr && dynamic_cast<const Reporter<Counts>*>(installed) == nullptr;
+}
+
+}  // namespace
+
+struct MemoryWatch::Scope::Guard {
+  explicit Guard(std::shared_ptr<c10::DebugInfoBase> reporter)
+      : guard(c10::DebugInfoKind::PROFILER_STATE, std::move(reporter)) {}
+  c10::DebugInfoGuard guard;
+};
+
+MemoryWatch::MemoryWatch(int ranks, int stages, int replicas)
+    : counts_(std::make_shared<Counts>(ranks, stages, replicas)) {}
+MemoryWatch::~MemoryWatch() = default;
+
+MemoryWatch::Scope::Scope(MemoryWatch& watch, int rank, int replica) {
+  if (is_profiled<Counts>()) return;
+  guard_ =
+      std::make_unique<Guard>(std::make_shared<Reporter<Counts>>(watch.counts_, watch.counts_->index(rank, replica)));
+}
+MemoryWatch::Scope::~Scope() = default;
+
+void MemoryWatch::measure_update(int stage, int rank, int replica, const std::function<void()>& update) {
+  if (is_profiled<Counts>()) return update();
+  const auto reporter = std::make_shared<MeasuringReporter<Counts>>(counts_, counts_->index(rank, replica));
+  {
+    const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, reporter);
+    update();
+  }
+  Counts::raise(counts_->update_workspace[static_cast<std::size_t>(stage)], reporter->peak - reporter->current);
+}
+
+void MemoryWatch::adopt(const at::Tensor& tensor, int rank, int replica) {
+  const auto bytes = static_cast<std::int64_t>(tensor.storage().nbytes());
+  if (bytes > 0) counts_->report(tensor.storage().data(), bytes, counts_->index(rank, replica));
+}
+
+int MemoryWatch::replica_of_thread(int rank) {
+  struct Assignment {
+    std::weak_ptr<Counts> counts;
+    int replica = 0;
+  };
+  thread_local Assignment assignment;
+  if (assignment.counts.lock() != counts_) {
+    const auto replicas = static_cast<int>(counts_->ranks.size()) / counts_->ranks_per_replica;
+    assignment = {.counts = counts_, .replica = counts_->ranks[static_cast<std::size_t>(rank)].threads++ % replicas};
+  }
+  return assignment.replica;
+}
+
+void MemoryWatch::watch(ActionFunctions& functions) {
+  // Each rank runs its actions on one thread, one after the other.
+  thread_local std::optional<Scope> scope;
+  thread_local std::int64_t before = 0;
+  functions.before = [this](int rank, const Action&) {
+    const int replica = replica_of_thread(rank);
+    before = current(rank, replica);
+    counts_of(rank, replica).peak_in_action.store(before, std::memory_order_relaxed);
+    // An action that failed has not reset its scope.
+    scope.reset();
+    scope.emplace(*this, rank, replica);
+  };
+  functions.after = [this](int rank, const Action& action) {
+    scope.reset();
+    // An evaluation saves no activations, and its microbatches may be larger.
+    if (!action.is_compute() || !c10::GradMode::is_enabled()) return;
+    const auto stage = static_cast<std::size_t>(action.stage);
+    const int replica = replica_of_thread(rank);
+    const std::int64_t after = current(rank, replica);
+    if (action.computation == Computation::Forward) Counts::raise(counts_->saved_activations[stage], after - before);
+    const std::int64_t peak = counts_of(rank, replica).peak_in_action.load(std::memory_order_relaxed);
+    const std::int64_t workspace = peak - std::max(before, after);
+    if (is_forward(action)) Counts::raise(counts_->forward_workspace[stage], workspace);
+    if (makes_input_gradient(action)) Counts::lower(counts_->backward_workspace[stage], workspace);
+  };
+}
+
+std::int64_t MemoryWatch::forward_workspace(int stage) const {
+  return counts_->forward_workspace[static_cast<std::size_t>(stage)].load(std::memory_order_relaxed);
+}
+
+std::int64_t MemoryWatch::backward_workspace(int stage) const {
+  const std::int64_t minimum =
+      counts_->backward_workspace[static_cast<std::size_t>(stage)].load(std::memory_order_relaxed);
+  return minimum == Counts::kUnknown ? 0 : minimum;
+}
+
+std::int64_t MemoryWatch::update_workspace(int stage) const {
+  return counts_->update_workspace[static_cast<std::size_t>(stage)].load(std::memory_order_relaxed);
+}
+
+std::int64_t MemoryWatch::saved_activations(int stage) const {
+  return counts_->saved_activations[static_cast<std::size_t>(stage)].load(std::memory_order_relaxed);
+}
+
+std::int64_t MemoryWatch::peak(int rank) const {
+  std::int64_t peak = 0;
+  for (auto index = static_cast<std::size_t>(rank); index < counts_->ranks.size();
+       index += static_cast<std::size_t>(counts_->ranks_per_replica)) {
+    peak = std::max(peak, counts_->ranks[index].peak.load(std::memory_order_relaxed));
+  }
+  return peak;
+}
+
+std::int64_t MemoryWatch::current(int rank, int replica) const {
+  return counts_of(rank, replica).current.load(std::memory_order_relaxed);
+}
+
+MemoryWatch::RankCounts& MemoryWatch::counts_of(int rank, int replica) const {
+  return counts_->ranks[static_cast<std::size_t>(counts_->index(rank, replica))];
+}
+
+}  // namespace penstock::internal

@@ -1,0 +1,73 @@
+// Measures how much tensor memory each rank of this process uses, per replica. Memory belongs to the rank in whose Scope
+// it was allocated, until it is freed; libtorch's allocator reports both to the scope of the calling thread.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "penstock/runtime/executor.h"
+
+namespace penstock::internal {
+
+// All members may be called from any thread. A thread that runs under PyTorch's own memory profiler is not measured.
+class MemoryWatch {
+ public:
+  // `ranks` and `stages` are those of one replica; `replicas` is the number of replicas in this process.
+  MemoryWatch(int ranks, int stages, int replicas);
+  ~MemoryWatch();
+  MemoryWatch(const MemoryWatch&) = delete;
+  MemoryWatch& operator=(const MemoryWatch&) = delete;
+
+  // Assigns the allocations of the calling thread to a rank while it lives, or to no rank for -1. Of nested scopes the
+  // innermost counts.
+  class Scope {
+   public:
+    Scope(MemoryWatch& watch, int rank, int replica = 0);
+    ~Scope();
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    struct Guard;
+    std::unique_ptr<Guard> guard_;
+  };
+
+  // Runs each action of a pipeline in the scope of its rank. Replicas are distinguished by their threads.
+  void watch(ActionFunctions& functions);
+
+  // Calls `update`, the optimizer step of a stage, and measures its temporary memory.
+  void measure_update(int stage, int rank, int replica, const std::function<void()>& update);
+
+  // Counts the memory of an existing tensor as the rank's.
+  void adopt(const at::Tensor& tensor, int rank, int replica);
+
+  // Returns the peak of a rank, in the replica whose peak is the highest.
+  std::int64_t peak(int rank) const;
+  // Returns the maximum of what a forward of the stage has left allocated, in steps with backwards.
+  std::int64_t saved_activations(int stage) const;
+  // Returns the maximum temporary memory of a forward, beyond what was allocated before and after it; and the minimum of
+  // a backward, because the first backward of a step also allocates the gradients.
+  std::int64_t forward_workspace(int stage) const;
+  std::int64_t backward_workspace(int stage) const;
+  // Returns the maximum temporary memory of an optimizer step.
+  std::int64_t update_workspace(int stage) const;
+
+ private:
+  struct RankCounts;
+  struct Counts;
+
+  // Returns the replica that the calling thread of a rank is counted for. It is the same one in every call. Which one
+  // does not matter, because all replicas do the same work.
+  int replica_of_thread(int rank);
+  std::int64_t current(int rank, int replica) const;
+  RankCounts& counts_of(int rank, int replica) const;
+
+  // Shared with the scopes of threads, which may outlive this.
+  std::shared_ptr<Counts> counts_;
+};
+
+}  // namespace penstock::internal

@@ -1,0 +1,205 @@
+#include "penstock/train/stage_checkpoints.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <exception>
+#include <map>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "penstock/base/text.h"
+#include "penstock/runtime/error.h"
+#include "penstock/train/checkpoint_writer.h"
+#include "penstock/train/gradients.h"
+
+namespace penstock::internal {
+namespace {
+
+// Appends the tensors whose names are new: stages of one rank may share a parameter.
+void add_new(const NamedTensors& tensors, NamedTensors& all) {
+  for (const auto& named : tensors) {
+    const auto has_name = [&](const auto& other) { return other.first == named.first; };
+    if (std::ranges::none_of(all, has_name)) all.push_back(named);
+  }
+}
+
+}  // namespace
+
+StageCheckpoints::StageCheckpoints(const Schedule& schedule, const Model& model, TrainedStages& stages,
+                                   const TrainingProcesses& processes, MemoryWatch& memory, bool sharded)
+    : schedule_(schedule), model_(model), stages_(stages), processes_(processes), memory_(memory), sharded_(sharded) {}
+
+void StageCheckpoints::require_finite_parameters(const std::string& path) const {
+  for (const TrainedStage& stage : std::as_const(stages_)) {
+    for (const auto& [name, parameter] : stage.stage->parameters()) {
+      if (std::isfinite(sum_of_squares(parameter))) continue;
+      throw CheckpointError(concat(path, ": is not written, because parameter ", name, " of stage ",
+                                   stage.stage->stage_index(),
+                                   " is not finite; earlier checkpoints remain.\n  Hint: resume from the last of them "
+                                   "with a smaller learning rate or gradient norm."));
+    }
+  }
+}
+
+at::Tensor StageCheckpoints::local_shards(const TrainedStage& stage, const std::string& name, bool is_parameter) const {
+  std::vector<at::Tensor> shards;
+  const auto add_from = [&](const NamedTensors& tensors) {
+    for (const auto& [other_name, shard] : tensors) {
+      if (other_name == name) shards.push_back(shard.detach());
+    }
+  };
+  for (const TrainedStage& other : std::as_const(stages_)) {
+    if (other.stage->stage_index() != stage.stage->stage_index()) continue;
+    if (is_parameter) {
+      add_from(other.stage->parameters());
+    } else {
+      add_from(other.optimizer.state());
+    }
+  }
+  return at::cat(shards);
+}
+
+NamedTensors StageCheckpoints::unsharded(const TrainedStage& stage, const NamedTensors& tensors) const {
+  std::map<std::string, at::Tensor> parameters;
+  for (const auto& [name, parameter] : stage.stage->module().parameters) parameters.emplace(name, parameter);
+  NamedTensors result;
+  for (const auto& [full_name, tensor] : tensors) {
+    // "NAME" of a parameter, or "NAME.exp_avg" of optimizer state.
+    std::string name = full_name;
+    std::string suffix;
+    if (!parameters.contains(name) && name.rfind('.') != std::string::npos) {
+      suffix = name.substr(name.rfind('.'));
+      name.resize(name.size() - suffix.size());
+    }
+    at::Tensor value = tensor.detach();
+    const auto parameter = parameters.find(name);
+    const bool is_shard = sharded_ && parameter != parameters.end() && value.dim() > 0 &&
+                          value.sizes() != parameter->second.sizes() && processes_.replicas() > 1;
+    if (is_shard) {
+      const at::Tensor gathered =
+          processes_.are_threads() ? local_shards(stage, full_name, suffix.empty()) : processes_.gather_shards(value);
+      value = gathered.narrow(0, 0, parameter->second.numel()).view(parameter->second.sizes());
+    }
+    for (const std::string& alias : parameter == parameters.end() ? std::vector{name} : model_.names_of(name)) {
+      result.emplace_back(alias + suffix, value);
+    }
+  }
+  return result;
+}
+
+std::string StageCheckpoints::save(const std::string& directory, int keep, CheckpointInfo info) const {
+  const CheckpointWriter writer(directory, info.step);
+  std::exception_ptr failure;
+  // Runs one phase on all processes. All of them take part in the collective at its end, even if one has failed.
+  const auto run_phase = [&](const auto& act) {
+    if (!failure) {
+      try {
+        act();
+      } catch (...) {
+        failure = std::current_exception();
+      }
+    }
+    bool any_failed = false;
+    try {
+      any_failed = processes_.sum({failure ? 1.0 : 0.0}).front() > 0;
+    } catch (const PipelineError&) {
+      if (!failure) throw;
+    }
+    // All ranks have completed this phase, so none still writes to the checkpoint.
+    if ((failure || any_failed) && processes_.is_coordinator()) writer.discard();
+    if (failure) std::rethrow_exception(failure);
+    if (any_failed) throw CheckpointError(writer.path() + ": another rank could not write its part.");
+  };
+  run_phase([&] { require_finite_parameters(writer.path()); });
+  // Every replica takes part in gathering shards; the first replica writes.
+  struct Part {
+    NamedTensors weights;
+    NamedTensors optimizer;
+  };
+  std::map<int, Part> parts;
+  for (const TrainedStage& stage : std::as_const(stages_)) {
+    NamedTensors weights = unsharded(stage, stage.stage->parameters());
+    const NamedTensors optimizer = unsharded(stage, stage.optimizer.state());
+    if (stage.replica != 0) continue;
+    for (const auto& [name, buffer] : stage.stage->module().buffers) {
+      for (const std::string& alias : model_.names_of(name)) weights.emplace_back(alias, buffer.detach());
+    }
+    Part& part = parts[stage.rank];
+    add_new(weights, part.weights);
+    add_new(optimizer, part.optimizer);
+  }
+  run_phase([&] {
+    if (processes_.is_coordinator()) writer.begin();
+  });
+  run_phase([&] {
+    for (const auto& [rank, part] : parts) writer.write_part(rank, part.weights, part.optimizer);
+  });
+  run_phase([&] {
+    if (!processes_.is_coordinator()) return;
+    info.model = model_.description();
+    info.non_persistent_buffers = model_.non_persistent_buffers();
+    writer.finish(info, schedule_.ranks(), keep);
+  });
+  return writer.path();
+}
+
+std::int64_t StageCheckpoints::estimate_bytes(const OptimizerOptions& optimizer) const {
+  double bytes = 0;
+  for (const TrainedStage& stage : std::as_const(stages_)) {
+    if (stage.replica != 0) continue;
+    const auto add = [&](const std::string& name, std::int64_t size) {
+      bytes += static_cast<double>(size) * static_cast<double>(model_.names_of(name).size());
+    };
+    for (const auto& [name, parameter] : stage.stage->module().parameters) {
+      const std::int64_t size = parameter.numel() * static_cast<std::int64_t>(parameter.element_size());
+      add(name, size + (parameter.requires_grad() ? state_bytes(optimizer, size) : 0));
+    }
+    for (const auto& [name, buffer] : stage.stage->module().buffers) {
+      add(name, static_cast<std::int64_t>(buffer.nbytes()));
+    }
+  }
+  return static_cast<std::int64_t>(processes_.sum({bytes}).front());
+}
+
+at::Tensor StageCheckpoints::stored_part(const TrainedStage& stage, const std::string& name, const at::Tensor& whole) {
+  for (const auto& [other_name, tensor] : stage.stage->parameters()) {
+    if (other_name != name || tensor.sizes() == whole.sizes() || whole.dim() == 0) continue;
+    const std::int64_t length = tensor.numel();
+    at::Tensor shard = at::zeros({length}, whole.options());
+    const std::int64_t begin = std::min(stage.replica * length, whole.numel());
+    const std::int64_t count = std::min(length, whole.numel() - begin);
+    shard.narrow(0, 0, count).copy_(whole.reshape(-1).narrow(0, begin, count));
+    return shard;
+  }
+  return whole.clone();
+}
+
+void StageCheckpoints::load(const Checkpoint& checkpoint) {
+  ModelTensors tensors{.description = model_.description()};
+  for (const std::string& name : model_.parameter_names()) tensors.names.insert(name);
+  for (const std::string& name : model_.buffer_names()) tensors.names.insert(name);
+  for (const TrainedStage& stage : stages_) {
+    for (const auto& [name, parameter] : stage.stage->module().parameters) tensors.needed[name] = parameter;
+    for (const auto& [name, buffer] : stage.stage->module().buffers) tensors.needed[name] = buffer;
+  }
+  checkpoint.require_model(tensors);
+  const c10::NoGradGuard no_grad;
+  for (TrainedStage& stage : stages_) {
+    // Optimizer state counts as memory of the stage's rank.
+    const MemoryWatch::Scope scope(memory_, stage.rank, stage.local_replica);
+    for (const auto& [name, parameter] : stage.stage->parameters()) {
+      parameter.detach().copy_(stored_part(stage, name, checkpoint.weight(name)));
+    }
+    for (const auto& [name, buffer] : stage.stage->module().buffers) buffer.copy_(checkpoint.weight(name));
+    stage.optimizer.load([&](const std::string& name) -> std::optional<at::Tensor> {
+      const std::optional<at::Tensor> state = checkpoint.optimizer_state(name);
+      if (!state) return std::nullopt;
+      return stored_part(stage, name.substr(0, name.rfind('.')), *state);
+    });
+  }
+}
+
+}  // namespace penstock::internal
