@@ -163,9 +163,8 @@ TextData::TextData(const std::string& path, int length, int rows, std::uint64_t 
   }
   const auto needed = static_cast<std::int64_t>(length) + 1;
   if (static_cast<std::int64_t>(text.size()) < needed) {
-    throw DataError(
-        concat(path, ": has ", text.size(), " bytes of text, and a sequence with the byte after it has ", needed, "."),
-        DataError::Reason::TextTooShort);
+    throw DataError(concat(path, ": has ", text.size(), " bytes of text, and a sequence with the byte after it has ",
+                           needed, ".\n  Hint: use shorter sequences."));
   }
   text_ = bytes_of(text);
   constexpr std::int64_t kOneOf = 20;

@@ -24,20 +24,7 @@ namespace penstock::internal {
 // what was expected.
 class DataError : public std::runtime_error {
  public:
-  // Lets a caller add a hint in the terms of its interface.
-  enum class Reason {
-    Other,
-    // A text is shorter than one sequence of the chosen length.
-    TextTooShort,
-  };
-
-  explicit DataError(const std::string& message, Reason reason = Reason::Other)
-      : std::runtime_error(message), reason_(reason) {}
-
-  Reason reason() const { return reason_; }
-
- private:
-  Reason reason_;
+  using std::runtime_error::runtime_error;
 };
 
 // Number of parts that a batch is split into: first into replicas, then each of these into microbatches.

@@ -7,17 +7,16 @@
 
 namespace penstock::internal {
 
-void NonFinitePolicy::require_skippable(NonFiniteError::Reason reason, const std::string& problem) const {
-  if (reaction_ == OnNonFinite::Stop) throw NonFiniteError(reason, problem);
+void NonFinitePolicy::require_skippable(const std::string& problem, const std::string& hint) const {
+  if (reaction_ == OnNonFinite::Stop) throw NonFiniteError(concat(problem, "\n  Hint: ", hint));
   if (skipped_in_a_row_ < max_skipped_) return;
-  throw NonFiniteError(NonFiniteError::Reason::TooManySkipped,
-                       concat(problem, "\n  The ", skipped_in_a_row_, " steps before it were skipped too."));
+  throw NonFiniteError(concat(problem, "\n  The ", skipped_in_a_row_,
+                              " steps before it were skipped too.\n  Hint: allow more skipped steps in a row."));
 }
 
 void NonFinitePolicy::require_finite(const std::string& evaluation_problem) const {
   if (evaluation_problem.empty() || reaction_ == OnNonFinite::Skip) return;
-  throw NonFiniteError(NonFiniteError::Reason::Evaluation,
-                       evaluation_problem + "\n  Hint: look at the data and the weights.");
+  throw NonFiniteError(evaluation_problem + "\n  Hint: look at the data and the weights.");
 }
 
 std::string nonfinite_loss_text(const Schedule& schedule, int replicas, const std::string& batch_name,

@@ -23,26 +23,10 @@ enum class OnNonFinite {
 };
 
 // Thrown when a loss or a gradient is not finite. The message names the step, its batches, the microbatch or the parameter,
-// and the stage; callers add hints for the reason in the terms of their interface.
+// and the stage.
 class NonFiniteError : public std::runtime_error {
  public:
-  enum class Reason {
-    // A loss or a gradient of a step is NaN or infinite.
-    Step,
-    // No target of the step counts in its loss, so there is none.
-    NoTargets,
-    // More steps in a row were to be skipped than TrainerOptions::max_skipped.
-    TooManySkipped,
-    // The loss of an evaluation is NaN or infinite.
-    Evaluation,
-  };
-
-  NonFiniteError(Reason reason, const std::string& message) : std::runtime_error(message), reason_(reason) {}
-
-  Reason reason() const { return reason_; }
-
- private:
-  Reason reason_;
+  using std::runtime_error::runtime_error;
 };
 
 // Decides which steps are skipped.
@@ -50,8 +34,8 @@ class NonFinitePolicy {
  public:
   NonFinitePolicy(OnNonFinite reaction, int max_skipped) : reaction_(reaction), max_skipped_(max_skipped) {}
 
-  // Throws NonFiniteError unless the step with that problem may be skipped.
-  void require_skippable(NonFiniteError::Reason reason, const std::string& problem) const;
+  // Throws NonFiniteError, with the problem and the hint, unless the step may be skipped.
+  void require_skippable(const std::string& problem, const std::string& hint) const;
   // Throws NonFiniteError if there is a problem with an evaluation, unless such results are skipped.
   void require_finite(const std::string& evaluation_problem) const;
   // Counts a completed step.

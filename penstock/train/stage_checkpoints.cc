@@ -38,8 +38,8 @@ void StageCheckpoints::require_finite_parameters(const std::string& path) const 
       if (std::isfinite(sum_of_squares(parameter))) continue;
       throw CheckpointError(concat(path, ": is not written, because parameter ", name, " of stage ",
                                    stage.stage->stage_index(),
-                                   " is not finite; earlier checkpoints remain.\n  Hint: resume from the last of them "
-                                   "with a smaller learning rate or gradient norm."));
+                                   " is not finite; earlier checkpoints remain.\n  Hint: lower the learning rate or "
+                                   "lower the clipping norm, and resume from the last of them."));
     }
   }
 }

@@ -83,7 +83,7 @@ StepReport Trainer::step(int stop_code) {
     if (batches.weight == 0) {
       report.loss = report.gradient_norm = std::numeric_limits<double>::quiet_NaN();
       report.skipped = concat("step ", report.step, batches.names(), kNoTargets);
-      nonfinite_.require_skippable(NonFiniteError::Reason::NoTargets, report.skipped);
+      nonfinite_.require_skippable(report.skipped, "check which target is ignored, or skip such steps.");
     } else {
       run_batches(batches, stop_code, report);
     }
@@ -126,7 +126,8 @@ void Trainer::run_batches(const StepBatches& batches, int stop_code, StepReport&
   if (std::isfinite(report.loss) && std::isfinite(report.gradient_norm)) return;
   report.skipped = nonfinite_step_text(report.step, schedule, processes_.replicas(), batches, statistics,
                                        model().parameter_names(), gradients_.stages_of_parameters(processes_));
-  nonfinite_.require_skippable(NonFiniteError::Reason::Step, report.skipped);
+  nonfinite_.require_skippable(
+      report.skipped, "look at the data, lower the learning rate, lower the clipping norm, or skip such steps.");
 }
 
 void Trainer::run_batch(const StepBatches& batches, std::size_t index, StepStatistics& statistics) {

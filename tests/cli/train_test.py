@@ -132,8 +132,8 @@ torch.export.save(torch.export.export(Loss().train(), (torch.ones(3, 4), torch.o
                 "mse", a="{" + x + ', "target": torch.randn(10, 2)}')
         refused("penstock: data/a.safetensors, rows 0 to 1: args.0, dimension 0: found 2, expected 3, which is static.",
                 "mse", a='{"args.0": torch.randn(8, 4), "target": torch.randn(8, 2)}')
-        refused("penstock: step 1, data/a.safetensors: there is no target that counts: all of them are ignored.\n  Hint: see "
-                "--ignore-index, or skip such steps with --on-nonfinite skip.",
+        refused("penstock: step 1, data/a.safetensors: there is no target that counts: all of them are ignored.\n  Hint: check "
+                "which target is ignored (--ignore-index), or skip such steps (--on-nonfinite skip).",
                 "cross_entropy", a="{" + x + ', "target": torch.full((12,), -100)}')
 
     def test_stops_or_skips_where_the_loss_is_not_finite(self):
@@ -147,8 +147,8 @@ torch.export.save(torch.export.export(Loss().train(), (torch.ones(3, 4), torch.o
                 result = self.penstock("train", *words, "--transport", transport, "--output", "run", code=2)
                 self.assertRegex(result.stderr, r"step \d, data/b\.safetensors, microbatch 1 \(rows 3 to 5\), stage 1: the loss is "
                                                 r"NaN\.\n  The first parameter whose gradient is not finite is first\.weight of stage 0\.\n"
-                                                r"  Hint: look at the data, lower --learning-rate or --clip, or skip such steps with "
-                                                r"--on-nonfinite skip\.\n")
+                                                r"  Hint: look at the data, lower the learning rate \(--learning-rate\), lower the "
+                                                r"clipping norm \(--clip\), or skip such steps \(--on-nonfinite skip\)\.\n")
                 # Nothing is written when it was the first step.
                 shutil.rmtree(self.folder / "run", ignore_errors=True)
                 text = self.train(*words, "--transport", transport, "--on-nonfinite", "skip", "--checkpoint", "kept")
@@ -164,7 +164,7 @@ torch.export.save(torch.export.export(Loss().train(), (torch.ones(3, 4), torch.o
                 self.batches(a='{"args.0": torch.full((12, 4), float("inf")), "target": torch.ones(12, 2)}')
                 result = self.penstock("train", *words, "--transport", transport, "--on-nonfinite", "skip", "--max-skipped", 2,
                                        "--output", "run", code=2)
-                self.assertIn("The 2 steps before it were skipped too.\n  Hint: --max-skipped N allows more skipped steps in a row.\n",
+                self.assertIn("The 2 steps before it were skipped too.\n  Hint: allow more skipped steps in a row (--max-skipped).\n",
                               result.stderr)
                 self.batches(a=good)
 
@@ -211,8 +211,8 @@ print(torch.nn.functional.cross_entropy(output, y, ignore_index=7).item())
         self.assert_refused("train", "--data", "none", message="none: there is no such file or directory.")
         (self.folder / "short").write_text("abc")
         self.assert_refused("train", "--data", "short", "--length", 4,
-                            message="short: has 3 bytes of text, and a sequence with the byte after it has 5.\n  Hint: --length N "
-                                    "makes the sequences shorter.")
+                            message="short: has 3 bytes of text, and a sequence with the byte after it has 5.\n  Hint: use "
+                                    "shorter sequences (--length N).")
         self.assert_refused("train", f"{PROGRAMS}/pair.pt2", "--layers", 2,
                             message="--layers is an option of the GPT, which is trained without MODEL.pt2; found ")
         self.assert_refused("train", "--stages", 9, message="a GPT of 4 layers cannot be cut into 9 stages")

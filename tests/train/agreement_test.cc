@@ -1,4 +1,4 @@
-// What the processes of a run agree on before its first step.
+// Checks that the processes of a run make before its first step.
 #include "penstock/train/agreement.h"
 
 #include <gtest/gtest.h>
@@ -18,7 +18,7 @@ constexpr int kRanks = 3;
 constexpr auto kTimeout = std::chrono::seconds(60);
 using Options = std::map<std::string, std::string>;
 
-// Returns what each rank has thrown, empty for nothing.
+// Returns the message that each rank has thrown, empty if none.
 std::vector<std::string> errors_of(Carrier carrier, const std::function<void(const Agreement&, int rank)>& act) {
   World world(carrier, kRanks);
   std::vector<std::string> errors(kRanks);
@@ -37,7 +37,7 @@ class Agreements : public ::testing::TestWithParam<Carrier> {};
 INSTANTIATE_TEST_SUITE_P(Carriers, Agreements, ::testing::Values(Carrier::Threads, Carrier::Gloo),
                          [](const auto& one) { return name_of(one.param); });
 
-TEST_P(Agreements, RanksFailTogetherWithWhatTheLowestSaid) {
+TEST_P(Agreements, RanksFailTogetherWithTheErrorOfTheLowest) {
   EXPECT_EQ(errors_of(GetParam(),
                       [](const Agreement& agreement, int rank) {
                         agreement.fail_together([] {});
@@ -48,7 +48,7 @@ TEST_P(Agreements, RanksFailTogetherWithWhatTheLowestSaid) {
             (std::vector<std::string>{"rank 1: no disk on 1", "no disk on 1", "no disk on 2"}));
 }
 
-TEST_P(Agreements, OptionsThatAreTheSameAreAgreedOn) {
+TEST_P(Agreements, EqualOptionsAreAccepted) {
   EXPECT_EQ(errors_of(GetParam(),
                       [](const Agreement& agreement, int) {
                         agreement.require_same_options({{"steps", "3"}, {"seed", "0"}});
@@ -57,7 +57,7 @@ TEST_P(Agreements, OptionsThatAreTheSameAreAgreedOn) {
             std::vector<std::string>(kRanks));
 }
 
-TEST_P(Agreements, OptionsThatDifferAreNamedOnAllRanks) {
+TEST_P(Agreements, DifferentOptionsAreListedOnAllRanks) {
   const std::string expected =
       "the ranks have different options.\n"
       "  learning-rate: 0.1 on rank 1, 0.004 on rank 0\n"
@@ -76,7 +76,7 @@ TEST_P(Agreements, OptionsThatDifferAreNamedOnAllRanks) {
             std::vector<std::string>(kRanks, expected));
 }
 
-TEST_P(Agreements, ManyDifferencesAreCutOff) {
+TEST_P(Agreements, LongListsOfDifferencesAreTruncated) {
   const std::vector<std::string> errors = errors_of(GetParam(), [](const Agreement& agreement, int rank) {
     Options options;
     for (char name = 'a'; name < 'a' + 12; ++name) options[std::string(1, name)] = rank == 1 ? "1" : "0";
@@ -86,7 +86,7 @@ TEST_P(Agreements, ManyDifferencesAreCutOff) {
   EXPECT_EQ(errors[0].find("  k: "), std::string::npos);
 }
 
-TEST(Agreement, OfOneProcessIsThatOfAnErrorAlone) {
+TEST(Agreement, OfOneProcessRethrowsItsError) {
   const Agreement alone(nullptr, kTimeout);
   alone.require_same_options({{"steps", "3"}});
   EXPECT_THROW(alone.fail_together([] { throw std::invalid_argument("bad"); }), std::invalid_argument);

@@ -1,4 +1,4 @@
-// Checkpoints: written whole or not at all, and refused when something is wrong with them.
+// Checkpoints: written completely or not at all, and refused when they are damaged or do not fit.
 #include "penstock/train/checkpoint.h"
 
 #include <ATen/ATen.h>
@@ -30,9 +30,9 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-std::set<std::string> names_in(const fs::path& folder) {
+std::set<std::string> names_in(const fs::path& directory) {
   std::set<std::string> names;
-  for (const fs::directory_entry& entry : fs::directory_iterator(folder))
+  for (const fs::directory_entry& entry : fs::directory_iterator(directory))
     names.insert(entry.path().filename().string());
   return names;
 }
@@ -55,7 +55,7 @@ class Checkpoints : public ::testing::Test {
   const Folder folder;
 };
 
-TEST_F(Checkpoints, GiveBackWhatWasWritten) {
+TEST_F(Checkpoints, ReturnTheTensorsThatWereWritten) {
   write(10);
   for (const std::string& place : {path(), path() + "/step-00000010"}) {
     const Checkpoint checkpoint(place);
@@ -77,7 +77,7 @@ TEST_F(Checkpoints, KeepTheLastOnes) {
   for (const int step : {5, 10, 15, 20}) write(step, /*keep=*/2);
   EXPECT_EQ(names_in(path()), (std::set<std::string>{"step-00000015", "step-00000020"}));
   EXPECT_EQ(Checkpoint(path()).info().step, 20);
-  // One of the same step gives way.
+  // A checkpoint of the same step is replaced.
   write(20, 2);
   EXPECT_EQ(names_in(path()), (std::set<std::string>{"step-00000015", "step-00000020"}));
 }
@@ -108,7 +108,7 @@ TEST_F(Checkpoints, OfAnotherRunAreNeitherReplacedNorPruned) {
           "those of one run to another directory; each can still be used by its path.");
   fs::remove_all(path() + "/step-00000011");
   EXPECT_NO_THROW(require_one_run(path()));
-  // One that is damaged is nobody's.
+  // A damaged checkpoint belongs to no run.
   std::ofstream(path() + "/step-00000005/manifest.json") << "{";
   EXPECT_NO_THROW(require_one_run(path()));
   write(12, /*keep=*/1, "another");
@@ -117,7 +117,7 @@ TEST_F(Checkpoints, OfAnotherRunAreNeitherReplacedNorPruned) {
   EXPECT_EQ(new_run_id().size(), 32U);
 }
 
-TEST_F(Checkpoints, AreRemovedAllTogetherWithWhatKilledRunsHaveLeft) {
+TEST_F(Checkpoints, AreRemovedTogetherWithLeftoversOfKilledRuns) {
   for (const int step : {5, 10}) write(step);
   fs::create_directory(path() + "/.removed-step-00000002");
   CheckpointWriter(path(), 20).begin();
@@ -135,7 +135,7 @@ TEST_F(Checkpoints, AreFoundByTheirDirectory) {
   EXPECT_TRUE(is_checkpoint(path() + "/step-00000010"));
 }
 
-// Mapping a file that was written, for its checksum, may fail as anything else may.
+// The writer maps each file to compute its checksum, which may fail.
 TEST_F(Checkpoints, ThatCannotBeMappedAreAnError) {
   constexpr std::int64_t kBytes = std::int64_t{64} << 20U;
   const at::Tensor large = at::zeros({kBytes}, at::kByte);
@@ -162,7 +162,7 @@ TEST_F(Checkpoints, ThatCannotBeMappedAreAnError) {
   EXPECT_EQ(names_in(path()), std::set<std::string>{});
 }
 
-TEST_F(Checkpoints, WithAFileThatIsNoRegularOneAreRefused) {
+TEST_F(Checkpoints, WithASpecialFileAreRefused) {
   write(10);
   fs::remove(file("weights-1.safetensors"));
   ASSERT_EQ(::mkfifo(file("weights-1.safetensors").c_str(), 0600), 0);
@@ -171,7 +171,7 @@ TEST_F(Checkpoints, WithAFileThatIsNoRegularOneAreRefused) {
       file("weights-1.safetensors") + ": is not a regular file, and so cannot be mapped." + kHint);
 }
 
-TEST_F(Checkpoints, ThatWereNotFinishedAreNone) {
+TEST_F(Checkpoints, ThatWereNotFinishedDoNotCount) {
   EXPECT_FALSE(last_checkpoint(path()));
   write(5);
   const CheckpointWriter writer(path(), 10);
@@ -182,7 +182,7 @@ TEST_F(Checkpoints, ThatWereNotFinishedAreNone) {
                                 path() +
                                     "/.unfinished-step-00000010/part-1.json: is missing: a rank has not written its "
                                     "part.");
-  // The next one sweeps it away.
+  // The next checkpoint removes it.
   write(15);
   EXPECT_EQ(names_in(path()), (std::set<std::string>{"step-00000005", "step-00000015"}));
 }
@@ -230,8 +230,8 @@ TEST_F(Checkpoints, ThatAreDamagedAreRefused) {
       file("weights-1.safetensors") + ": could not be opened: No such file or directory." + hint);
 }
 
-// With a checksum that is right, as somebody may have computed it.
-TEST_F(Checkpoints, WithWrongValuesAreRefused) {
+// Another program may have written the manifest, with a correct checksum.
+TEST_F(Checkpoints, WithInvalidValuesAreRefused) {
   write(10);
   std::ifstream in(file("manifest.json"));
   const auto good = nlohmann::json::parse(in);
@@ -268,14 +268,14 @@ TEST_F(Checkpoints, WithWrongValuesAreRefused) {
                                 file("manifest.json") + ": is not a regular file, and so cannot be mapped.");
 }
 
-TEST_F(Checkpoints, ThatAreNotThereAreNamed) {
+TEST_F(Checkpoints, ThatDoNotExistAreNamed) {
   expect_error<CheckpointError>([&] { Checkpoint{path()}; }, path() + ": there is no such checkpoint.");
   fs::create_directories(path());
   expect_error<CheckpointError>([&] { Checkpoint{path()}; },
                                 path() + ": has no checkpoint: neither manifest.json nor a directory step-N with one.");
 }
 
-TEST_F(Checkpoints, AreOfOneModel) {
+TEST_F(Checkpoints, OfAnotherModelAreRefused) {
   write(10);
   const Checkpoint checkpoint(path());
   EXPECT_NO_THROW(checkpoint.require_model({.description = "a model"}));
@@ -320,7 +320,7 @@ TEST_F(Checkpoints, HaveOptimizerStateThatFitsTheParameters) {
           "\n  b.exp_avg: int32 in the checkpoint, float32 in this model");
 }
 
-TEST_F(Checkpoints, SayInTenLinesWhatDiffers) {
+TEST_F(Checkpoints, ListDifferencesInTenLines) {
   write(10);
   const Checkpoint checkpoint(path());
   for (const std::string description : {"a model", "another"}) {
@@ -337,7 +337,7 @@ TEST_F(Checkpoints, SayInTenLinesWhatDiffers) {
   }
 }
 
-// As on a disk that is full.
+// The file size limit stands for a full disk.
 TEST_F(Checkpoints, ThatCannotBeWrittenLeaveTheOlderOnes) {
   write(10);
   rlimit before{};

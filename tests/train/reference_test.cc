@@ -1,4 +1,4 @@
-// Training as plain PyTorch does it: trainer_reference.py has written what that gives.
+// Compares training with plain PyTorch, whose results trainer_reference.py has written.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -15,13 +15,14 @@
 #include "penstock/program/pipe.h"
 #include "penstock/schedule/generators.h"
 #include "penstock/tensor/safetensors.h"
+#include "penstock/train/checkpoint_writer.h"
 #include "penstock/train/trainer.h"
 #include "tests/tensor/folder.h"
 
 namespace penstock::testing {
 namespace {
 
-// The batches that Python had.
+// The batches that the Python script has trained on.
 class GivenData final : public Data {
  public:
   explicit GivenData(const std::map<std::string, at::Tensor>& given) : given_(given) {}
@@ -46,7 +47,7 @@ class GivenData final : public Data {
 std::string written(const std::string& name) {
   const char* const folder = std::getenv("PENSTOCK_TRAINING");
   if (folder == nullptr) {
-    throw std::runtime_error("PENSTOCK_TRAINING should be a folder that trainer_reference.py has written.");
+    throw std::runtime_error("PENSTOCK_TRAINING should be a directory that trainer_reference.py has written.");
   }
   return std::string(folder) + "/" + name;
 }
@@ -56,8 +57,8 @@ std::map<std::string, at::Tensor> tensors_of(const std::string& name) {
   return {read.begin(), read.end()};
 }
 
-// The weights that Python began with, by way of a checkpoint, which has the same names.
-void take_weights(Trainer& trainer, const std::map<std::string, at::Tensor>& given) {
+// Loads the initial weights of the Python script through a checkpoint, which uses the same names.
+void load_weights(Trainer& trainer, const std::map<std::string, at::Tensor>& given) {
   const Folder kept;
   const CheckpointWriter writer(kept.path(), 0);
   writer.begin();
@@ -85,15 +86,15 @@ TEST(TrainerReference, HasTheLossesOfPlainPyTorch) {
     options.learning_rate.warmup = 10;
     options.clip = 0.5;
     Trainer trainer(std::move(models), data, schedule, std::move(options));
-    take_weights(trainer, given);
+    load_weights(trainer, given);
     for (std::int64_t step = 0; step < expected.size(0); ++step) {
       EXPECT_NEAR(trainer.step().loss, expected[step].item<double>(), 1e-4) << step;
     }
   }
 }
 
-// 13 rows in 8 microbatches, in two replicas, and three such batches a step: loss, norm and gradients are those of PyTorch
-// on all rows at once. A step of sgd with a learning rate of 1 shows the gradients.
+// Loss, norm and gradients of 13 rows in 8 microbatches, in two replicas, and of three such batches per step equal those of
+// PyTorch on all rows at once. A step of SGD with a learning rate of 1 shows the gradients.
 TEST(TrainerReference, HasTheLossAndGradientsOfPlainPyTorchOnTheWholeBatch) {
   const std::map<std::string, at::Tensor> given = tensors_of("weighted.safetensors");
   const GivenData data(given);
@@ -102,27 +103,27 @@ TEST(TrainerReference, HasTheLossAndGradientsOfPlainPyTorchOnTheWholeBatch) {
     int replicas;
     bool sharded;
   };
-  for (const Case& one :
+  for (const Case& setup :
        {Case{1, 1, false}, Case{3, 1, false}, Case{1, 2, false}, Case{3, 2, false}, Case{3, 2, true}}) {
-    SCOPED_TRACE(std::to_string(one.accumulate) + " batches, " + std::to_string(one.replicas) + " replicas" +
-                 (one.sharded ? ", sharded" : ""));
-    const std::string number = std::to_string(one.accumulate);
+    SCOPED_TRACE(std::to_string(setup.accumulate) + " batches, " + std::to_string(setup.replicas) + " replicas" +
+                 (setup.sharded ? ", sharded" : ""));
+    const std::string number = std::to_string(setup.accumulate);
     const auto expected = given.at("loss." + number).item<double>();
-    const Schedule schedule = generate("1F1B", {.ranks = 2, .microbatches = one.replicas == 1 ? 8 : 6});
+    const Schedule schedule = generate("1F1B", {.ranks = 2, .microbatches = setup.replicas == 1 ? 8 : 6});
     std::vector<std::unique_ptr<Model>> models;
-    for (int i = 0; i < one.replicas; ++i) {
+    for (int i = 0; i < setup.replicas; ++i) {
       models.push_back(gpt_model({.layers = 2, .width = 16, .heads = 4, .length = 12}, /*seed=*/0, schedule.stages()));
     }
     TrainerOptions options;
     options.learning_rate = {.rate = 1, .schedule = "constant", .warmup = 0};
     options.optimizer = {.name = "sgd", .momentum = 0, .weight_decay = 0};
     options.clip = 0;
-    options.accumulate = one.accumulate;
-    options.sharded = one.sharded;
+    options.accumulate = setup.accumulate;
+    options.sharded = setup.sharded;
     Trainer trainer(std::move(models), data, schedule, std::move(options));
-    take_weights(trainer, given);
+    load_weights(trainer, given);
     std::vector<Batch> batches;
-    for (int i = 0; i < one.accumulate; ++i) batches.push_back(data.batch(i));
+    for (int i = 0; i < setup.accumulate; ++i) batches.push_back(data.batch(i));
     const double evaluated = trainer.evaluate(batches).loss;
     EXPECT_NEAR(evaluated, expected, 1e-5);
     const StepReport report = trainer.step();
@@ -141,13 +142,13 @@ TEST(TrainerReference, HasTheLossAndGradientsOfPlainPyTorchOnTheWholeBatch) {
       EXPECT_LE(difference, 1e-6) << name;
       largest = std::max(largest, difference);
     }
-    std::cout << number << " batches, " << one.replicas << (one.sharded ? " sharded" : "") << " replicas: loss "
+    std::cout << number << " batches, " << setup.replicas << (setup.sharded ? " sharded" : "") << " replicas: loss "
               << report.loss << " against " << expected << ", evaluated " << evaluated << ", norm "
               << report.gradient_norm << " against " << norm << ", gradients within " << largest << "\n";
   }
 }
 
-// A complex parameter, and one whose gradients are sparse in one stage and dense in another.
+// The model has a complex parameter, and one whose gradients are sparse in one stage and dense in another.
 TEST(TrainerReference, StepsComplexAndSparseGradientsAsPlainPyTorch) {
   const std::map<std::string, at::Tensor> given = tensors_of("strange.safetensors");
   const GivenData data(given);

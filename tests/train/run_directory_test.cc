@@ -1,4 +1,4 @@
-// Directories of runs: created, locked, and gone again when nothing was written.
+// Run directories: created, locked, and removed again if nothing was written.
 #include "penstock/train/run_directory.h"
 
 #include <gtest/gtest.h>
@@ -19,7 +19,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-TEST(RunDirectory, IsCreatedWithThoseAboveItAndRemovedWhileEmpty) {
+TEST(RunDirectory, IsCreatedWithItsParentsAndRemovedWhileEmpty) {
   const Folder folder;
   {
     const RunDirectory directory(folder / "a/b/c/");
@@ -33,7 +33,7 @@ TEST(RunDirectory, IsCreatedWithThoseAboveItAndRemovedWhileEmpty) {
   EXPECT_TRUE(fs::exists(folder / "a/b/kept"));
   EXPECT_FALSE(fs::exists(folder / "a/b/c"));
   {
-    // What was there before stays, empty or not.
+    // A directory that existed before stays, even if it is empty.
     const RunDirectory directory(folder / "a/b");
   }
   EXPECT_TRUE(fs::exists(folder / "a/b"));
@@ -52,8 +52,8 @@ TEST(RunDirectory, BelongsToOneRunAtATime) {
   EXPECT_NO_THROW(const RunDirectory second(path));
 }
 
-// A process that was killed leaves the file, and not the lock.
-TEST(RunDirectory, TakesALockFileThatNobodyHolds) {
+// A process that was killed leaves the file, but not the lock.
+TEST(RunDirectory, AcquiresALockFileThatNobodyHolds) {
   const Folder folder;
   folder.write(".penstock-lock", "1 elsewhere\n");
   {
@@ -66,7 +66,7 @@ TEST(RunDirectory, TakesALockFileThatNobodyHolds) {
   EXPECT_EQ(folder.files(), 0U);
 }
 
-TEST(RunDirectory, ThatCannotBeIsNamed) {
+TEST(RunDirectory, NamesAPathThatCannotBeUsed) {
   const Folder folder;
   const std::string file = folder.write("file", "");
   expect_error<RunDirectoryError>([&] { const RunDirectory directory(file); },
@@ -83,8 +83,8 @@ TEST(RunDirectory, ThatCannotBeIsNamed) {
   expect_error<RunDirectoryError>([&] { const RunDirectory directory(""); }, ": names no directory.");
 }
 
-// As on a disk that is full.
-TEST(RunDirectory, ThatTakesNoBytesIsRefusedAndLeavesNothing) {
+// The file size limit stands for a full disk.
+TEST(RunDirectory, RefusesAFullDiskAndLeavesNothing) {
   const Folder folder;
   rlimit before{};
   ::getrlimit(RLIMIT_FSIZE, &before);
@@ -104,7 +104,7 @@ TEST(RunDirectory, ThatTakesNoBytesIsRefusedAndLeavesNothing) {
   EXPECT_EQ(folder.files(), 0U);
 }
 
-TEST(RunDirectory, SaysWhenThereIsTooLittleRoom) {
+TEST(RunDirectory, ReportsTooLittleFreeSpace) {
   const Folder folder;
   const RunDirectory directory(folder / "run");
   directory.require_space(1, "one byte");

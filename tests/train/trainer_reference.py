@@ -1,17 +1,17 @@
-"""Models trained by plain PyTorch in one process, for Trainer to agree with.
+"""Trains models with plain PyTorch in one process, as a reference for Trainer.
 
     trainer_reference.py DIR
 
-Writes DIR/training.safetensors for the GPT of examples/: its first weights "weight.NAME", the batches "ids.I" and
+Writes DIR/training.safetensors for the GPT of examples/: its initial weights "weight.NAME", the batches "ids.I" and
 "target.I" of each step, and the "losses" before each step. AdamW with decoupled decay, the gradients clipped at 0.5, the
 learning rate warmed up in 10 of 50 steps and then along a cosine down to a twentieth.
 
-DIR/weighted.safetensors has what the same GPT gives for whole batches of 13 rows: "ids.I" and "target.I", of which some
-are -100, and for each number N of batches a step the loss "loss.N" of them all at once, the "norm.N" of its gradients, and
-"grad.N.NAME".
+Writes DIR/weighted.safetensors for the same GPT on batches of 13 rows: "ids.I" and "target.I", of which some are -100, and
+for each number N of batches per step the loss "loss.N" of all of them at once, the norm "norm.N" of its gradients, and
+the gradients "grad.N.NAME".
 
-And DIR/strange.pt2, a model of complex numbers and sparse gradients, with strange.safetensors: its batches, and the losses
-"losses.NAME" with each optimizer, at a constant rate.
+Writes DIR/strange.pt2, a model with complex parameters and sparse gradients, and strange.safetensors: its batches, and the
+losses "losses.NAME" with each optimizer at a constant learning rate.
 """
 
 import copy
@@ -38,7 +38,7 @@ def rate_of(step):
 
 
 class Strange(torch.nn.Module):
-    """A table has sparse gradients where it is looked up, and dense ones where it is the head's; numbers are turned."""
+    """An embedding has sparse gradients, and dense ones as the weight of the head; a complex parameter rotates numbers."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ def write_strange(folder):
 
 
 def write_weighted(folder):
-    """Rows that do not divide, and targets that are ignored: of some bytes, of rows, and of whole microbatches."""
+    """Writes batches that do not divide evenly, with ignored targets: single bytes, rows, and whole microbatches."""
     model = GPT(layers=2, width=16, length=12).train()
     values = {f"weight.{name}": tensor.detach().clone() for name, tensor in model.state_dict().items()}
     ids, target = torch.randint(97, 123, (2, 4, 13, 12)).unbind()
@@ -93,7 +93,7 @@ def write_weighted(folder):
 
 
 def stepped(model, optimizer, ids, target):
-    """The loss before a step."""
+    """Steps the optimizer and returns the loss before the step."""
     optimizer.zero_grad()
     parts = [F.cross_entropy(model(x).flatten(0, 1), y.flatten()) for x, y in
              zip(ids.chunk(MICROBATCHES), target.chunk(MICROBATCHES))]

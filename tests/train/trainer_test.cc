@@ -1,4 +1,4 @@
-// Training in a pipeline: the same losses whatever the ranks, the cut and the schedule, and after a checkpoint too.
+// Training in a pipeline: the losses do not depend on ranks, stages and schedule, nor on a resume from a checkpoint.
 #include "penstock/train/trainer.h"
 
 #include <ATen/ATen.h>
@@ -19,6 +19,7 @@
 
 #include "penstock/runtime/error.h"
 #include "penstock/schedule/generators.h"
+#include "penstock/train/checkpoint_writer.h"
 #include "penstock/train/data.h"
 #include "penstock/train/model.h"
 #include "tests/tensor/folder.h"
@@ -29,7 +30,7 @@ namespace {
 
 constexpr int kMicrobatches = 8;
 
-// With dropout and clipping on.
+// A trainer to test. All of them have dropout and clipping.
 struct Case {
   std::string schedule = "1F1B";
   int ranks = 1;
@@ -75,35 +76,35 @@ std::vector<double> losses_of(const Case& setup, int steps = 4) {
 
 TEST(Trainer, HasTheSameLossesOnAnyRanksWithAnySchedule) {
   const std::vector<double> whole = losses_of({});
-  // Something is learnt, and something is clipped.
+  // The loss falls.
   EXPECT_LT(whole.back(), whole.front());
   struct Kind {
     const char* schedule;
     int stages_per_rank;
   };
-  for (const Kind& one : {Kind{"GPipe", 1}, Kind{"1F1B", 1}, Kind{"Interleaved1F1B", 2}, Kind{"ZBVZeroBubble", 2},
-                          Kind{"DualPipeV", 2}}) {
+  for (const Kind& kind : {Kind{"GPipe", 1}, Kind{"1F1B", 1}, Kind{"Interleaved1F1B", 2}, Kind{"ZBVZeroBubble", 2},
+                           Kind{"DualPipeV", 2}}) {
     for (const int ranks : {1, 2, 4}) {
-      SCOPED_TRACE(std::string(one.schedule) + " on " + std::to_string(ranks));
-      EXPECT_EQ(whole, losses_of({.schedule = one.schedule, .ranks = ranks, .stages_per_rank = one.stages_per_rank}));
+      SCOPED_TRACE(std::string(kind.schedule) + " on " + std::to_string(ranks));
+      EXPECT_EQ(whole, losses_of({.schedule = kind.schedule, .ranks = ranks, .stages_per_rank = kind.stages_per_rank}));
     }
   }
 }
 
-// The program's own operators keep their threads.
+// Operators of the program outside the trainer keep their number of threads.
 TEST(Trainer, LeavesTheNumberOfIntraOpThreadsAsItIs) {
   const auto of_a_new_thread = [] {
     int found = 0;
     std::thread([&found] { found = at::get_num_threads(); }).join();
     return found;
   };
-  const int own = at::get_num_threads();
-  const int others = of_a_new_thread();
+  const int here = at::get_num_threads();
+  const int elsewhere = of_a_new_thread();
   const auto trainer = trainer_of({.ranks = 2});
   trainer->step();
   trainer->evaluate({sums().batch(0)});
-  EXPECT_EQ(at::get_num_threads(), own);
-  EXPECT_EQ(of_a_new_thread(), others);
+  EXPECT_EQ(at::get_num_threads(), here);
+  EXPECT_EQ(of_a_new_thread(), elsewhere);
 }
 
 TEST(Trainer, ClipsTheNormOfAllGradients) {
@@ -116,18 +117,19 @@ TEST(Trainer, ClipsTheNormOfAllGradients) {
   EXPECT_EQ(norms[0], norms[1]);
 }
 
-TEST(Trainer, AgreesWithReplicasButForRounding) {
-  // Replicas drop at random each for itself, so there is no dropout to agree on: two replicas are compared whole and sharded.
+TEST(Trainer, AgreesWithShardedReplicasUpToRounding) {
+  // Each replica draws its own dropout, so replicas cannot be compared with one pipeline: replicated parameters are compared
+  // with sharded ones.
   const std::vector<double> whole = losses_of({.ranks = 2, .replicas = 2});
   const std::vector<double> sharded = losses_of({.ranks = 2, .replicas = 2, .sharded = true});
   ASSERT_EQ(whole.size(), sharded.size());
   for (std::size_t i = 0; i < whole.size(); ++i) EXPECT_NEAR(whole[i], sharded[i], 1e-5);
 }
 
-TEST(Trainer, GoesOnFromACheckpointWithOtherRanksAndSchedules) {
+TEST(Trainer, ResumesFromACheckpointWithOtherRanksAndSchedules) {
   for (const std::string optimizer : {"adamw", "adam", "sgd"}) {
     SCOPED_TRACE(optimizer);
-    const std::vector<double> undisturbed = losses_of({.optimizer = optimizer}, 6);
+    const std::vector<double> uninterrupted = losses_of({.optimizer = optimizer}, 6);
     const Folder folder;
     {
       const auto first = trainer_of({.ranks = 2, .optimizer = optimizer});
@@ -142,32 +144,32 @@ TEST(Trainer, GoesOnFromACheckpointWithOtherRanksAndSchedules) {
       const auto second = trainer_of(setup);
       second->load(checkpoint);
       EXPECT_EQ(second->steps_done(), 3);
-      EXPECT_EQ(losses_of(*second, 3), (std::vector<double>(undisturbed.begin() + 3, undisturbed.end())));
+      EXPECT_EQ(losses_of(*second, 3), (std::vector<double>(uninterrupted.begin() + 3, uninterrupted.end())));
     }
   }
 }
 
-TEST(Trainer, GoesOnFromShards) {
+TEST(Trainer, ResumesFromShards) {
   const Folder folder;
-  std::vector<double> undisturbed;
+  std::vector<double> uninterrupted;
   {
     const auto first = trainer_of({.ranks = 2, .replicas = 2, .sharded = true});
     losses_of(*first, 2);
     first->save(folder.path(), 3, "{}");
-    undisturbed = losses_of(*first, 2);
+    uninterrupted = losses_of(*first, 2);
   }
   const Checkpoint checkpoint(folder.path());
-  // All is there, in its own shape.
+  // The checkpoint has unsharded tensors.
   const auto whole = trainer_of({.ranks = 2, .replicas = 2});
   whole->load(checkpoint);
   const auto sharded = trainer_of({.ranks = 2, .replicas = 2, .sharded = true});
   sharded->load(checkpoint);
-  EXPECT_EQ(losses_of(*sharded, 2), undisturbed);
+  EXPECT_EQ(losses_of(*sharded, 2), uninterrupted);
   const std::vector<double> found = losses_of(*whole, 2);
-  for (std::size_t i = 0; i < found.size(); ++i) EXPECT_NEAR(found[i], undisturbed[i], 1e-5);
+  for (std::size_t i = 0; i < found.size(); ++i) EXPECT_NEAR(found[i], uninterrupted[i], 1e-5);
 }
 
-TEST(Trainer, RefusesACheckpointOfAnotherModelAndIsAsItWas) {
+TEST(Trainer, RefusesACheckpointOfAnotherModelAndStaysUnchanged) {
   const Folder folder;
   const CheckpointWriter writer(folder.path(), 1);
   writer.begin();
@@ -186,12 +188,12 @@ TEST(Trainer, AccumulatesBatches) {
   EXPECT_EQ(losses_of({.ranks = 2, .accumulate = 3}, 3), losses_of({.accumulate = 3}, 3));
 }
 
-// Sums whose loss cannot be computed when it is asked for the n-th time.
+// Sums whose loss function throws when it is called for the n-th time.
 class FailingSums final : public Data {
  public:
   Batch batch(std::int64_t number) const override { return sums().batch(number); }
   at::Tensor loss(const c10::IValue& output, const c10::IValue& target) const override {
-    if (--asked == 0) throw std::runtime_error("the loss is lost");
+    if (--calls_left == 0) throw std::runtime_error("the loss is lost");
     return sums().loss(output, target);
   }
   double loss_weight(const Batch& microbatch) const override { return sums().loss_weight(microbatch); }
@@ -199,24 +201,24 @@ class FailingSums final : public Data {
   std::string unit() const override { return sums().unit(); }
   std::string description() const override { return sums().description(); }
 
-  mutable std::atomic<int> asked = 0;
+  mutable std::atomic<int> calls_left = 0;
 };
 
-TEST(Trainer, IsAsItWasBeforeAStepThatFailed) {
+TEST(Trainer, IsUnchangedByAStepThatFailed) {
   for (const Case& setup : {Case{.ranks = 2, .accumulate = 3}, Case{.ranks = 2, .replicas = 2, .accumulate = 3},
                             Case{.ranks = 2, .replicas = 2, .sharded = true, .accumulate = 3}}) {
     SCOPED_TRACE(std::to_string(setup.replicas) + (setup.sharded ? " sharded" : ""));
-    const std::vector<double> undisturbed = losses_of(setup);
+    const std::vector<double> uninterrupted = losses_of(setup);
     const FailingSums data;
     const auto trainer = trainer_of(setup, data);
-    EXPECT_EQ(trainer->step().loss, undisturbed[0]);
-    // In each batch of the step: what those before it have left counts no more.
+    EXPECT_EQ(trainer->step().loss, uninterrupted[0]);
+    // The step fails in each of its batches; gradients that earlier batches have accumulated are discarded.
     for (int batch = 0; batch < 3; ++batch) {
-      data.asked = batch * kMicrobatches + 3;
+      data.calls_left = batch * kMicrobatches + 3;
       EXPECT_THROW(trainer->step(), PipelineError);
       EXPECT_EQ(trainer->steps_done(), 1);
     }
-    EXPECT_EQ(losses_of(*trainer, 3), (std::vector<double>(undisturbed.begin() + 1, undisturbed.end())));
+    EXPECT_EQ(losses_of(*trainer, 3), (std::vector<double>(uninterrupted.begin() + 1, uninterrupted.end())));
   }
 }
 
@@ -231,16 +233,16 @@ TEST(Trainer, EvaluatesWithoutDropout) {
   EXPECT_EQ(losses_of(*trainer, 2), losses_of({.ranks = 2}, 2));
 }
 
-TEST(Trainer, TrainsOnAfterAnEvaluationThatFailed) {
+TEST(Trainer, ContinuesAfterAnEvaluationThatFailed) {
   const FailingSums data;
   const auto trainer = trainer_of({.ranks = 2}, data);
-  data.asked = 3;
+  data.calls_left = 3;
   EXPECT_THROW(trainer->evaluate(sums().held_out()), PipelineError);
-  // With dropout, as before.
+  // The model is in training mode again, with dropout.
   EXPECT_EQ(losses_of(*trainer, 2), losses_of({.ranks = 2}, 2));
 }
 
-TEST(Trainer, KnowsTheNormOfGradientsThatAreNotClipped) {
+TEST(Trainer, ReportsTheNormOfGradientsThatAreNotClipped) {
   const auto norm_with = [](double clip) {
     std::vector<std::unique_ptr<Model>> models;
     models.push_back(gpt_model({.layers = 2, .width = 16, .heads = 2, .length = sums().length()}, /*seed=*/5, 2));
@@ -254,7 +256,7 @@ TEST(Trainer, KnowsTheNormOfGradientsThatAreNotClipped) {
   EXPECT_EQ(norm_with(0), norm_with(0.5));
 }
 
-TEST(Trainer, KnowsHowLargeACheckpointWillBe) {
+TEST(Trainer, EstimatesTheSizeOfACheckpoint) {
   for (const std::string optimizer : {"adamw", "sgd"}) {
     for (const Case& setup : {Case{.ranks = 2, .optimizer = optimizer},
                               Case{.ranks = 2, .replicas = 2, .sharded = true, .optimizer = optimizer}}) {
@@ -267,14 +269,14 @@ TEST(Trainer, KnowsHowLargeACheckpointWillBe) {
       for (const auto& file : std::filesystem::directory_iterator(trainer->save(folder.path(), 1, "{}"))) {
         written += static_cast<double>(file.file_size());
       }
-      // Names, and room between tensors.
+      // The files also have names and padding.
       EXPECT_GT(estimated, 0.7 * written);
       EXPECT_LE(estimated, written);
     }
   }
 }
 
-TEST(Trainer, KnowsTheSizesOfItsStages) {
+TEST(Trainer, ReportsTheSizesOfItsStages) {
   for (const bool sharded : {false, true}) {
     const auto trainer = trainer_of({.ranks = 2, .replicas = sharded ? 2 : 1, .sharded = sharded});
     const std::vector<StageSize> sizes = trainer->stage_sizes();
@@ -285,7 +287,7 @@ TEST(Trainer, KnowsTheSizesOfItsStages) {
   }
 }
 
-// Processes write their parts in phases; when one fails, nothing is left of the checkpoint.
+// Ranks write their parts in phases. When one fails, nothing is left of the checkpoint.
 TEST(Trainer, LeavesNothingOfACheckpointThatCannotBeWritten) {
   const auto trainer = trainer_of({.ranks = 2});
   losses_of(*trainer, 1);
@@ -314,7 +316,7 @@ TEST(LearningRate, FallsToItsMinimum) {
     EXPECT_DOUBLE_EQ(rate.at(kSteps - 1, kSteps), 0.05);
     rate.minimum = 0;
     EXPECT_DOUBLE_EQ(rate.at(kSteps - 1, kSteps), 0);
-    // A run that ends with its warm-up, or one step later, does not fall.
+    // In a run that ends with its warmup, or one step later, the rate does not fall.
     EXPECT_DOUBLE_EQ(rate.at(9, 10), 0.2);
     EXPECT_DOUBLE_EQ(rate.at(10, 11), 0.2);
     rate.rate = 0;
@@ -322,7 +324,7 @@ TEST(LearningRate, FallsToItsMinimum) {
   }
 }
 
-// Which of two thread replicas has a buffer of the reduction for a while is not the same each time.
+// Which of two thread replicas allocates the buffer of a reduction varies between runs.
 double memory_tolerance(const Case& setup) {
   return setup.sharded ? 0.2 : 0.1;
 }
@@ -346,8 +348,8 @@ TEST(Trainer, PredictsTheMemoryOfRanks) {
   }
 }
 
-// Each replica's ranks by themselves: what one keeps is not what another makes at the same time.
-TEST(Trainer, KnowsWhatRanksOfReplicasKeep) {
+// The ranks of each replica are measured separately: their memory does not include that of other replicas.
+TEST(Trainer, MeasuresTheMemoryOfEachReplicaSeparately) {
   const auto alone = trainer_of({.schedule = "GPipe", .ranks = 2});
   const auto trainer = trainer_of({.schedule = "GPipe", .ranks = 2, .replicas = 2});
   losses_of(*alone, 3);
@@ -356,7 +358,7 @@ TEST(Trainer, KnowsWhatRanksOfReplicasKeep) {
   const std::vector<RankMemory> memory = trainer->memory();
   ASSERT_EQ(memory.size(), 2U);
   for (std::size_t rank = 0; rank < 2; ++rank) {
-    // Half as many microbatches of the same size, with all the parameters.
+    // Each replica has all the parameters, and half as many microbatches of the same size.
     EXPECT_LT(memory[rank].predicted, whole[rank].predicted) << rank;
     EXPECT_GT(memory[rank].predicted, whole[rank].predicted / 2) << rank;
   }

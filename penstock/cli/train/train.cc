@@ -16,7 +16,6 @@
 #include "penstock/cli/program/local_ranks.h"
 #include "penstock/cli/train/directories.h"
 #include "penstock/cli/train/dry_run.h"
-#include "penstock/cli/train/hints.h"
 #include "penstock/cli/train/options.h"
 #include "penstock/cli/train/progress.h"
 #include "penstock/cli/train/setup.h"
@@ -307,7 +306,7 @@ void add_train(CLI::App& command, int& exit) {
     options->read_config(command);
     options->require_consistent(command);
     options->cut.limits.apply();
-    exit = with_option_hints([&] { return train(*options, options->resolved(command)); });
+    exit = train(*options, options->resolved(command));
   });
 }
 
