@@ -25,8 +25,8 @@ class Agreement {
   // All processes construct one and call the same members in the same order. The transport outlives this.
   Agreement(Transport* transport, std::chrono::milliseconds timeout);
 
-  // Calls `act` on every process. If it throws on some, all processes throw: those rethrow their own exception, the others
-  // throw AgreementError with the message of the lowest rank that failed. Throws TransportError.
+  // Calls `act` on every process. If it throws on some, all processes throw: those rethrow their own exception, the
+  // others throw AgreementError with the message of the lowest rank that failed. Throws TransportError.
   void fail_together(const std::function<void()>& act) const;
 
   // Throws AgreementError on all processes unless all have the same options. It lists the differences from rank 0.

@@ -28,8 +28,8 @@ at::Tensor first_output(const c10::IValue& output) {
   return tensors.front();
 }
 
-// Returns true if the classes are in the last dimension, as in language models, rather than in the second one, as PyTorch
-// expects them.
+// Returns true if the classes are in the last dimension, as in language models, rather than in the second one, as
+// PyTorch expects them.
 bool has_classes_last(const at::Tensor& output, const at::Tensor& target) {
   return output.dim() == target.dim() + 1 &&
          output.sizes().slice(0, static_cast<std::size_t>(target.dim())) == target.sizes();
@@ -160,8 +160,8 @@ class BatchFiles final : public Data {
   }
 
  private:
-  // Only the first evaluation and step show whether the targets' shape fits the output. This checks that all targets have
-  // the dtype and the number of dimensions of the first one.
+  // Only the first evaluation and step show whether the targets' shape fits the output. This checks that all targets
+  // have the dtype and the number of dimensions of the first one.
   void check_target(const Batch& batch, const Batch& first_batch) const {
     if (options_.loss == "output") return;
     const at::Tensor& target = batch.target.toTensor();

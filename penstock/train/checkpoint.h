@@ -27,8 +27,8 @@ struct ModelTensors {
   std::string description;
   // Names of all parameters and buffers. A checkpoint with any other name is refused; if empty, every name is accepted.
   std::set<std::string> names = {};
-  // Tensors that this process reads. The checkpoint has to contain them with these sizes and dtypes, and optimizer state
-  // that fits.
+  // Tensors that this process reads. The checkpoint has to contain them with these sizes and dtypes, and optimizer
+  // state that fits.
   std::map<std::string, at::Tensor> needed = {};
 };
 

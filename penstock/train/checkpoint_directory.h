@@ -13,8 +13,8 @@
 
 namespace penstock::internal {
 
-// Returns true if `path` is itself a finished checkpoint, rather than a directory of checkpoints. Throws CheckpointError
-// when the system cannot tell.
+// Returns true if `path` is itself a finished checkpoint, rather than a directory of checkpoints. Throws
+// CheckpointError when the system cannot tell.
 bool is_checkpoint(const std::string& path);
 
 // Returns the subdirectory of the checkpoint of a step: "step-00000100".

@@ -1,5 +1,5 @@
-// File names, checksums and error handling that writing, reading and listing checkpoints have in common. Included by the
-// checkpoint sources only; checkpoint.h describes the format.
+// File names, checksums and error handling that writing, reading and listing checkpoints have in common. Included by
+// the checkpoint sources only; checkpoint.h describes the format.
 #pragma once
 
 #include <cstdint>
@@ -33,8 +33,8 @@ inline constexpr std::string_view kRemoved = ".removed-";
 [[noreturn]] void fail(const std::string& path, const std::string& problem);
 [[noreturn]] void fail_to_read(const std::filesystem::path& path, const std::error_code& error);
 
-// Returns the result of `function`, which accesses files. Its errors become CheckpointError; those of std::filesystem read
-// "PATH: could not be written: REASON." where `verb` is "written".
+// Returns the result of `function`, which accesses files. Its errors become CheckpointError; those of std::filesystem
+// read "PATH: could not be written: REASON." where `verb` is "written".
 template <class Function>
 auto with_checkpoint_errors(const std::string& path, const std::string& verb, Function function) {
   try {
@@ -60,8 +60,8 @@ nlohmann::json file_entry(const std::filesystem::path& file);
 // Returns the CRC-32 of a manifest, computed without its kChecksum entry.
 std::uint64_t checksum_of(nlohmann::json manifest);
 
-// Returns the JSON value of a file, or none if the file is not JSON or the value has another type. Throws CheckpointError
-// for a file that cannot be read.
+// Returns the JSON value of a file, or none if the file is not JSON or the value has another type. Throws
+// CheckpointError for a file that cannot be read.
 std::optional<nlohmann::json> try_read_json(const std::string& path, nlohmann::json::value_t type);
 // Like try_read_json, but throws CheckpointError in place of returning none.
 nlohmann::json read_json(const std::string& path, nlohmann::json::value_t type = nlohmann::json::value_t::object);

@@ -1,4 +1,5 @@
-// What the sources and the callers of checkpoints share: the error that they throw, and the description of a checkpoint.
+// The error type of checkpoints, and the description that each checkpoint has.
+// checkpoint.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +9,8 @@
 
 namespace penstock::internal {
 
-// Thrown when a checkpoint cannot be written, read or removed, or does not fit the model. The message names the file and
-// the problem, and ends with a hint where there is something to do.
+// Thrown when a checkpoint cannot be written, read or removed, or does not fit the model. The message names the file
+// and the problem, and ends with a hint where there is something to do.
 class CheckpointError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

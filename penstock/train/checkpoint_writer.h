@@ -11,8 +11,8 @@
 namespace penstock::internal {
 
 // Writes one checkpoint. One process calls begin(), every process that has a part writes it, and one process calls
-// finish(). The caller synchronises the processes between these calls. All members throw CheckpointError, and leave older
-// checkpoints as they are.
+// finish(). The caller synchronises the processes between these calls. All members throw CheckpointError, and leave
+// older checkpoints as they are.
 //
 //   const CheckpointWriter writer("checkpoints", /*step=*/100);
 //   writer.begin();

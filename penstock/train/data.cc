@@ -129,8 +129,8 @@ std::string AdditionData::description() const {
   return concat("sums of two numbers with ", digits_, digits_ == 1 ? " digit" : " digits");
 }
 
-// The prediction of each digit is conditioned on the correct digits before it. If all are right, greedy generation would
-// produce the same sum.
+// The prediction of each digit is conditioned on the correct digits before it. If all are right, greedy generation
+// would produce the same sum.
 int AdditionData::right_sums(const Batch& batch, const at::Tensor& output) const {
   const at::Tensor target = batch.target.toTensor();
   const at::Tensor right = output.argmax(-1).eq(target).logical_or(target.eq(kIgnored));

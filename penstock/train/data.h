@@ -1,5 +1,5 @@
-// Training data. Batches are numbered, so that a resumed run continues with the next batch, and held-out batches measure
-// how well the model generalises.
+// Training data. Batches are numbered, so that a resumed run continues with the next batch, and held-out batches
+// measure how well the model generalises.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -20,8 +20,8 @@ class Program;
 
 namespace penstock::internal {
 
-// Thrown when data cannot be read, or does not fit the model or the loss. The message names the file, what was found, and
-// what was expected.
+// Thrown when data cannot be read, or does not fit the model or the loss. The message names the file, what was found,
+// and what was expected.
 class DataError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -62,7 +62,8 @@ class Data {
   virtual std::string unit() const = 0;
   // Returns one line for people.
   virtual std::string description() const = 0;
-  // Returns a text that differs for data with other contents, such as a checksum; empty if the options determine the data.
+  // Returns a text that differs for data with other contents, such as a checksum; empty if the options determine the
+  // data.
   virtual std::string fingerprint() const { return {}; }
 };
 
@@ -103,12 +104,12 @@ class AdditionData final : public ByteData {
   std::uint64_t seed_;
 };
 
-// Random sequences of a text, each with the byte that follows it. The last twentieth of the text is held out, unless the
-// text is too short.
+// Random sequences of a text, each with the byte that follows it. The last twentieth of the text is held out, unless
+// the text is too short.
 class TextData final : public ByteData {
  public:
-  // Reads a file, or all files below a directory in the order of their names. `length` is the length of a sequence. Throws
-  // DataError for a missing or too short text.
+  // Reads a file, or all files below a directory in the order of their names. `length` is the length of a sequence.
+  // Throws DataError for a missing or too short text.
   TextData(const std::string& path, int length, int rows, std::uint64_t seed);
 
   Batch batch(std::int64_t number) const override;

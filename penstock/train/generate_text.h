@@ -16,8 +16,8 @@ struct GenerateTextOptions {
   std::uint64_t seed = 0;
 };
 
-// Returns `prompt` and the bytes that the model generates after it. The model reads at most the last `length` bytes at a
-// time. All processes call it, and all get the same text. Throws PipelineError.
+// Returns `prompt` and the bytes that the model generates after it. The model reads at most the last `length` bytes at
+// a time. All processes call it, and all get the same text. Throws PipelineError.
 std::string generate_text(Pipeline& pipeline, int length, const std::string& prompt,
                           const GenerateTextOptions& options);
 

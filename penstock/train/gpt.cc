@@ -41,8 +41,8 @@ class LayerMaker {
     return value;
   }
 
-  // Initialises as torch.nn.Linear does. Only the embeddings differ: they are small, so that the initial predictions are
-  // close to uniform.
+  // Initialises as torch.nn.Linear does. Only the embeddings differ: they are small, so that the initial predictions
+  // are close to uniform.
   Layer linear(const std::string& name, int from, int to) {
     const double range = 1 / std::sqrt(static_cast<double>(from));
     const at::Tensor weight = parameter(name + ".weight", at::empty({to, from}).uniform_(-range, range));

@@ -1,6 +1,6 @@
-// A byte-level GPT, which `penstock train` trains by default. Its layers and names are those of examples/export_gpt.py. A
-// stage is a range of layers. Each layer draws its initial weights and its dropout from its own random numbers, so results
-// do not depend on where the model is cut.
+// A byte-level GPT, which `penstock train` trains by default. Its layers and names are those of examples/export_gpt.py.
+// A stage is a range of layers. Each layer draws its initial weights and its dropout from its own random numbers, so
+// results do not depend on where the model is cut.
 #pragma once
 
 #include <cstdint>
@@ -37,12 +37,12 @@ class Gpt {
   const GptOptions& options() const { return options_; }
   // Number of layers: the embedding, the blocks and the head.
   int layers() const { return options_.layers + 2; }
-  // Cuts the layers into stages of about equal cost. Returns the first layer of each stage, followed by layers(). Throws
-  // std::invalid_argument for more stages than layers.
+  // Cuts the layers into stages of about equal cost. Returns the first layer of each stage, followed by layers().
+  // Throws std::invalid_argument for more stages than layers.
   std::vector<int> cut(int stages) const;
 
-  // Returns the layers [first, last) with new parameters. The first layer takes ids [rows, length], the last one returns
-  // logits [rows, length, kVocabulary]. Dropout is applied while `*training` is true.
+  // Returns the layers [first, last) with new parameters. The first layer takes ids [rows, length], the last one
+  // returns logits [rows, length, kVocabulary]. Dropout is applied while `*training` is true.
   StageModule stage(int first, int last, std::shared_ptr<const bool> training) const;
   // Returns the names of all parameters in the order of layers.
   std::vector<std::string> parameter_names() const;

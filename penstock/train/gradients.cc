@@ -18,8 +18,8 @@ namespace {
 
 using Positions = std::vector<std::optional<std::size_t>>;
 
-// Returns the index of each of a stage's parameters among all names. A parameter counts once: in the first of the stages
-// that share it, and in the first replica unless each replica has a shard of it.
+// Returns the index of each of a stage's parameters among all names. A parameter counts once: in the first of the
+// stages that share it, and in the first replica unless each replica has a shard of it.
 Positions positions_in(const TrainedStage& trained, const SharedParameters& shared,
                        const std::map<std::string, std::size_t>& index_of) {
   const PipelineStage& stage = *trained.stage;

@@ -22,8 +22,8 @@ class Gradients {
   // `stages` outlives this.
   Gradients(TrainedStages& stages, const Model& model);
 
-  // Returns the sum of squares of each gradient, indexed as Model::parameter_names. Parameters whose gradients are in other
-  // processes have 0, so the sum over all processes is that of the whole model. Sparse gradients become dense.
+  // Returns the sum of squares of each gradient, indexed as Model::parameter_names. Parameters whose gradients are in
+  // other processes have 0, so the sum over all processes is that of the whole model. Sparse gradients become dense.
   std::vector<double> squares();
   // Multiplies all gradients by max_norm / norm if the norm is larger. A max_norm of 0 leaves them as they are.
   void clip(double norm, double max_norm);
@@ -35,8 +35,8 @@ class Gradients {
  private:
   TrainedStages& stages_;
   std::size_t parameter_count_;
-  // Index in Model::parameter_names of each parameter, by stage and parameter of the stage. None for parameters that are
-  // counted in another stage or replica.
+  // Index in Model::parameter_names of each parameter, by stage and parameter of the stage. None for parameters that
+  // are counted in another stage or replica.
   std::vector<std::vector<std::optional<std::size_t>>> positions_;
 };
 

@@ -41,9 +41,9 @@ struct LoopEvents {
   std::function<int()> stop_code;
 };
 
-// Trains until `steps` are done, counted from the beginning of the run, and returns 0; or returns the stop code that ended it.
-// One held-out batch is evaluated before the first step, so that a batch that cannot be evaluated is reported early.
-// Throws what the members of Trainer throw.
+// Trains until `steps` are done, counted from the beginning of the run, and returns 0; or returns the stop code that
+// ended it. One held-out batch is evaluated before the first step, so that a batch that cannot be evaluated is reported
+// early. Throws what the members of Trainer throw.
 int train(Trainer& trainer, std::int64_t steps, const std::vector<Batch>& held_out, const LoopOptions& options,
           const LoopEvents& events);
 

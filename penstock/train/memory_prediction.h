@@ -29,8 +29,8 @@ struct StageMemory {
 // Returns the peak memory of a rank in bytes, while it runs its actions of a lowered schedule or steps its optimizers.
 //
 // Between processes, messages are copied:
-//   - A received activation is alive from its RECV_F to its weight gradient, and a received gradient from its RECV_B to its
-//     backward. The memory is reused for later messages, so its peak counts all the time.
+//   - A received activation is alive from its RECV_F to its weight gradient, and a received gradient from its RECV_B to
+//     its backward. The memory is reused for later messages, so its peak counts all the time.
 //   - Sent messages are alive until the end of the step, up to the limits of the send queue.
 double predicted_bytes(const Schedule& schedule, int rank, std::span<const StageMemory> stages, bool between_processes);
 

@@ -31,8 +31,8 @@ struct MemoryWatch::Counts {
     int rank = 0;
     std::int64_t size = 0;
   };
-  // One of several maps that share the address space, so that ranks rarely contend for a mutex. A thread holds at most one
-  // of these mutexes, and acquires no other lock under it.
+  // One of several maps that share the address space, so that ranks rarely contend for a mutex. A thread holds at most
+  // one of these mutexes, and acquires no other lock under it.
   struct Map {
     Mutex mutex;
     std::unordered_map<const void*, Allocation> allocations PENSTOCK_GUARDED_BY(mutex);

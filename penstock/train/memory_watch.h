@@ -1,5 +1,5 @@
-// Measures how much tensor memory each rank of this process uses, per replica. Memory belongs to the rank in whose Scope
-// it was allocated, until it is freed; libtorch's allocator reports both to the scope of the calling thread.
+// Measures how much tensor memory each rank of this process uses, per replica. Memory belongs to the rank in whose
+// Scope it was allocated, until it is freed; libtorch's allocator reports both to the scope of the calling thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -49,8 +49,8 @@ class MemoryWatch {
   std::int64_t peak(int rank) const;
   // Returns the maximum of what a forward of the stage has left allocated, in steps with backwards.
   std::int64_t saved_activations(int stage) const;
-  // Returns the maximum temporary memory of a forward, beyond what was allocated before and after it; and the minimum of
-  // a backward, because the first backward of a step also allocates the gradients.
+  // Returns the maximum temporary memory of a forward, beyond what was allocated before and after it; and the minimum
+  // of a backward, because the first backward of a step also allocates the gradients.
   std::int64_t forward_workspace(int stage) const;
   std::int64_t backward_workspace(int stage) const;
   // Returns the maximum temporary memory of an optimizer step.

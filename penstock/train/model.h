@@ -48,7 +48,8 @@ class Model {
 // differences, if they do not fit, and std::invalid_argument for sizes that are not valid.
 std::unique_ptr<Model> gpt_model(const GptOptions& options, std::uint64_t seed, int stages,
                                  std::optional<WeightFiles> weights = std::nullopt);
-// Returns a model with the stages of an exported program. It shares the weights of the pipe, so each model needs its own.
+// Returns a model with the stages of an exported program. It shares the weights of the pipe, so each model needs its
+// own.
 std::unique_ptr<Model> program_model(Pipe pipe);
 
 }  // namespace penstock::internal

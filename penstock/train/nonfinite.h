@@ -13,8 +13,8 @@
 
 namespace penstock::internal {
 
-// Reaction to a step whose loss or gradient norm is NaN or infinite. In both cases parameters, optimizers and buffers are
-// as they were before the step.
+// Reaction to a step whose loss or gradient norm is NaN or infinite. In both cases parameters, optimizers and buffers
+// are as they were before the step.
 enum class OnNonFinite {
   // Trainer::step throws NonFiniteError.
   Stop,
@@ -22,8 +22,8 @@ enum class OnNonFinite {
   Skip,
 };
 
-// Thrown when a loss or a gradient is not finite. The message names the step, its batches, the microbatch or the parameter,
-// and the stage.
+// Thrown when a loss or a gradient is not finite. The message names the step, its batches, the microbatch or the
+// parameter, and the stage.
 class NonFiniteError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -47,8 +47,8 @@ class NonFinitePolicy {
   int skipped_in_a_row_ = 0;
 };
 
-// Returns where a loss that is not finite comes from, as the end of a sentence; empty if it is finite or does not count.
-// `index` is that of the microbatch in its batch, `replicas` the number of replicas of the run.
+// Returns where a loss that is not finite comes from, as the end of a sentence; empty if it is finite or does not
+// count. `index` is that of the microbatch in its batch, `replicas` the number of replicas of the run.
 std::string nonfinite_loss_text(const Schedule& schedule, int replicas, const std::string& batch_name,
                                 std::size_t index, const MicrobatchShare& share, double loss);
 

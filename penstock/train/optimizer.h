@@ -29,7 +29,8 @@ struct OptimizerOptions {
 // Returns the number of bytes of state that an optimizer has for a parameter of that size after its first step.
 std::int64_t state_bytes(const OptimizerOptions& options, std::int64_t parameter_bytes);
 
-// Returns a parameter or gradient in the form that optimizers step: a complex tensor as a view of pairs of real numbers.
+// Returns a parameter or gradient in the form that optimizers step: a complex tensor as a view of pairs of real
+// numbers.
 at::Tensor as_real(const at::Tensor& tensor);
 
 // Common interface of libtorch's optimizers. The parameters are shared with the caller.
@@ -63,8 +64,8 @@ class Optimizer {
   std::unique_ptr<Kind> kind_;
 };
 
-// Learning-rate schedule. The rate rises linearly from 0 in `warmup` steps. Then it stays constant, or falls to `minimum`
-// linearly or along a cosine.
+// Learning-rate schedule. The rate rises linearly from 0 in `warmup` steps. Then it stays constant, or falls to
+// `minimum` linearly or along a cosine.
 struct LearningRate {
   // Rate after the warmup.
   double rate = 4e-3;

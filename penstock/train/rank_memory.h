@@ -18,8 +18,8 @@ struct RankMemory {
   std::int64_t predicted = 0;
 };
 
-// Returns the memory of the first replica's ranks. `last` is this process's record of the last step, or null. A collective:
-// all processes call it.
+// Returns the memory of the first replica's ranks. `last` is this process's record of the last step, or null. A
+// collective: all processes call it.
 std::vector<RankMemory> memory_of_ranks(const Schedule& schedule, const TrainedStages& trained,
                                         const MemoryWatch& watch, const TrainingProcesses& processes,
                                         const Record* last, bool sharded);

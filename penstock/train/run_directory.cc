@@ -142,8 +142,8 @@ void RunDirectory::require_space(std::uintmax_t bytes, const std::string& conten
 // Allocates no memory, because it also runs after std::bad_alloc.
 void RunDirectory::release() noexcept {
   if (lock_ >= 0) {
-    // The file is removed while it is still locked. A process that has opened it notices that the path no longer leads to
-    // this file.
+    // The file is removed while it is still locked. A process that has opened it notices that the path no longer leads
+    // to this file.
     ::unlink(lock_path_.c_str());
     ::close(std::exchange(lock_, -1));
   }

@@ -21,8 +21,8 @@ class RunDirectory {
  public:
   // Creates the directory and its missing parents, and acquires its lock: an flock on a file inside, which the system
   // releases when the process ends for any reason. The file contains the process id, so writing it also shows that the
-  // directory is writable. Throws RunDirectoryError, which names the process that holds the lock. On a file system without
-  // locks there is none.
+  // directory is writable. Throws RunDirectoryError, which names the process that holds the lock. On a file system
+  // without locks there is none.
   explicit RunDirectory(const std::string& path);
   // Releases the lock. Directories that the constructor created are removed if they are still empty.
   ~RunDirectory();

@@ -39,8 +39,8 @@ class StageCheckpoints {
  private:
   // Throws CheckpointError, which names the first parameter of this process that is not finite.
   void require_finite_parameters(const std::string& path) const;
-  // Returns tensors of a stage, parameters or optimizer state, without sharding and under all names that the model has for
-  // them. With process ranks it is a collective of the processes that have the stage.
+  // Returns tensors of a stage, parameters or optimizer state, without sharding and under all names that the model has
+  // for them. With process ranks it is a collective of the processes that have the stage.
   NamedTensors unsharded(const TrainedStage& stage, const NamedTensors& tensors) const;
   // Concatenates the shards that the replicas of this process have of a tensor. It is a parameter, or optimizer state.
   at::Tensor local_shards(const TrainedStage& stage, const std::string& name, bool is_parameter) const;

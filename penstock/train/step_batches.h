@@ -19,8 +19,8 @@ struct MicrobatchShare {
   std::int64_t rows = 0;
 };
 
-// Returns the microbatches of a batch, those of the first replica first, divided as the pipeline does it. Throws DataError,
-// which names the batch, if it cannot be divided.
+// Returns the microbatches of a batch, those of the first replica first, divided as the pipeline does it. Throws
+// DataError, which names the batch, if it cannot be divided.
 std::vector<MicrobatchShare> microbatch_shares(const Data& data, const Batch& batch, int replicas, int microbatches);
 
 struct StepBatches {

@@ -46,8 +46,8 @@ class TrainedStages {
   auto begin() const { return stages_.begin(); }
   auto end() const { return stages_.end(); }
 
-  // Calls `act` for every stage, with the ranks in parallel: the calling thread runs the first rank, and a thread of its
-  // own each other rank. Blocks until all have returned, and rethrows the exception of the lowest rank that failed.
+  // Calls `act` for every stage, with the ranks in parallel: the calling thread runs the first rank, and a thread of
+  // its own each other rank. Blocks until all have returned, and rethrows the exception of the lowest rank that failed.
   void for_each_in_parallel(const std::function<void(TrainedStage&)>& act);
 
   // Steps the optimizers of all stages and releases the gradients.

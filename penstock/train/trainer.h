@@ -42,8 +42,8 @@ struct TrainerOptions {
   LearningRate learning_rate = {};
   // Number of batches per step. Their gradients are accumulated.
   int accumulate = 1;
-  // Maximum norm of all gradients; 0 disables clipping. The norm is summed in float64 over the parameters in the model's
-  // order, so it does not depend on how the model is cut into stages.
+  // Maximum norm of all gradients; 0 disables clipping. The norm is summed in float64 over the parameters in the
+  // model's order, so it does not depend on how the model is cut into stages.
   double clip = 1;
   OnNonFinite on_nonfinite = OnNonFinite::Stop;
   // Maximum number of steps that may be skipped in a row. The next one makes step() throw NonFiniteError.
@@ -58,9 +58,9 @@ struct TrainerOptions {
   std::chrono::milliseconds timeout = std::chrono::minutes(5);
 };
 
-// Owns the models, the pipeline and the optimizers of this process. Each process of a run has one Trainer, and all call the
-// same members in the same order; those that are marked as collective wait for the other processes. One thread at a time
-// calls a Trainer. During a call, operators of the calling thread use TrainerOptions::intra_op_threads.
+// Owns the models, the pipeline and the optimizers of this process. Each process of a run has one Trainer, and all call
+// the same members in the same order; those that are marked as collective wait for the other processes. One thread at a
+// time calls a Trainer. During a call, operators of the calling thread use TrainerOptions::intra_op_threads.
 class Trainer {
  public:
   // `replicas` are the models of this process's replicas: all of them with thread ranks, one with process ranks. `data`
@@ -73,8 +73,8 @@ class Trainer {
 
   std::int64_t steps_done() const { return steps_done_; }
   // Runs one training step. A nonzero stop code asks all processes to stop after the step, and reaches them in
-  // StepReport::stop_code. Throws PipelineError, DataError and NonFiniteError, after which the trainer is as it was before
-  // the step. A collective.
+  // StepReport::stop_code. Throws PipelineError, DataError and NonFiniteError, after which the trainer is as it was
+  // before the step. A collective.
   StepReport step(int stop_code = 0);
 
   struct Evaluation {
@@ -87,15 +87,15 @@ class Trainer {
     // Output of each batch, if requested.
     std::vector<c10::IValue> outputs;
   };
-  // Runs forwards only, in evaluation mode. The outputs of microbatches are merged only if they are requested, because the
-  // output of a model that returns its loss cannot be merged. Throws PipelineError and DataError. A collective.
+  // Runs forwards only, in evaluation mode. The outputs of microbatches are merged only if they are requested, because
+  // the output of a model that returns its loss cannot be merged. Throws PipelineError and DataError. A collective.
   Evaluation evaluate(const std::vector<Batch>& batches, bool return_outputs = false);
   // Throws NonFiniteError for an evaluation that is not finite, unless on_nonfinite is Skip.
   void require_finite(const Evaluation& evaluation) const { nonfinite_.require_finite(evaluation.nonfinite); }
 
-  // Writes a checkpoint into `directory`, keeps the last `keep` of the run, and returns its path. `configuration` is a JSON
-  // object. Throws CheckpointError on all processes when one of them cannot write its part, or has a parameter that is
-  // not finite. A collective.
+  // Writes a checkpoint into `directory`, keeps the last `keep` of the run, and returns its path. `configuration` is a
+  // JSON object. Throws CheckpointError on all processes when one of them cannot write its part, or has a parameter
+  // that is not finite. A collective.
   std::string save(const std::string& directory, int keep, const std::string& configuration);
   // Returns the estimated size of a checkpoint. A collective.
   std::int64_t checkpoint_bytes() const { return checkpoints_.estimate_bytes(options_.optimizer); }
@@ -108,14 +108,14 @@ class Trainer {
   std::vector<RankMemory> memory() const;
   // Returns the sizes of the first replica's stages, indexed by stage. A collective.
   std::vector<StageSize> stage_sizes() const { return stages_.sizes(processes_); }
-  // Returns the records of the last steps, at most kRecords, oldest first. Each is that of the last batch of its step, for
-  // all ranks of the first replica on one clock. A collective.
+  // Returns the records of the last steps, at most kRecords, oldest first. Each is that of the last batch of its step,
+  // for all ranks of the first replica on one clock. A collective.
   static constexpr std::size_t kRecords = 16;
   std::vector<Record> records() const { return records_.gather(pipeline_->schedule(), processes_); }
 
   Pipeline& pipeline() { return *pipeline_; }
-  // Returns a forward-only pipeline for a few rows at a time, such as for text generation: with the same parameters, as few
-  // microbatches as possible, and the model in evaluation mode. A collective.
+  // Returns a forward-only pipeline for a few rows at a time, such as for text generation: with the same parameters, as
+  // few microbatches as possible, and the model in evaluation mode. A collective.
   Pipeline& generation_pipeline();
   const Model& model() const { return *replicas_.front(); }
 

@@ -1,5 +1,5 @@
-// The processes of a training run, and the collectives that they perform between pipeline steps. With thread ranks there is
-// one process, and every collective returns at once.
+// The processes of a training run, and the collectives that they perform between pipeline steps. With thread ranks
+// there is one process, and every collective returns at once.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,8 +14,8 @@
 
 namespace penstock::internal {
 
-// All processes construct one, and call its collectives in the same order. A collective throws PipelineError, which names
-// the ranks that did not answer.
+// All processes construct one, and call its collectives in the same order. A collective throws PipelineError, which
+// names the ranks that did not answer.
 class TrainingProcesses {
  public:
   // `ranks` is the number of ranks of one replica, `thread_replicas` the number of replicas if the transport is null.

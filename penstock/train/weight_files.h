@@ -17,8 +17,8 @@
 
 namespace penstock::internal {
 
-// Thrown for weights that cannot be read or do not fit the model. The message names the file, what was found, and what was
-// expected.
+// Thrown for weights that cannot be read or do not fit the model. The message names the file, what was found, and what
+// was expected.
 class WeightsError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

@@ -93,8 +93,8 @@ TEST(TrainerReference, HasTheLossesOfPlainPyTorch) {
   }
 }
 
-// Loss, norm and gradients of 13 rows in 8 microbatches, in two replicas, and of three such batches per step equal those of
-// PyTorch on all rows at once. A step of SGD with a learning rate of 1 shows the gradients.
+// Loss, norm and gradients of 13 rows in 8 microbatches, in two replicas, and of three such batches per step equal
+// those of PyTorch on all rows at once. A step of SGD with a learning rate of 1 shows the gradients.
 TEST(TrainerReference, HasTheLossAndGradientsOfPlainPyTorchOnTheWholeBatch) {
   const std::map<std::string, at::Tensor> given = tensors_of("weighted.safetensors");
   const GivenData data(given);

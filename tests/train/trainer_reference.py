@@ -3,15 +3,15 @@
     trainer_reference.py DIR
 
 Writes DIR/training.safetensors for the GPT of examples/: its initial weights "weight.NAME", the batches "ids.I" and
-"target.I" of each step, and the "losses" before each step. AdamW with decoupled decay, the gradients clipped at 0.5, the
-learning rate warmed up in 10 of 50 steps and then along a cosine down to a twentieth.
+"target.I" of each step, and the "losses" before each step. The optimizer is AdamW with decoupled decay, gradients are
+clipped at 0.5, and the learning rate is warmed up in 10 of 50 steps and falls along a cosine to a twentieth.
 
-Writes DIR/weighted.safetensors for the same GPT on batches of 13 rows: "ids.I" and "target.I", of which some are -100, and
-for each number N of batches per step the loss "loss.N" of all of them at once, the norm "norm.N" of its gradients, and
-the gradients "grad.N.NAME".
+Writes DIR/weighted.safetensors for the same GPT on batches of 13 rows: "ids.I" and "target.I", of which some are -100,
+and for each number N of batches per step the loss "loss.N" of all of them at once, the norm "norm.N" of its gradients,
+and the gradients "grad.N.NAME".
 
-Writes DIR/strange.pt2, a model with complex parameters and sparse gradients, and strange.safetensors: its batches, and the
-losses "losses.NAME" with each optimizer at a constant learning rate.
+Writes DIR/strange.pt2, a model with complex parameters and sparse gradients, and strange.safetensors: its batches, and
+the losses "losses.NAME" with each optimizer at a constant learning rate.
 """
 
 import copy
@@ -38,7 +38,7 @@ def rate_of(step):
 
 
 class Strange(torch.nn.Module):
-    """An embedding has sparse gradients, and dense ones as the weight of the head; a complex parameter rotates numbers."""
+    """An embedding with sparse gradients whose weight the head shares, and a complex parameter that rotates numbers."""
 
     def __init__(self):
         super().__init__()

@@ -118,8 +118,8 @@ TEST(Trainer, ClipsTheNormOfAllGradients) {
 }
 
 TEST(Trainer, AgreesWithShardedReplicasUpToRounding) {
-  // Each replica draws its own dropout, so replicas cannot be compared with one pipeline: replicated parameters are compared
-  // with sharded ones.
+  // Each replica draws its own dropout, so replicas cannot be compared with one pipeline: replicated parameters are
+  // compared with sharded ones.
   const std::vector<double> whole = losses_of({.ranks = 2, .replicas = 2});
   const std::vector<double> sharded = losses_of({.ranks = 2, .replicas = 2, .sharded = true});
   ASSERT_EQ(whole.size(), sharded.size());
@@ -324,7 +324,7 @@ TEST(LearningRate, FallsToItsMinimum) {
   }
 }
 
-// Which of two thread replicas allocates the buffer of a reduction varies between runs.
+// Either of two thread replicas may allocate the buffer of a reduction, which varies between runs.
 double memory_tolerance(const Case& setup) {
   return setup.sharded ? 0.2 : 0.1;
 }
