@@ -22,7 +22,7 @@ struct CheckpointInfo {
   // Id of the training run, which distinguishes its checkpoints from those of other runs. A resumed run keeps its id.
   std::string run = {};
   // Model::description, one line.
-  std::string model;
+  std::string model = {};
   // JSON object that the caller stores with the checkpoint, such as the options of the run.
   std::string configuration = "{}";
   // Names of weights that the model's state_dict leaves out.
