@@ -21,9 +21,9 @@ class ScheduleClass {
   explicit ScheduleClass(std::string_view name) : name_(name) {}
 
   const std::string& name() const { return name_; }
-  // Returns a pipeline that runs the model's stages on `ranks` ranks. For 0 ranks, each rank gets the schedule's default
-  // number of stages: one or two. Throws ScheduleError if the stages cannot be divided evenly among the ranks, and what
-  // the constructor of Pipeline throws.
+  // Returns a pipeline that runs the model's stages on `ranks` ranks. For 0 ranks, each rank gets the schedule's
+  // default number of stages: one or two. Throws ScheduleError if the stages cannot be divided evenly among the ranks,
+  // and what the constructor of Pipeline throws.
   Pipeline operator()(StagedModel model, int n_microbatches, PipelineOptions options = {}, int ranks = 0) const;
 
  private:

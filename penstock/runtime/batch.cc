@@ -5,14 +5,16 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <unordered_set>
 #include <utility>
 
+#include "penstock/base/text.h"
 #include "penstock/runtime/error.h"
-#include "penstock/stage/copy_on_write.h"
 #include "penstock/tensor/nested.h"
 
 namespace penstock {
+
+using internal::concat;
+
 namespace {
 
 std::optional<c10::IValue> kwargs_spec(const BatchSpecs& specs, int stage) {
@@ -21,14 +23,14 @@ std::optional<c10::IValue> kwargs_spec(const BatchSpecs& specs, int stage) {
   return found == specs.stage_kwargs.end() ? std::nullopt : std::optional(found->second);
 }
 
-struct NamedTensor {
+struct NamedArgument {
   std::string name;
   at::Tensor tensor;
 };
 
-// The tensors of the first stage's arguments that have rows, by their names in errors.
-std::vector<NamedTensor> tensors_with_rows(const Batch& batch) {
-  std::vector<NamedTensor> tensors;
+// Returns the tensors of the first stage's arguments that have rows, with their names for errors.
+std::vector<NamedArgument> tensors_with_rows(const Batch& batch) {
+  std::vector<NamedArgument> tensors;
   const auto add = [&](const c10::IValue& leaf, const Path& path) {
     if (leaf.isTensor() && leaf.toTensor().defined() && leaf.toTensor().dim() > 0) {
       tensors.push_back({path.text(), leaf.toTensor()});
@@ -41,46 +43,47 @@ std::vector<NamedTensor> tensors_with_rows(const Batch& batch) {
 }
 
 std::string described(const std::string& name, const at::Tensor& tensor) {
-  return name + " (" + describe(tensor) + ")";
+  return concat(name, " (", describe(tensor), ")");
 }
 
-// A target that is the list of its own row numbers, 0, 1, 2, …: the loss uses it to tell microbatches apart, and compares
-// nothing with it.
+// Returns true for a target that is the list of its own row numbers, 0, 1, 2, …: the loss uses it to tell microbatches
+// apart, and compares nothing with it.
 bool is_numbering(const at::Tensor& target) {
   return target.dim() == 1 && target.scalar_type() == at::kLong &&
          at::equal(target, at::arange(target.size(0), target.options()));
 }
 
-// Without specs, a microbatch has the same rows of the target as of an argument, or the same multiple of them where the
-// target was flattened. Anything else would compare outputs with targets of other rows.
+// Throws PipelineError if the rows of the target do not match those of the arguments. Without specs, a microbatch gets
+// the same rows of the target as of an argument, or the same multiple of them if the target was flattened. Anything
+// else would compare outputs with targets of other rows.
 void require_rows_fit(const Batch& batch, const BatchSpecs& specs, int count, const std::string& parts) {
   if (specs.target || !batch.target.isTensor() || !batch.target.toTensor().defined()) return;
   const at::Tensor& target = batch.target.toTensor();
   if (target.dim() == 0) {
-    throw PipelineError(described("the target", target) + " has no rows, and cannot be split into " +
-                        std::to_string(count) + " " + parts + ".\n  Hint: give a target for each row.");
+    throw PipelineError(concat(described("the target", target), " has no rows, and cannot be split into ", count, " ",
+                               parts, ".\n  Hint: give a target for each row."));
   }
   if (specs.args || specs.kwargs) return;
   const std::int64_t rows = target.size(0);
-  const std::vector<NamedTensor> tensors = tensors_with_rows(batch);
-  const auto fits = [&](const NamedTensor& argument) {
+  const std::vector<NamedArgument> tensors = tensors_with_rows(batch);
+  const auto fits = [&](const NamedArgument& argument) {
     const std::int64_t others = argument.tensor.size(0);
     // A multiple is split in the same places only if each part has a whole number of it.
     return others > 0 && (rows == others || (rows > others && rows % others == 0 && others % count == 0));
   };
   if (tensors.empty() || std::ranges::any_of(tensors, fits) || is_numbering(target)) return;
-  throw PipelineError(described("the target", target) + " has " + std::to_string(rows) + " rows, and " +
-                      described(tensors.front().name, tensors.front().tensor) + " has " +
-                      std::to_string(tensors.front().tensor.size(0)) + ": they cannot be split into the same " + parts +
-                      ".\n  Hint: give a target for each row, or say how this one is split.");
+  throw PipelineError(concat(described("the target", target), " has ", rows, " rows, and ",
+                             described(tensors.front().name, tensors.front().tensor), " has ",
+                             tensors.front().tensor.size(0), ": they cannot be split into the same ", parts,
+                             ".\n  Hint: give a target for each row, or set BatchSpecs::target."));
 }
 
 }  // namespace
 
 std::int64_t rows_of(const Batch& batch) {
-  const std::vector<NamedTensor> tensors = tensors_with_rows(batch);
+  const std::vector<NamedArgument> tensors = tensors_with_rows(batch);
   std::int64_t rows = tensors.empty() ? 1 : 0;
-  for (const NamedTensor& argument : tensors) rows = std::max(rows, argument.tensor.size(0));
+  for (const NamedArgument& argument : tensors) rows = std::max(rows, argument.tensor.size(0));
   return rows;
 }
 
@@ -88,9 +91,8 @@ std::vector<Batch> split_batch(const Batch& batch, const BatchSpecs& specs, int 
   std::vector<Batch> result(static_cast<std::size_t>(count));
   const auto require_all = [&](std::size_t found, const std::string& what) {
     if (found == result.size()) return;
-    const std::string number = std::to_string(count);
-    throw PipelineError(what + " can be split into " + std::to_string(found) + " only, and there are " + number + " " +
-                        parts + ".\n  Hint: give at least " + number + " rows, or take fewer " + parts + ".");
+    throw PipelineError(concat(what, " can be split into ", found, " only, and there are ", count, " ", parts,
+                               ".\n  Hint: give at least ", count, " rows, or take fewer ", parts, "."));
   };
   SplitArgs args = split_args_kwargs_into_chunks(batch.args, {}, count, specs.args);
   require_all(args.args.size(), "the arguments");
@@ -99,7 +101,7 @@ std::vector<Batch> split_batch(const Batch& batch, const BatchSpecs& specs, int 
   for (const auto& [stage, kwargs] : batch.kwargs) {
     if (kwargs.empty() && !kwargs_spec(specs, stage)) continue;
     SplitArgs split = split_args_kwargs_into_chunks({}, kwargs, count, std::nullopt, kwargs_spec(specs, stage));
-    require_all(split.kwargs.size(), "the keyword arguments of stage " + std::to_string(stage));
+    require_all(split.kwargs.size(), concat("the keyword arguments of stage ", stage));
     for (std::size_t i = 0; i < result.size(); ++i) result[i].kwargs[stage] = std::move(split.kwargs[i]);
   }
 
@@ -111,31 +113,6 @@ std::vector<Batch> split_batch(const Batch& batch, const BatchSpecs& specs, int 
   require_all(targets.args.size(), "the target");
   for (std::size_t i = 0; i < result.size(); ++i) result[i].target = std::move(targets.args[i][0]);
   return result;
-}
-
-void alias_chunks(std::vector<Batch>& parts, const Batch& batch) {
-  std::unordered_set<const void*> replicated;
-  const auto add = [&](const c10::IValue& value) {
-    for (const at::Tensor& tensor : extract_tensor_args(value)) replicated.insert(tensor.unsafeGetTensorImpl());
-  };
-  add(to_value(batch.args));
-  for (const auto& [stage, kwargs] : batch.kwargs) add(to_value(kwargs));
-  add(batch.target);
-
-  const auto alias_all = [&](c10::IValue& value) {
-    value = map_leaves(value, [&](const c10::IValue& leaf) -> c10::IValue {
-      if (!leaf.isTensor() || !leaf.toTensor().defined()) return leaf;
-      const at::Tensor& tensor = leaf.toTensor();
-      return replicated.contains(tensor.unsafeGetTensorImpl()) ? tensor : copy_on_write_chunk(tensor);
-    });
-  };
-  for (Batch& part : parts) {
-    for (c10::IValue& arg : part.args) alias_all(arg);
-    for (auto& [stage, kwargs] : part.kwargs) {
-      for (auto& [name, value] : kwargs) alias_all(value);
-    }
-    alias_all(part.target);
-  }
 }
 
 }  // namespace penstock

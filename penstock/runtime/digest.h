@@ -1,5 +1,4 @@
-// A number that stands for what ranks should agree on, or that may change from step to step. It is the same in every
-// process.
+// A 64-bit digest, to compare what ranks have without sending it. It is the same in every process.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +9,7 @@ namespace penstock::internal {
 class Digest {
  public:
   Digest& add(std::string_view text) {
-    for (const char one : text) mix(static_cast<std::uint8_t>(one));
+    for (const char byte : text) mix(static_cast<std::uint8_t>(byte));
     return add(static_cast<std::int64_t>(text.size()));
   }
   Digest& add(std::int64_t number) {

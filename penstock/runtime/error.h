@@ -1,4 +1,4 @@
-// What the runtime throws.
+// Errors of the runtime.
 #pragma once
 
 #include <optional>
@@ -7,7 +7,7 @@
 
 namespace penstock {
 
-// Where in the schedule a step failed.
+// Place in the schedule at which a computation failed.
 struct FailurePlace {
   int replica = 0;
   int rank = 0;
@@ -15,14 +15,15 @@ struct FailurePlace {
   int microbatch = 0;
 };
 
-// A step that cannot begin, or that failed. The message names the rank, the stage, the action and the microbatch, what
-// went wrong there, and where the other ranks were.
+// Thrown if a pipeline cannot be constructed, or a step cannot begin or has failed. The message of a failed step names
+// the rank, the stage, the action and the microbatch, the cause, and where the other ranks were.
 class PipelineError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
   PipelineError(const std::string& what, std::optional<FailurePlace> place) : std::runtime_error(what), place_(place) {}
 
-  // The computation that threw; none when a rank was late or lost, or the step did not begin.
+  // Returns the place of the computation that threw; none after a timeout or a lost connection, or if the step did not
+  // begin.
   const std::optional<FailurePlace>& place() const { return place_; }
 
  private:

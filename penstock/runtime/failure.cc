@@ -6,6 +6,7 @@
 #include <sstream>
 #include <utility>
 
+#include "penstock/base/text.h"
 #include "penstock/schedule/draw.h"
 #include "penstock/schedule/source.h"
 
@@ -18,12 +19,11 @@ std::string seconds_text(double seconds) {
   return text;
 }
 
-// What failed, and where.
 struct Place {
   int rank = 0;
   int position = -1;
-  std::string what;
-  // Whether an action threw there, and not only waited.
+  std::string reason;
+  // True if an action threw there, and did not only wait.
   bool threw = false;
 };
 
@@ -37,7 +37,7 @@ class Explanation {
   }
 
  private:
-  // Where in the schedule an action of a microbatch threw; none for anything else.
+  // Returns the place in the schedule if an action of a microbatch threw there.
   std::optional<FailurePlace> computation_at(const Place& place) const {
     const auto actions = step_.schedule->actions(place.rank % ranks_);
     if (!place.threw || place.position < 0 || place.position >= static_cast<int>(actions.size())) return std::nullopt;
@@ -54,17 +54,17 @@ class Explanation {
     const auto actions = step_.schedule->actions(place.rank % ranks_);
     if (place.position >= 0 && place.position < static_cast<int>(actions.size())) {
       const Action& action = actions[static_cast<std::size_t>(place.position)];
-      message += ", stage " + std::to_string(action.stage) + ", " + to_string(action);
-      if (action.microbatch != kNone) message += " (microbatch " + std::to_string(action.microbatch) + ")";
+      message += concat(", stage ", action.stage, ", ", to_string(action));
+      if (action.microbatch != kNone) message += concat(" (microbatch ", action.microbatch, ")");
       // An action that a pass has added is not in the file.
       const ScheduleSource* const source = step_.schedule->source().get();
       const auto in_file = source == nullptr ? std::nullopt : source->place_of(place.rank % ranks_, action);
-      if (in_file) message += ", " + *in_file;
+      if (in_file) message += concat(", ", *in_file);
     }
     if (place.position == static_cast<int>(actions.size())) message += ", at the end of the step";
-    message += ": " + place.what;
+    message += concat(": ", place.reason);
     for (int rank = 0; rank < static_cast<int>(step_.reports.size()); ++rank) {
-      if (rank != place.rank) message.append("\n  ").append(name_of(rank)).append(": ").append(seen(rank));
+      if (rank != place.rank) message += concat("\n  ", name_of(rank), ": ", state_of(rank));
     }
     message.append("\n").append(table_of(
         *step_.schedule,
@@ -78,12 +78,12 @@ class Explanation {
   }
 
   std::string name_of(int rank) const {
-    std::string own = "rank " + std::to_string(rank % ranks_);
-    if (static_cast<int>(step_.reports.size()) <= ranks_) return own;
-    return "replica " + std::to_string(rank / ranks_) + ", " + own;
+    std::string name = concat("rank ", rank % ranks_);
+    if (static_cast<int>(step_.reports.size()) <= ranks_) return name;
+    return concat("replica ", rank / ranks_, ", ", name);
   }
 
-  std::string seen(int rank) const {
+  std::string state_of(int rank) const {
     if (!has_report(rank)) return "did not answer";
     const RankReport& found = *report(rank);
     const auto actions = step_.schedule->actions(rank % ranks_);
@@ -91,44 +91,46 @@ class Explanation {
     if (found.position > static_cast<int>(actions.size())) return "had ended";
     const bool at_end = found.position == static_cast<int>(actions.size());
     std::string text = at_end ? "was at the end of the step"
-                              : "was in " + to_string(actions[static_cast<std::size_t>(found.position)]);
-    text.append(" for ").append(seconds_text(found.seconds_there));
-    if (found.waiting_for >= 0) text += ", waiting for " + name_of(found.waiting_for);
+                              : concat("was in ", to_string(actions[static_cast<std::size_t>(found.position)]));
+    text += concat(" for ", seconds_text(found.seconds_there));
+    if (found.waiting_for >= 0) text += concat(", waiting for ", name_of(found.waiting_for));
     return text;
   }
 
-  // Something that went wrong in a rank counts more than that one was late, and that more than that one is gone.
+  // Chooses the failure to report: an exception in a rank before a timeout, and a timeout before a lost connection, as
+  // the later ones often follow from the earlier ones.
   Place first_failure() const {
     using Kind = RankReport::Kind;
-    for (const Kind kind : {Kind::Failed, Kind::WasLate, Kind::IsGone}) {
+    for (const Kind kind : {Kind::Failed, Kind::Timeout, Kind::PeerLost}) {
       for (int rank = 0; rank < static_cast<int>(step_.reports.size()); ++rank) {
         if (!has_report(rank) || report(rank)->kind != kind) continue;
-        if (kind == Kind::WasLate) return last_waiter(rank);
-        if (kind == Kind::IsGone) return where_it_shows(report(rank)->failure);
+        if (kind == Kind::Timeout) return last_waiter(rank);
+        if (kind == Kind::PeerLost) return first_symptom(report(rank)->failure);
         return {rank, report(rank)->position, report(rank)->failure, /*threw=*/true};
       }
     }
-    return where_it_shows(step_.what);
+    return first_symptom(step_.reason);
   }
 
-  // A rank that was late may itself have waited for another all the time, and that one for a third.
+  // Follows a timeout to its origin: the rank that was waited for may itself have waited for another all the time, and
+  // that one for a third. In a cycle there is no origin, and the rank itself is reported.
   Place last_waiter(int rank) const {
     const std::string deadline = " of " + seconds_text(step_.timeout_seconds) + ".";
-    Place own{rank, report(rank)->position, report(rank)->failure + deadline};
+    const Place here{rank, report(rank)->position, report(rank)->failure + deadline};
     std::set<int> seen{rank};
     int waiter = rank;
     for (int next = report(rank)->waiting_for; waits_long(next); next = report(next)->waiting_for) {
-      if (!seen.insert(next).second) return own;
+      if (!seen.insert(next).second) return here;
       waiter = next;
     }
-    if (waiter == rank) return own;
+    if (waiter == rank) return here;
     const RankReport& last = *report(waiter);
-    const std::string whom = "rank " + std::to_string(last.waiting_for % ranks_) + " within the deadline";
-    const std::string what = sends(waiter) ? "no receive was posted on " + whom : "no message came from " + whom;
-    return {waiter, last.position, (last.failure.empty() ? what : last.failure) + deadline};
+    const std::string reason = concat(is_sending(waiter) ? "no receive was posted on" : "no message came from",
+                                      " rank ", last.waiting_for % ranks_, " within the deadline");
+    return {waiter, last.position, (last.failure.empty() ? reason : last.failure) + deadline};
   }
-  // Whether a rank waits for its message to be taken.
-  bool sends(int rank) const {
+  // Returns true if a rank waits for its message to be received.
+  bool is_sending(int rank) const {
     const auto actions = step_.schedule->actions(rank % ranks_);
     const int position = report(rank)->position;
     if (position >= static_cast<int>(actions.size())) return true;
@@ -140,8 +142,9 @@ class Explanation {
            report(rank)->seconds_there >= step_.timeout_seconds / 2;
   }
 
-  // No rank has failed by itself. Who waits for one that does not answer comes first, then who waits for nobody.
-  Place where_it_shows(const std::string& what) const {
+  // Chooses the rank to report if no rank has failed by itself: first one that waits for a rank that does not answer,
+  // then one that waits for none.
+  Place first_symptom(const std::string& reason) const {
     const auto order = [this](int rank) {
       if (!has_report(rank)) return 4;
       const RankReport& found = *report(rank);
@@ -155,7 +158,7 @@ class Explanation {
     for (int rank = 1; rank < static_cast<int>(step_.reports.size()); ++rank) {
       if (order(rank) < order(best)) best = rank;
     }
-    return {best, has_report(best) ? report(best)->position : -1, what};
+    return {best, has_report(best) ? report(best)->position : -1, reason};
   }
 
   const FailedStep& step_;

@@ -1,5 +1,5 @@
-// What the ranks say of themselves when a step fails, and the one message that is made of it: every rank ends with the
-// same, as far as they can hear one another.
+// Reports of all ranks about a step that failed, and the one error message that is made of them. Every rank that
+// receives the reports of the others throws the same message.
 #pragma once
 
 #include <optional>
@@ -8,36 +8,34 @@
 
 #include "penstock/runtime/error.h"
 #include "penstock/schedule/schedule.h"
-#include "penstock/transport/transport.h"
 
 namespace penstock::internal {
 
-// Where a rank was when it learnt that the step has failed.
+// State of a rank when it learns that the step has failed.
 struct RankReport {
-  // As in Progress.
+  // Position in the rank's list of actions: see Progress.
   int position = -1;
   double seconds_there = 0;
-  // The rank that it waited for, or -1.
+  // Rank that it waited for, or -1.
   int waiting_for = -1;
-  // What went wrong there, if something did.
-  enum class Kind { None, Failed, WasLate, IsGone } kind = Kind::None;
+  // Cause of the rank's failure. None if it only learned of a failure elsewhere.
+  enum class Kind { None, Failed, Timeout, PeerLost } kind = Kind::None;
   std::string failure = {};
 };
+// Encode a report as text for the transport, and decode it. An empty text is the report of a rank that was in no step.
 std::string encode_report(const RankReport& report);
-// A rank that had nothing to say was in no step.
 RankReport decode_report(const std::string& text);
 
-// How a step ended.
 struct FailedStep {
   const Schedule* schedule = nullptr;
-  // Of when no rank reports that something went wrong there.
-  std::string what;
-  // By rank, of one replica after the other; nothing of those that did not answer.
+  // Reason to give if no rank reports a failure of its own.
+  std::string reason;
+  // Reports by rank, of one replica after the other; none for a rank that did not answer.
   std::vector<std::optional<RankReport>> reports;
   double timeout_seconds = 0;
 };
-// The error of a failed step. It names the rank, its stage, action and microbatch, what went wrong there, where the others
-// were, and the schedule around it.
+// Returns the error of a failed step. It names the rank, its stage, action and microbatch, the cause, where the other
+// ranks were, and the part of the schedule around the action.
 PipelineError explain(const FailedStep& step);
 
 }  // namespace penstock::internal

@@ -9,6 +9,7 @@
 #include <numeric>
 #include <string>
 
+#include "penstock/base/text.h"
 #include "penstock/runtime/error.h"
 #include "penstock/tensor/nested.h"
 
@@ -18,7 +19,8 @@ namespace {
 at::Tensor first_tensor(const c10::IValue& target) {
   const std::vector<at::Tensor> tensors = extract_tensor_args(target);
   if (!tensors.empty() && tensors.front().defined()) return tensors.front();
-  throw PipelineError("the target is " + describe(target) + ", which has no rows or elements to count for its weight.");
+  throw PipelineError(
+      internal::concat("the target is ", describe(target), ", which has no rows or elements to count for its weight."));
 }
 
 }  // namespace
@@ -41,7 +43,7 @@ double StepResult::loss() const {
   double total = 0;
   for (std::size_t i = 0; i < losses.size(); ++i) {
     const double weight = weights.empty() ? 1.0 : weights[i];
-    // The mean of nothing may be NaN.
+    // The mean over nothing may be NaN.
     if (weight == 0) continue;
     sum += weight * losses[i].item<double>();
     total += weight;
@@ -62,45 +64,45 @@ void all_reduce(Group& group, std::vector<double>& numbers, Deadline deadline) {
 
 }  // namespace
 
-void weigh(StepWork& work, const LossWeight& weight) {
-  for (std::size_t i = 0; i < work.microbatches.size(); ++i) {
-    const double found = weight(work.microbatches[i].target, work.loss_kwargs);
+void weigh(StepInputs& inputs, const LossWeight& weight) {
+  for (std::size_t i = 0; i < inputs.microbatches.size(); ++i) {
+    const double found = weight(inputs.microbatches[i].target, inputs.options->loss_kwargs);
     if (!std::isfinite(found) || found < 0) {
-      throw PipelineError("the loss weight of microbatch " + std::to_string(i) + " is " + std::to_string(found) +
-                          ", expected a finite number of at least 0.\n  Hint: it counts the rows or targets that the "
-                          "loss is the mean of.");
+      throw PipelineError(concat("the loss weight of microbatch ", i, " is ", std::to_string(found),
+                                 ", expected a finite number of at least 0.\n  Hint: let PipelineOptions::loss_weight "
+                                 "count the rows or targets that the loss is the mean of."));
     }
-    work.loss_weights[i] = found;
+    inputs.weights.weights[i] = found;
   }
 }
 
-void set_seeds(StepWork& work, double total, int replicas) {
-  if (work.seeds_are_given) return;
-  for (std::size_t i = 0; i < work.weights.size(); ++i) {
-    const double weight = work.loss_weights[i];
-    work.weights[i] = weight == 0 || !work.scale_grads ? weight : weight * static_cast<double>(replicas) / total;
+void set_factors(LossWeights& weights, double total, int replicas) {
+  if (weights.has_given_factors) return;
+  for (std::size_t i = 0; i < weights.factors.size(); ++i) {
+    const double weight = weights.weights[i];
+    weights.factors[i] = weight == 0 || !weights.scale_grads ? weight : weight * static_cast<double>(replicas) / total;
   }
 }
 
-std::int64_t count_terms(const StepWork& work) {
+void share_weights(LossWeights& weights, Group* replica_group, Group* counterparts, int replicas, Deadline deadline) {
+  if (replica_group != nullptr) all_reduce(*replica_group, weights.weights, deadline);
+  std::vector<double> total{std::accumulate(weights.weights.begin(), weights.weights.end(), 0.0)};
+  if (counterparts != nullptr) all_reduce(*counterparts, total, deadline);
+  set_factors(weights, weights.total.value_or(total.front()), replicas);
+}
+
+std::int64_t count_terms(const StepOutputs& outputs) {
   std::int64_t count = 0;
-  for (const auto& by_stage : work.loss_terms) {
+  for (const auto& by_stage : outputs.loss_terms) {
     for (const auto& [stage, terms] : by_stage) count += static_cast<std::int64_t>(terms.size());
   }
   return count;
 }
 
-void share_terms(StepWork& work, Group& replica_group, Deadline deadline) {
-  std::vector<double> count{static_cast<double>(count_terms(work))};
+void share_terms(StepOutputs& outputs, Group& replica_group, Deadline deadline) {
+  std::vector<double> count{static_cast<double>(count_terms(outputs))};
   all_reduce(replica_group, count, deadline);
-  work.has_terms_elsewhere = count.front() > 0;
-}
-
-void share_weights(StepWork& work, Group* replica_group, Group* counterparts, int replicas, Deadline deadline) {
-  if (replica_group != nullptr) all_reduce(*replica_group, work.loss_weights, deadline);
-  std::vector<double> total{std::accumulate(work.loss_weights.begin(), work.loss_weights.end(), 0.0)};
-  if (counterparts != nullptr) all_reduce(*counterparts, total, deadline);
-  set_seeds(work, work.total_weight.value_or(total.front()), replicas);
+  outputs.has_terms_elsewhere = count.front() > 0;
 }
 
 }  // namespace internal

@@ -16,21 +16,23 @@
 namespace penstock::internal {
 namespace {
 
-// Between two steps there is most often little to do.
+// Time that a thread spins before it sleeps. The pause between two steps is usually short.
 constexpr Clock::duration kAwake = std::chrono::microseconds(50);
 
-// The threads that the calling thread is one of.
+// RankThreads that the calling thread belongs to, if any.
 thread_local const RankThreads* serves_in = nullptr;
+
 }  // namespace
 
-// What goes over from the caller's thread: autocast, and what libtorch's profilers keep for each thread that they watch.
+// State of the caller's thread that the rank threads take over: autocast, and the thread-local state of libtorch's
+// profilers.
 struct RankThreads::Caller {
   bool autocast = at::autocast::is_autocast_enabled(at::kCPU);
   at::ScalarType autocast_dtype = at::autocast::get_autocast_dtype(at::kCPU);
   at::RecordFunctionTLS callbacks = at::get_record_function_tls_();
   std::shared_ptr<c10::ThreadLocalDebugInfo> profiler = c10::ThreadLocalDebugInfo::current();
 
-  void watch() const {
+  void apply_profiler() const {
     at::set_record_function_tls_(callbacks);
     c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(profiler);
   }
@@ -85,7 +87,7 @@ void RankThreads::stop(Deadline deadline) {
 void RankThreads::serve(int rank, int intra_op_threads) {
   serves_in = this;
   const IntraOpThreads threads(intra_op_threads);
-  const Caller nobody;
+  const Caller initial;
   for (long done = 0;; ++done) {
     MonitorLock lock(monitor_);
     monitor_.wait(Deadline::max(), [&]() PENSTOCK_REQUIRES(monitor_) { return ending_ || round_ > done; });
@@ -96,13 +98,13 @@ void RankThreads::serve(int rank, int intra_op_threads) {
       const std::function<void(int)>* const work = &work_;
       lock.unlock();
       const AutocastScope autocast(at::kCPU, caller->autocast_dtype, caller->autocast);
-      caller->watch();
+      caller->apply_profiler();
       (*work)(rank);
-      nobody.watch();
+      initial.apply_profiler();
     }
     lock.lock();
     if (--working_ == 0) caller_.reset();
-    // The caller waits for all of them; one of them that exits the process waits for the others.
+    // The caller waits for all threads; a rank thread that exits the process waits for the others.
     if (working_ <= 1) monitor_.notify_all();
   }
 }
@@ -120,7 +122,7 @@ void RankThreads::arm() {
 void RankThreads::start(std::function<void(int)> work) {
   join();
   const MonitorLock lock(monitor_);
-  if (ending_) throw std::logic_error("the threads of this process's ranks have ended, as the process exits.");
+  if (ending_) throw std::logic_error("the rank threads have ended, because the process exits.");
   work_ = std::move(work);
   caller_ = std::make_shared<const Caller>();
   working_ = static_cast<int>(threads_.size());

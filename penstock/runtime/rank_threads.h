@@ -1,4 +1,5 @@
-// The threads of this process's ranks: they wait for work, do it all at once, and are joined when this ends.
+// Threads of the ranks of this process. They wait for work, run it all at the same time, and are joined by the
+// destructor.
 #pragma once
 
 #include <functional>
@@ -12,31 +13,32 @@ namespace penstock::internal {
 
 class RankThreads {
  public:
-  // `intra_op_threads` for each rank's own operators. Throws std::runtime_error when a thread cannot be started.
+  // Starts one thread for each rank, with `intra_op_threads` threads for its operators. Throws std::runtime_error if a
+  // thread cannot be started.
   RankThreads(int ranks, int intra_op_threads);
   ~RankThreads();
   RankThreads(const RankThreads&) = delete;
   RankThreads& operator=(const RankThreads&) = delete;
 
-  // Calls work(rank) on each thread and returns when all have returned. It must not throw. They have the caller's
-  // autocast, and a profiler that watches the caller watches them too.
+  // Calls work(rank) on each thread, and returns when all calls have returned. `work` must not throw. The threads take
+  // over the caller's autocast state, and a profiler that records the caller records them too.
   void run(std::function<void(int)> work);
 
-  // The same in parts, for a caller that another thread may release: first arm(), then start(), then wait().
+  // The same in three calls, for a caller that another thread may release: arm(), then start(), then wait().
   void arm();
-  // Waits for work that was started before.
+  // Blocks until earlier work has been finished, and starts the threads.
   void start(std::function<void(int)> work);
-  // Blocks until all threads have returned from their work, or release() has been called since arm(), before or during
-  // this. Returns true when they have returned.
+  // Blocks until all threads have finished, or release() has been called since arm(). Returns true if they have
+  // finished.
   bool wait();
-  // Lets wait() return at once, and the threads continue.
+  // Makes wait() return at once; the threads continue.
   void release();
-  // Blocks until all threads have returned from their work.
+  // Blocks until all threads have finished.
   void join();
   bool are_idle();
 
-  // Ends the threads, when the process exits. Gives up at the deadline, if they are still at work then. On one of the
-  // threads themselves it waits for the others, and ends none.
+  // Ends the threads when the process exits. Gives up if they have not finished by the deadline. If one of the threads
+  // calls it, it waits for the others and ends none.
   void stop(Deadline deadline);
 
  private:
@@ -47,7 +49,8 @@ class RankThreads {
   void end_threads() PENSTOCK_EXCLUDES(monitor_);
   void join_threads() PENSTOCK_EXCLUDES(monitor_);
 
-  // Protects the state that the caller's thread and the rank threads share. A leaf lock: no other is acquired while it is held.
+  // Protects the state that the caller's thread and the rank threads share. A leaf lock: no other is acquired while it
+  // is held.
   Monitor monitor_;
   // Counts the rounds of work. Each thread runs each round once.
   long round_ PENSTOCK_GUARDED_BY(monitor_) = 0;

@@ -7,7 +7,7 @@
 namespace penstock::internal {
 namespace {
 
-// The sends of a record, by way, edge and microbatch.
+// Sends of a record, by direction, edge and microbatch.
 class Sends {
  public:
   Sends(const Schedule& schedule, const Record& record)
@@ -15,18 +15,18 @@ class Sends {
         sends_(2 * schedule.graph().edges().size() * static_cast<std::size_t>(schedule.microbatches())) {
     for (int rank = 0; rank < schedule.ranks(); ++rank) {
       const auto actions = schedule.actions(rank);
-      const std::vector<ActionRecord>& own = record.at(static_cast<std::size_t>(rank));
-      for (std::size_t i = 0; i < own.size(); ++i) {
+      const std::vector<ActionRecord>& recorded = record.at(static_cast<std::size_t>(rank));
+      for (std::size_t i = 0; i < recorded.size(); ++i) {
         if (!actions[i].is_send()) continue;
-        const Edge along = edge_under(actions[i]);
-        at(schedule.graph().edge_index(along.from, along.to), actions[i].carries_activation(), actions[i].microbatch) =
-            &own[i];
+        const Edge edge = edge_under(actions[i]);
+        const Direction direction = actions[i].carries_activation() ? Direction::Forward : Direction::Backward;
+        find(schedule.graph().edge_index(edge.from, edge.to), direction, actions[i].microbatch) = &recorded[i];
       }
     }
   }
 
-  const ActionRecord*& at(int edge, bool forwards, int microbatch) {
-    const auto row = 2 * static_cast<std::size_t>(edge) + (forwards ? 0 : 1);
+  const ActionRecord*& find(int edge, Direction direction, int microbatch) {
+    const auto row = 2 * static_cast<std::size_t>(edge) + (direction == Direction::Forward ? 0 : 1);
     return sends_[row * static_cast<std::size_t>(schedule_.microbatches()) + static_cast<std::size_t>(microbatch)];
   }
 
@@ -38,30 +38,31 @@ class Sends {
 }  // namespace
 
 void for_each_receive(const Schedule& schedule, const Record& record,
-                      const std::function<void(const Received&)>& visit) {
+                      const std::function<void(const ReceivedMessage&)>& visit) {
   Sends sends(schedule, record);
   const StageGraph& graph = schedule.graph();
   const Placement& placement = schedule.placement();
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     const auto actions = schedule.actions(rank);
-    const std::vector<ActionRecord>& own = record.at(static_cast<std::size_t>(rank));
-    for (std::size_t i = 0; i < own.size(); ++i) {
+    const std::vector<ActionRecord>& recorded = record.at(static_cast<std::size_t>(rank));
+    for (std::size_t i = 0; i < recorded.size(); ++i) {
       const Action& action = actions[i];
-      // The parts of a pair wait at times of their own.
+      // The parts of an OVERLAP_F_B wait at different times, of which the record has only the sum.
       if (action.is_overlap() || !(is_forward(action) || makes_input_gradient(action))) continue;
-      const bool forwards = is_forward(action);
-      std::optional<Received> last;
-      for (const int e : forwards ? graph.in_edges(action.stage) : graph.out_edges(action.stage)) {
-        const Edge& edge = graph.edges()[static_cast<std::size_t>(e)];
+      const Direction direction = is_forward(action) ? Direction::Forward : Direction::Backward;
+      const bool forwards = direction == Direction::Forward;
+      std::optional<ReceivedMessage> last;
+      for (const int index : forwards ? graph.in_edges(action.stage) : graph.out_edges(action.stage)) {
+        const Edge& edge = graph.edges()[static_cast<std::size_t>(index)];
         const int from = placement.rank_of(forwards ? edge.from : edge.to);
-        const ActionRecord* const send = from == rank ? nullptr : sends.at(e, forwards, action.microbatch);
+        const ActionRecord* const send = from == rank ? nullptr : sends.find(index, direction, action.microbatch);
         if (send == nullptr || (last && last->sent >= send->start)) continue;
         last = {.from = from,
                 .to = rank,
                 .bytes = send->bytes,
                 .sent = send->start,
-                .asked = own[i].start,
-                .taken = own[i].start + own[i].waited};
+                .awaited = recorded[i].start,
+                .received = recorded[i].start + recorded[i].waited};
       }
       if (last) visit(*last);
     }

@@ -8,9 +8,14 @@
 #include "penstock/runtime/receives.h"
 
 namespace penstock {
+
+using internal::for_each_receive;
+using internal::ReceivedMessage;
+using internal::working_span;
+
 namespace {
 
-// How many microbatches a rank keeps at most, by its list.
+// Returns the largest number of microbatches whose activations a rank holds at once, by its list.
 int peak_activations(std::span<const Action> actions) {
   int kept = 0;
   int peak = 0;
@@ -32,16 +37,16 @@ Timeline timeline_of(const Schedule& schedule, const Record& record) {
   double first = -1;
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     RankTimes times;
-    const auto& own = record.at(static_cast<std::size_t>(rank));
+    const auto& recorded = record.at(static_cast<std::size_t>(rank));
     const auto actions = schedule.actions(rank);
     double end_of_last = 0;
     bool begun = false;
-    for (std::size_t i = 0; i < own.size(); ++i) {
-      const Span span = working_span(own[i]);
+    for (std::size_t i = 0; i < recorded.size(); ++i) {
+      const Span span = working_span(recorded[i]);
       times.spans.push_back(span);
       if (!actions[i].is_compute()) continue;
       if (!begun) times.fill = span.start;
-      if (begun && own[i].peer >= 0) times.waiting[own[i].peer] += span.start - end_of_last;
+      if (begun && recorded[i].peer >= 0) times.waiting[recorded[i].peer] += span.start - end_of_last;
       first = first < 0 ? span.start : std::min(first, span.start);
       begun = true;
       times.work += span.end - span.start;
@@ -57,21 +62,22 @@ Timeline timeline_of(const Schedule& schedule, const Record& record) {
     for (const Span& span : times.spans) last = std::max(last, span.end);
     times.drain = std::max(0.0, timeline.makespan - last);
   }
-  const auto recorded = std::count_if(record.begin(), record.end(), [](const auto& own) { return !own.empty(); });
-  if (timeline.makespan > 0) timeline.bubble = 1 - work / (static_cast<double>(recorded) * timeline.makespan);
+  const auto num_recorded = std::ranges::count_if(record, [](const auto& actions) { return !actions.empty(); });
+  if (timeline.makespan > 0) timeline.bubble = 1 - work / (static_cast<double>(num_recorded) * timeline.makespan);
   return timeline;
 }
 
 Record with_common_clock(const Schedule& schedule, Record record) {
   const auto ranks = static_cast<std::size_t>(schedule.ranks());
-  // By sender and receiver: the least time between a send and the end of its receive, each by its own rank's clock.
+  // Least time between a send and the end of its receive, by sender and receiver, each by the clock of its own rank.
   constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
-  std::vector<std::vector<std::int64_t>> least(ranks, std::vector<std::int64_t>(ranks, kNever));
-  for_each_receive(schedule, record, [&](const Received& one) {
-    std::int64_t& known = least[static_cast<std::size_t>(one.from)][static_cast<std::size_t>(one.to)];
-    known = std::min(known, one.taken - one.sent);
+  std::vector<std::vector<std::int64_t>> fastest(ranks, std::vector<std::int64_t>(ranks, kNever));
+  for_each_receive(schedule, record, [&](const ReceivedMessage& message) {
+    std::int64_t& known = fastest[static_cast<std::size_t>(message.from)][static_cast<std::size_t>(message.to)];
+    known = std::min(known, message.received - message.sent);
   });
-  // How far each clock is ahead of that of the rank that it was reached from, and whether it was.
+  // A breadth-first search over pairs of ranks that have sent each other messages: how far each clock is ahead of that
+  // of the rank that the search began with.
   std::vector<std::int64_t> ahead(ranks, 0);
   std::vector<char> reached(ranks, 0);
   std::vector<std::size_t> next;
@@ -81,17 +87,18 @@ Record with_common_clock(const Schedule& schedule, Record record) {
       const std::size_t here = next.back();
       next.pop_back();
       for (std::size_t other = 0; other < ranks; ++other) {
-        if (least[here][other] == kNever || least[other][here] == kNever || std::exchange(reached[other], 1)) continue;
-        ahead[other] = ahead[here] + (least[here][other] - least[other][here]) / 2;
+        if (fastest[here][other] == kNever || fastest[other][here] == kNever || std::exchange(reached[other], 1))
+          continue;
+        ahead[other] = ahead[here] + (fastest[here][other] - fastest[other][here]) / 2;
         next.push_back(other);
       }
     }
   }
   const std::int64_t began_first = *std::ranges::max_element(ahead);
   for (std::size_t rank = 0; rank < ranks; ++rank) {
-    for (ActionRecord& own : record[rank]) {
-      own.start += began_first - ahead[rank];
-      own.end += began_first - ahead[rank];
+    for (ActionRecord& action : record[rank]) {
+      action.start += began_first - ahead[rank];
+      action.end += began_first - ahead[rank];
     }
   }
   return record;

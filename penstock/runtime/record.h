@@ -1,5 +1,9 @@
-// A record of what ran: when each action of each rank began and ended, how long it waited, and what it moved. It is made
-// in every step; a timeline of it is drawn as simulated ones are.
+// Records of what ran: when each action of each rank began and ended, how long it waited, and what it sent or received.
+// Every step is recorded; a record is drawn like a simulated timeline.
+//
+//   pipeline.step({x}, {}, y);
+//   const Timeline timeline = timeline_of(pipeline.recorded_schedule(), pipeline.record());
+//   const Costs costs = costs_of(pipeline.recorded_schedule(), pipeline.record());
 #pragma once
 
 #include <cstdint>
@@ -16,37 +20,38 @@ struct ActionRecord {
   // Nanoseconds since the step began.
   std::int64_t start = 0;
   std::int64_t end = 0;
-  // Of that, waiting for another rank.
+  // Part of that time that was spent waiting for other ranks.
   std::int64_t waited = 0;
-  // What a message carried, or a computation received.
+  // Bytes of the message, or of the messages that a computation received.
   std::int64_t bytes = 0;
-  // The rank at the other end of a message, or the one that a computation waited for last; -1 for none.
+  // Other rank of a message, or the rank that a computation waited for last; -1 for none.
   int peer = -1;
 };
 
-// By rank, one for each of its actions.
+// One record for each action, by rank.
 using Record = std::vector<std::vector<ActionRecord>>;
 
-// Puts the ranks of a record on one clock. Process ranks begin a step at different times, and on several machines their
-// clocks differ: the difference between two ranks is taken from their fastest messages to each other, which are assumed to
-// take as long in both directions. Time 0 is when the first of them began. A rank that does not both send to another and
-// receive from it, directly or through other ranks, keeps its own time.
+// Returns the record with the times of all ranks on one clock. Process ranks begin a step at different times, and on
+// several machines their clocks differ. The difference between two ranks is estimated from their fastest messages to
+// each other, which are assumed to take equally long in both directions. Time 0 is when the first rank began. A rank
+// that does not both send to and receive from another one, directly or through other ranks, keeps its own time.
 Record with_common_clock(const Schedule& schedule, Record record);
 
-// The same as a timeline, in milliseconds: computations without the time that they waited.
+// Returns the record as a timeline in milliseconds. Computations are drawn without the time that they waited.
 Timeline timeline_of(const Schedule& schedule, const Record& record);
 
-// Returns what the simulator needs to repeat what ran, in milliseconds: what each stage's actions took, when each rank
-// began, and for each link its latency and bandwidth, and the time of its ranks. Each is the mean of a record and, of several
-// records of one schedule, the median of these. A message's latency shows where its receiver waited for it; the
-// bandwidth where messages of different sizes went over one link, and is otherwise part of the latency.
+// Returns the costs, in milliseconds, with which the simulator repeats what ran: the time of each stage's actions, when
+// each rank began, latency and bandwidth of each link, and the time that ranks spend on its messages. Each is the mean
+// over a record, and the median over several records of one schedule. A message's latency shows where its receiver
+// waited for it. The bandwidth shows where messages of different sizes were sent through one link, and is otherwise
+// part of the latency.
 Costs costs_of(const Schedule& schedule, const Record& record);
 Costs costs_of(const Schedule& schedule, std::span<const Record> records);
 
-// Simulates the steps that some records of one schedule are of, and returns the simulation with the median bubble. A step
-// is simulated with the times that it had (CostSamples), in another order: means alone would leave out what a rank loses
-// because another one is late now and then, which is most of the bubble where messages take long at times. `records` is not
-// empty.
+// Simulates the steps of some records of one schedule, and returns the simulation with the median bubble. Each is
+// simulated with the times that it had (CostSamples), in another order: means alone would hide the time that a rank
+// loses because another one is slow now and then, which is most of the bubble where messages occasionally take long.
+// `records` must not be empty.
 Timeline simulate_records(const Schedule& schedule, std::span<const Record> records);
 
 }  // namespace penstock

@@ -1,4 +1,4 @@
-// Costs out of records.
+// Estimates the costs that the simulator needs from the records of steps.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -12,6 +12,11 @@
 #include "penstock/runtime/record.h"
 
 namespace penstock {
+
+using internal::for_each_receive;
+using internal::kMillisecond;
+using internal::ReceivedMessage;
+
 namespace {
 
 double milliseconds(std::int64_t nanoseconds) {
@@ -25,17 +30,18 @@ double mean(const std::vector<double>& values) {
 // Times of a record, in milliseconds.
 struct Measured {
   CostSamples samples;
-  // By stage: bytes of the messages with its activations.
+  // Bytes of the messages with the activations of each stage.
   std::vector<std::vector<double>> bytes;
   std::vector<double> starts;
-  // By (from rank, to rank) and bytes: from the beginning of a send to the end of its receive. See add_messages.
+  // Times from the beginning of a send to the end of its receive, by (from rank, to rank) and bytes: see add_messages.
   std::map<std::pair<int, int>, std::map<std::int64_t, std::vector<double>>> transit;
 };
 
 constexpr std::size_t kKinds = static_cast<std::size_t>(Computation::ReduceGrad) + 1;
 
-// A pair runs its parts in turn, and has one time for both: each part is taken to have as much of it as its kind takes alone.
-void add_parts_of_pairs(const Schedule& schedule, const Record& record, CostSamples& samples) {
+// Adds the parts of OVERLAP_F_B actions. The record has one time for both parts, which is divided in proportion to what
+// each kind of computation takes alone.
+void add_overlapped_parts(const Schedule& schedule, const Record& record, CostSamples& samples) {
   const CostSamples alone = samples;
   const auto usual = [&](const Action& part) {
     const auto& times = alone.stages[static_cast<std::size_t>(part.stage)];
@@ -57,42 +63,46 @@ void add_parts_of_pairs(const Schedule& schedule, const Record& record, CostSamp
   }
 }
 
-// Adds the transit times of messages and the times to take one that has arrived. Of a message that its receiver waited for,
-// the transit is seen. Of one that was there before, only a bound is seen: it is taken to have been as fast as messages
-// within that bound usually are. Leaving such messages out would make late ones look more frequent than they are.
+// Adds the transit times of messages, and the times to receive one that has already arrived. The record shows the
+// transit time of a message that its receiver waited for. For one that arrived before it was needed it shows only an
+// upper bound: the transit is estimated as the median of the messages within that bound. Leaving such messages out
+// would make slow ones look more frequent than they are.
 void add_messages(const Schedule& schedule, const Record& record, Measured& measured) {
-  std::map<std::pair<int, int>, std::vector<Received>> by_link;
-  for_each_receive(schedule, record, [&](const Received& one) { by_link[{one.from, one.to}].push_back(one); });
+  std::map<std::pair<int, int>, std::vector<ReceivedMessage>> by_link;
+  for_each_receive(schedule, record,
+                   [&](const ReceivedMessage& message) { by_link[{message.from, message.to}].push_back(message); });
   for (const auto& [ends, messages] : by_link) {
     std::int64_t fastest = std::numeric_limits<std::int64_t>::max();
-    for (const Received& one : messages) fastest = std::min(fastest, one.taken - one.sent);
-    const auto may_have_arrived = [&](const Received& one) { return one.asked >= one.sent + fastest; };
-    std::vector<double> takes;
-    for (const Received& one : messages) {
-      if (may_have_arrived(one)) takes.push_back(milliseconds(one.taken - one.asked));
+    for (const ReceivedMessage& message : messages) fastest = std::min(fastest, message.received - message.sent);
+    const auto may_have_arrived = [&](const ReceivedMessage& message) {
+      return message.awaited >= message.sent + fastest;
+    };
+    std::vector<double> receives;
+    for (const ReceivedMessage& message : messages) {
+      if (may_have_arrived(message)) receives.push_back(milliseconds(message.received - message.awaited));
     }
-    // Taking a message is quick; a receiver that spends much longer waits for one that is late.
-    const double longest_take = 3 * median(takes);
+    // Receiving a message that has arrived is quick; a receiver that takes much longer waits for a slow one.
+    const double longest_receive = 3 * median(receives);
 
     auto& transit = measured.transit[ends];
-    std::vector<const Received*> arrived;
-    for (const Received& one : messages) {
-      const double take = milliseconds(one.taken - one.asked);
-      if (may_have_arrived(one) && take <= longest_take) {
-        measured.samples.links[ends].receive.push_back(take);
-        arrived.push_back(&one);
+    std::vector<const ReceivedMessage*> arrived;
+    for (const ReceivedMessage& message : messages) {
+      const double receive = milliseconds(message.received - message.awaited);
+      if (may_have_arrived(message) && receive <= longest_receive) {
+        measured.samples.links[ends].receive.push_back(receive);
+        arrived.push_back(&message);
       } else {
-        transit[one.bytes].push_back(milliseconds(one.taken - one.sent));
+        transit[message.bytes].push_back(milliseconds(message.received - message.sent));
       }
     }
     const auto seen = transit;
-    for (const Received* one : arrived) {
-      const double bound = milliseconds(one->asked - one->sent);
+    for (const ReceivedMessage* message : arrived) {
+      const double bound = milliseconds(message->awaited - message->sent);
       std::vector<double> within;
-      if (const auto found = seen.find(one->bytes); found != seen.end()) {
+      if (const auto found = seen.find(message->bytes); found != seen.end()) {
         std::ranges::copy_if(found->second, std::back_inserter(within), [&](double time) { return time <= bound; });
       }
-      transit[one->bytes].push_back(median(std::move(within), std::min(bound, milliseconds(fastest))));
+      transit[message->bytes].push_back(median(std::move(within), std::min(bound, milliseconds(fastest))));
     }
   }
 }
@@ -107,32 +117,32 @@ Measured measured_in(const Schedule& schedule, const Record& record) {
     const std::vector<ActionRecord>& recorded = record.at(static_cast<std::size_t>(rank));
     measured.starts.push_back(recorded.empty() ? 0 : milliseconds(recorded.front().start));
     for (std::size_t i = 0; i < recorded.size(); ++i) {
-      const ActionRecord& own = recorded[i];
+      const ActionRecord& action = recorded[i];
       const auto stage = static_cast<std::size_t>(actions[i].stage);
-      const double took = milliseconds(own.end - own.start);
+      const double took = milliseconds(action.end - action.start);
       if (static_cast<std::size_t>(actions[i].computation) < kKinds) {
-        samples.stages[stage][actions[i].computation].push_back(took - milliseconds(own.waited));
+        samples.stages[stage][actions[i].computation].push_back(took - milliseconds(action.waited));
       }
       if (actions[i].computation == Computation::SendForward) {
-        measured.bytes[stage].push_back(static_cast<double>(own.bytes));
+        measured.bytes[stage].push_back(static_cast<double>(action.bytes));
       }
-      if (actions[i].is_send()) samples.links[{rank, own.peer}].send.push_back(took);
-      if (actions[i].is_recv()) samples.links[{own.peer, rank}].post.push_back(took);
+      if (actions[i].is_send()) samples.links[{rank, action.peer}].send.push_back(took);
+      if (actions[i].is_recv()) samples.links[{action.peer, rank}].post.push_back(took);
     }
   }
-  add_parts_of_pairs(schedule, record, samples);
+  add_overlapped_parts(schedule, record, samples);
   add_messages(schedule, record, measured);
   return measured;
 }
 
-// Latency and bandwidth from what messages of each size took.
+// Fits latency and bandwidth of a link to the transit times of its messages.
 void fit(LinkCosts& link, const std::map<std::int64_t, std::vector<double>>& by_bytes) {
   if (by_bytes.empty()) return;
   const auto& [fewest, fast] = *by_bytes.begin();
   const auto& [most, slow] = *by_bytes.rbegin();
   link.latency = std::max(0.0, median(fast));
   const double longer = median(slow) - median(fast);
-  // Sizes that are nearly the same say nothing of the bandwidth, nor do large messages that are no slower.
+  // Messages of nearly the same size tell nothing about the bandwidth, nor do large ones that are no slower.
   if (most < 2 * fewest || longer <= 0) {
     if (by_bytes.size() > 1) link.latency = std::max(link.latency, median(slow));
     return;
@@ -180,7 +190,7 @@ StageCosts stage_costs(const std::vector<Measured>& all, std::size_t stage) {
       return found == measured.samples.stages[stage].end() ? std::vector<double>() : found->second;
     });
   };
-  // A full backward is an input and a weight backward; which has what part of it cannot be seen.
+  // A full backward is an input and a weight backward; the record does not tell how it is divided between them.
   const double half = median(of(Computation::FullBackward)) / 2;
   StageCosts costs;
   costs.forward = median(of(Computation::Forward));
@@ -217,7 +227,7 @@ std::vector<Measured> measured_in(const Schedule& schedule, std::span<const Reco
   return all;
 }
 
-// Returns the samples with latencies: what messages took without the time for their bytes.
+// Returns the samples with latencies: the transit times of messages without the time for their bytes.
 CostSamples with_latencies(const Measured& measured, const Costs& costs) {
   CostSamples samples = measured.samples;
   for (const auto& [ends, by_bytes] : measured.transit) {
@@ -241,7 +251,7 @@ Costs costs_of(const Schedule& schedule, const Record& record) {
 }
 
 Timeline simulate_records(const Schedule& schedule, std::span<const Record> records) {
-  // Of each record, in different orders.
+  // Simulations of each record, with its times in different orders.
   constexpr std::uint64_t kSimulations = 5;
   const std::vector<Measured> all = measured_in(schedule, records);
   Costs costs = costs_of(schedule, all);

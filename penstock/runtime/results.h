@@ -1,4 +1,4 @@
-// What comes out of a step.
+// Results of a step: shares them between process ranks, and merges them for the caller.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -6,17 +6,18 @@
 #include <optional>
 #include <vector>
 
-#include "penstock/runtime/executor.h"
 #include "penstock/runtime/step.h"
+#include "penstock/runtime/step_state.h"
 #include "penstock/transport/transport.h"
 
 namespace penstock::internal {
 
-// The ranks of a replica tell one another what they have: afterwards each has the outputs, losses and terms of all.
-// Throws TransportError.
-void share_results(StepWork& work, Group& ranks, Deadline deadline);
+// Broadcasts outputs, losses and loss terms between the process ranks of a replica: afterwards each rank has all of
+// them. Throws TransportError.
+void share_results(StepOutputs& outputs, Group& replica_group, Deadline deadline);
 
-// Of one replica after the other.
-StepResult take_results(std::vector<StepWork>& works, const std::optional<c10::IValue>& output_merge_spec);
+// Moves the results of all replicas of this process, in order, into one result. Throws ChunkError if outputs cannot be
+// merged.
+StepResult take_results(std::vector<ReplicaStep>& replicas, const std::optional<c10::IValue>& output_merge_spec);
 
 }  // namespace penstock::internal

@@ -21,6 +21,9 @@ struct Edge {
   friend auto operator<=>(const Edge&, const Edge&) = default;
 };
 
+// Direction in which a message travels along an edge: activations forward, gradients backward.
+enum class Direction { Forward, Backward };
+
 // Returns the edge that a message travels along. Gradients travel it backwards.
 Edge edge_under(const Action& message);
 

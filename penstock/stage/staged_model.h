@@ -24,8 +24,8 @@ class StagedModel {
   StagedModel(std::vector<PipelineStage> stages);  // NOLINT(google-explicit-constructor)
 
   // Process ranks pass their own stages only, in ascending order, and the same wiring and shared parameters on every
-  // rank. `shared` names parameters for which each stage has its own copy: their gradients are summed over the stages. A
-  // tensor that is a parameter of several of these stages is shared without being named; process ranks name it.
+  // rank. `shared` names parameters for which each stage has its own copy: their gradients are summed over the stages.
+  // A tensor that is a parameter of several of these stages is shared without being named; process ranks name it.
   StagedModel(std::vector<PipelineStage> stages, Wiring wiring, SharedParameters shared = {});
 
   const std::vector<PipelineStage>& stages() const { return stages_; }

@@ -9,7 +9,8 @@
 #include <memory>
 #include <vector>
 
-#include "penstock/runtime/executor.h"
+#include "penstock/runtime/actions.h"
+#include "penstock/schedule/schedule.h"
 
 namespace penstock::internal {
 

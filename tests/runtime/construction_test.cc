@@ -1,4 +1,4 @@
-// Pipelines that are made, or cannot be: then everything is as it was.
+// Construction of pipelines: it succeeds, or throws and changes nothing.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -24,7 +24,7 @@ std::string error_of(const std::function<void()>& act) {
   return "nothing was thrown";
 }
 
-// The weight of the first stage has a second name there.
+// Returns a model whose first stage has its weight under two names.
 Model with_two_names() {
   Model model = perceptron(2);
   auto& parameters = model.stages[0].parameters;
@@ -85,7 +85,7 @@ TEST(Construction, RefusesReplicasThatDifferInWiringOrSharedParameters) {
 TEST(Construction, ThatFailsLeavesTheWeightsOfAllReplicas) {
   struct Case {
     std::string error;
-    // Makes the last stage of the second replica, or of both, one that cannot be sharded.
+    // Changes the last stage of the second replica, or of both, so that it cannot be sharded.
     std::function<void(std::vector<Model>&)> spoil;
   };
   const auto& replace = [](Model& model, const at::Tensor& tensor) { model.stages[1].parameters[1].second = tensor; };
@@ -108,13 +108,13 @@ TEST(Construction, ThatFailsLeavesTheWeightsOfAllReplicas) {
            model.stages[1].buffers = {{"view", model.stages[0].parameters[1].second.detach().view({2, -1})}};
          }
        }},
-      // Of other sizes than in the first replica, which is found when they are to become the same.
+      // A size that differs from the first replica's, which the broadcast of parameters finds.
       {"broadcast: the members' tensors have different sizes or types",
        [&](std::vector<Model>& models) { replace(models[1], at::ones({kWide + 1})); }}};
   for (const Case& one : cases) {
     SCOPED_TRACE(one.error);
     std::vector<Model> models{perceptron(2), perceptron(2)};
-    // So that the second replica would be changed.
+    // Other weights than the first replica's, so that a broadcast would change them.
     for (StageModule& stage : models[1].stages) {
       for (const auto& [name, parameter] : stage.parameters) parameter.detach().fill_(7);
     }

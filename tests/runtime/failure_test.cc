@@ -1,4 +1,4 @@
-// What goes wrong, and what is left of it.
+// Failures of thread ranks: their messages, and the state that they leave.
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 #include <gtest/gtest.h>
@@ -35,7 +35,7 @@ void expect_begins(const std::string& text, const std::string& beginning) {
   EXPECT_EQ(text.substr(0, beginning.size()), beginning) << text;
 }
 
-// A model of four stages whose stage 2 can be told to fail.
+// A model of four stages, of which stage 2 fails on demand.
 struct Failing {
   Model model = perceptron(4);
   std::shared_ptr<std::atomic<bool>> armed = std::make_shared<std::atomic<bool>>(false);
@@ -108,7 +108,7 @@ struct ThrowsInBackward : torch::autograd::Function<ThrowsInBackward> {
   }
 };
 
-TEST(Failure, WithoutAWordIsOneToo) {
+TEST(Failure, WithoutAMessageIsReportedToo) {
   const Model model = perceptron(1);
   PipelineOptions options{.loss = [](const c10::IValue&, const c10::IValue&, const Kwargs&) -> at::Tensor {
     throw std::runtime_error("");
@@ -196,10 +196,11 @@ TEST(Step, RefusesWhatDoesNotFit) {
   StepOptions kwargs;
   kwargs.stage_kwargs[2] = {};
   EXPECT_EQ(error_of([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y"), kwargs); }),
-            "there are keyword arguments for stage 2; those of later stages are for 1 to 1.");
+            "there are keyword arguments for stage 2; expected a stage from 1 to 1.\n  Hint: pass those of stage 0 as "
+            "`kwargs`.");
   const c10::AutoGradMode off(false);
   expect_begins(error_of([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y")); }),
-                "step computes gradients, which are switched off on this thread.");
+                "step computes gradients, which are disabled on this thread.");
 }
 
 TEST(Pipelines, RefuseAScheduleThatDeadlocksWithItsPlacesInTheFile) {
@@ -220,7 +221,7 @@ TEST(Step, SplitsATargetThatWasFlattened) {
                       return at::mse_loss(output.toTensor().flatten(), target.toTensor());
                     }});
   EXPECT_EQ(pipeline.step({rows(8, "x")}, {}, rows(8, "y").flatten()).losses.size(), 4U);
-  // Uneven microbatches would have elements of other rows.
+  // Uneven microbatches would get elements of other rows.
   expect_begins(error_of([&] { pipeline.step({rows(9, "x")}, {}, rows(9, "y").flatten()); }),
                 "the target (float32 tensor of shape [72]) has 72 rows, and args[0] ");
 }
@@ -231,7 +232,7 @@ TEST(Step, RefusesATargetWithoutALoss) {
   EXPECT_EQ(
       error_of([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y")); }),
       "there is a target, float32 tensor of shape [4, 8], and no loss function that compares the output with it.\n"
-      "  Hint: PipelineOptions::loss; eval needs neither.");
+      "  Hint: set PipelineOptions::loss; eval needs neither.");
 }
 
 TEST(Step, RefusesToComputeGradientsOfNothing) {
@@ -254,8 +255,10 @@ TEST(Pipelines, RefuseStagesThatAreNotInOrder) {
   std::vector<PipelineStage> turned;
   turned.emplace_back(model.stages[1], 1, 2);
   turned.emplace_back(model.stages[0], 0, 2);
-  EXPECT_EQ(error_of([&] { Pipeline(std::move(turned), schedule); }),
-            "stage 0 of the list says that it is stage 1 of 2; they should be in order.");
+  EXPECT_EQ(
+      error_of([&] { Pipeline(std::move(turned), schedule); }),
+      "element 0 of the list of stages is stage 1 of 2, and the schedule is for 2 stages.\n  Hint: list the stages in "
+      "ascending order of stage_index.");
 }
 
 }  // namespace

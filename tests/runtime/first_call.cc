@@ -1,6 +1,6 @@
-// Ranks that begin at the same time have the same results: while one thread of a process makes the first call of MKL's
-// vector functions (tanh, sqrt, sin, …), those of another may be exact to three or four digits only. Each process has one
-// first call, so this starts itself many times.
+// Tests that ranks that start at the same time compute the same results. While one thread of a process makes the first
+// call of MKL's vector functions (tanh, sqrt, sin, …), results of another thread may be exact to three or four digits
+// only. A process has one first call, so this program starts itself many times.
 #include <ATen/ATen.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -21,7 +21,7 @@ constexpr int kRanks = 2;
 
 bool ranks_agree() {
   const at::Tensor numbers = at::arange(1, 4097).to(at::kFloat) / 4097;
-  // As in a model, MKL has been at work.
+  // A matrix product, as in a model: it initialises other parts of MKL.
   at::mm(numbers.view({64, 64}), numbers.view({64, 64}));
   std::vector<at::Tensor> results(kRanks);
   RankThreads ranks(kRanks, 1);

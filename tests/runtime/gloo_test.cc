@@ -1,4 +1,4 @@
-// Ranks that are processes. Each of them runs these tests, all at the same time: penstock_launch 4 penstock_gloo_test.
+// Process ranks. Each process runs these tests, all at the same time: penstock_launch 4 penstock_gloo_test.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -25,7 +25,7 @@ const Rendezvous& meeting_place() {
   return kPlace;
 }
 
-// One for all tests: a pipeline may follow another on it.
+// The transport of all tests: several pipelines may use it one after the other.
 const std::shared_ptr<Transport>& world() {
   static const std::shared_ptr<Transport> kTransport = c10d_transport(meeting_place());
   return kTransport;
@@ -34,7 +34,7 @@ const std::shared_ptr<Transport>& world() {
 class Gloo : public ::testing::Test {
  protected:
   void TearDown() override {
-    // The others would wait for a rank that left a test early.
+    // The other processes would wait for a rank that leaves a test early.
     if (HasFailure()) world()->abort("a test has failed in rank " + std::to_string(world()->rank()));
   }
   int ranks() const { return world()->ranks(); }
@@ -63,13 +63,13 @@ TEST_F(Gloo, EveryScheduleGivesTheLossesOutputsAndGradientsOfOneProcess) {
   if (world()->rank() == 0) std::cout << "cases: " << cases << "\n";
 }
 
-// The stages of this process in a world of one replica.
+// Returns the model with the stages of this process.
 StagedModel own_stages(const Model& model, const Schedule& schedule) {
   const auto own = schedule.placement().stages_of(world()->rank() % schedule.ranks());
   return model.build({own.begin(), own.end()});
 }
 
-TEST_F(Gloo, ShapesAreLearntAnewWhenTheBatchIsAnother) {
+TEST_F(Gloo, ShapesAreExchangedAgainWhenTheBatchChanges) {
   for (const NamedModel& named : {kModels[0], kModels[2], kModels[3]}) {
     for (const char* name : {"GPipe", "Interleaved1F1B", "ZBVZeroBubble"}) {
       SCOPED_TRACE(std::string(named.name) + ", " + name);
@@ -84,7 +84,8 @@ TEST_F(Gloo, ShapesAreLearntAnewWhenTheBatchIsAnother) {
         std::int64_t count;
         bool autocast;
       };
-      // The same ones twice, larger, smaller, and such that the last microbatch has fewer rows; then in other types.
+      // The same batch size twice, a larger and a smaller one, one with fewer rows in the last microbatch; then
+      // autocast.
       for (const auto [count, autocast] :
            {Kind{8, false}, Kind{8, false}, Kind{32, false}, Kind{4, false}, Kind{4, false}, Kind{9, false},
             Kind{9, false}, Kind{8, false}, Kind{8, true}, Kind{8, true}, Kind{8, false}}) {
@@ -107,7 +108,7 @@ TEST_F(Gloo, ShapesAreLearntAnewWhenTheBatchIsAnother) {
             EXPECT_TRUE(same_tensor(sums[at][i], stage.module().parameters[i].second.grad()));
           }
         }
-        // Forwards alone in between, with and without a target.
+        // Evaluations between the steps, with and without a target.
         const StepResult seen = pipeline.eval({x}, {}, count > 8 ? c10::IValue(y) : c10::IValue(), everywhere);
         ++step;
         EXPECT_EQ(seen.losses.size(), count > 8 ? 4U : 0U);
@@ -121,7 +122,7 @@ TEST_F(Gloo, ShapesAreLearntAnewWhenTheBatchIsAnother) {
 TEST_F(Gloo, ResultsAreThoseOfTheLastStageUnlessAskedForEverywhere) {
   const Schedule schedule = generate("1F1B", {.ranks = ranks(), .microbatches = 2});
   Model model = perceptron(schedule.stages());
-  // A dict of what comes, and a term of the loss of every stage.
+  // The last stage returns a dict, and every stage adds a loss term.
   const auto last = model.stages.back().forward;
   model.stages.back().forward = [last](const Args& args, const Kwargs& kwargs) -> c10::IValue {
     c10::Dict<std::string, at::Tensor> output;
@@ -160,7 +161,7 @@ TEST_F(Gloo, ResultsAreThoseOfTheLastStageUnlessAskedForEverywhere) {
   }
 }
 
-// Several replicas of a pipeline of two ranks.
+// Tests several replicas of a pipeline of two ranks.
 TEST_F(Gloo, ReplicasGiveTheGradientsOfOneProcessOnTheWholeBatch) {
   constexpr int kMicrobatches = 4;
   if (ranks() % 2 != 0) return;
@@ -181,7 +182,7 @@ TEST_F(Gloo, ReplicasGiveTheGradientsOfOneProcessOnTheWholeBatch) {
         const auto whole = plain_microbatch(again, {x}, y, 0, 1.0, {}).gradients;
         const int replica = world()->rank() / 2;
         const auto part = [&](const at::Tensor& all) { return all.chunk(replicas)[static_cast<std::size_t>(replica)]; };
-        // Two steps of which only the second reduces give the sum; the first alone gave its own.
+        // Two steps, of which only the second reduces, give the sum.
         StepOptions first;
         first.reduce = false;
         pipeline.step({part(x)}, {}, part(y), first);
@@ -214,7 +215,7 @@ TEST_F(Gloo, ReplicasGiveTheGradientsOfOneProcessOnTheWholeBatch) {
 
 TEST_F(Gloo, AccumulationGivesTheGradientsOfOneProcessWhateverIsCleared) {
   if (ranks() % 2 != 0) return;
-  // What requires a gradient changes from step to step.
+  // Parameters that require a gradient change from step to step.
   const std::shared_ptr<Transport> transport = c10d_transport(meeting_place(), {.dynamic_shapes = true});
   for (const bool sharded : {false, true}) {
     for (const Sharing sharing : {Sharing::None, Sharing::Copies}) {
@@ -234,7 +235,7 @@ TEST_F(Gloo, OutputsThatCannotBeMergedFailTheStepOnAllRanks) {
                                                                        const Kwargs& kwargs) -> c10::IValue {
     return before(args, kwargs).toTensor().mean();
   };
-  // It is of no use afterwards.
+  // The transport cannot be used afterwards.
   PipelineOptions options{
       .transport = c10d_transport(meeting_place()),
       .loss = [](const c10::IValue& output, const c10::IValue&, const Kwargs&) { return output.toTensor(); }};
@@ -260,7 +261,7 @@ TEST_F(Gloo, OutputsThatCannotBeMergedFailTheStepOnAllRanks) {
   }
 }
 
-// The other ranks learn of it in this step or the next.
+// The other ranks are notified in this step or the next.
 TEST_F(Gloo, AMergeThatFailsAfterTheBackwardsEndsThePipelineOnAllRanks) {
   const Schedule schedule = generate("1F1B", {.ranks = ranks(), .microbatches = 4});
   const Model model = perceptron(schedule.stages());
@@ -283,7 +284,7 @@ TEST_F(Gloo, AMergeThatFailsAfterTheBackwardsEndsThePipelineOnAllRanks) {
   }
 }
 
-// Its length depends on what is in it.
+// The length of the output depends on its values.
 TEST_F(Gloo, DynamicShapesMayChangeWithEveryMicrobatch) {
   const Schedule schedule = generate("1F1B", {.ranks = ranks(), .microbatches = 4});
   Model model = perceptron(schedule.stages());

@@ -1,4 +1,4 @@
-// Schedules as a user would write them: computations in a CSV, wherever stages lie and in whatever order they run.
+// Schedules as a user would write them: computations in a CSV, with any placement and any valid order.
 #include <gtest/gtest.h>
 
 #include <cstddef>
@@ -33,7 +33,7 @@ constexpr Handwritten kHandwritten[] = {
     {"OneStageAndThree",
      "0F0,0F1,0F2,0B0,0B1,0B2\n"
      "1F0,2F0,3F0,3B0,2B0,1B0,1F1,2F1,3F1,3B1,2B1,1B1,1F2,2F2,3F2,3B2,2B2,1B2\n"},
-    // The stages of the first rank do not follow one another.
+    // The first rank has stages that are not consecutive.
     {"ThreeStagesAndOne",
      "0F0,1F0,0F1,1F1,3F0,3B0,0F2,1F2,3F1,3B1,1B0,0B0,3F2,3B2,1B1,0B1,1B2,0B2\n"
      "2F0,2F1,2B0,2F2,2B1,2B2\n"},
@@ -45,7 +45,7 @@ constexpr Handwritten kHandwritten[] = {
     {"Reordered",
      "0F0,0F2,0F1,0F3,0B3,0B0,0B2,0B1\n"
      "1F0,1F2,1F1,1F3,1B3,1B1,1B0,1B2\n"},
-    // Neither rank takes microbatches as the other does.
+    // The ranks run the microbatches in different orders.
     {"ReorderedOnEachRank",
      "0F0,0F2,0F1,0F3,0B1,0B3,0B2,0B0\n"
      "1F2,1F1,1F3,1F0,1B3,1B0,1B2,1B1\n"
@@ -53,7 +53,7 @@ constexpr Handwritten kHandwritten[] = {
     {"SeparateWeights",
      "0F0,0F1,0F2,0F3,0I0,0I1,0I2,0I3,0W2,0W0,0W3,0W1\n"
      "1F0,1I0,1F1,1I1,1F2,1I2,1F3,1I3,1W3,1W1,1W0,1W2\n"},
-    // Some backwards whole and some in halves, and stages of one rank in between.
+    // Full and split backwards mixed, and interleaved stages of one rank.
     {"SeparateWeightsInPart",
      "0F0,0F1,2F0,2I0,0F2,2F1,2B1,0I0,2F2,2I2,0B1,0I2,2W2,0W2,2W0,0W0\n"
      "1F0,1F1,1I0,1F2,1B1,1I2,1W0,1W2\n"},
@@ -62,7 +62,7 @@ constexpr Handwritten kHandwritten[] = {
      "0B2,0B3\n"
      "1F0,2F0,1F1,2F1,(1F2;2B0)OVERLAP_F_B,1B0,2F2,(1F3;2B1)OVERLAP_F_B,1B1,2F3,2B2,1B2,2B3,1B3\n"},
     {"ReductionsWithoutMessages", "0F0,0F1,0B0,0B1,0REDUCE_GRAD\n1F0,1B0,1F1,1B1,1REDUCE_GRAD\n"},
-    // The second part is a half, or goes first.
+    // Overlapped pairs with an input backward, or with the backward first.
     {"OverlapOfHalves",
      "0F0,0F1,3F0,(0F2;3I0)OVERLAP_F_B,3F1,(3I1;0F3)OVERLAP_F_B,3W0,(3F2;0I0)OVERLAP_F_B,3B2,(3F3;0B1)OVERLAP_F_B,"
      "3B3,3W1,0B2,0W0,0B3\n"
@@ -81,7 +81,7 @@ TEST_P(HandwrittenSchedule, GivesTheLossesOutputsAndGradientsOfOneProcess) {
   }
 }
 
-// Stages anywhere, and of all computations whose turn it may be any next: a schedule that nobody would write.
+// Returns a random schedule: a random placement, and at each step any computation that may run next.
 class AnySchedule {
  public:
   explicit AnySchedule(Random random) : random_(random) {}
@@ -111,7 +111,7 @@ class AnySchedule {
   }
 
  private:
-  // What of a stage and a microbatch has been done, and whether its backward is whole.
+  // Progress of each stage and microbatch, and whether its backward is full.
   struct Cell {
     bool forward = false;
     bool input = false;

@@ -1,4 +1,4 @@
-// The number of threads that operators use belongs to rank threads alone.
+// Numbers of intra-op threads: those of rank threads do not change those of the program.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
@@ -16,7 +16,7 @@
 namespace penstock::testing {
 namespace {
 
-// The number that a new thread of the program finds.
+// Returns the number of intra-op threads on a new thread of the program.
 int threads_of_a_new_thread() {
   int found = 0;
   std::thread([&found] { found = at::get_num_threads(); }).join();

@@ -1,5 +1,5 @@
-// What the tests of a process's end and of profiles start: as one process with thread ranks, or as a process rank. It ends
-// with 0 when all went well.
+// Program that lifetime_test.cc starts, as one process with thread ranks or as a process rank. It exits with 0 on
+// success.
 //
 //   lifetime_program threads|gloo exit         exits with a pipeline on the stack
 //   lifetime_program threads|gloo leak         returns from main with a pipeline that is never destroyed
@@ -76,7 +76,7 @@ int exit_in_step(const std::string& carrier, bool joined) {
         steps.notify_all();
       }
     } catch (const PipelineError&) {
-      // Somebody waits for the thread; otherwise an error may not come out of a step now.
+      // The error is thrown only because the static object joins this thread.
       if (!joined) std::abort();
     }
   });
@@ -89,7 +89,8 @@ int exit_in_step(const std::string& carrier, bool joined) {
   std::exit(0);  // NOLINT(concurrency-mt-unsafe): it is what is tested
 }
 
-// Makes, uses and destroys pipelines, the same in all processes, while profiles begin and end at moments of each process.
+// Constructs, uses and destroys pipelines, in the same order in all processes, while each process starts and stops
+// profilers at random times of its own.
 int profile(const std::string& carrier, unsigned seed) {
   namespace profiler = torch::autograd::profiler;
   using torch::profiler::impl::ActivityType;
@@ -112,7 +113,8 @@ int profile(const std::string& carrier, unsigned seed) {
   };
   for (int i = 0; i < 60; ++i) {
     if (chance(own, 3)) turn_profiler(!profiling);
-    // A rank that ends its pipeline before the other has connected is lost to it, so that a step comes between.
+    // A step lies between construction and destruction: a rank that disconnects before the other has connected counts
+    // as lost.
     if (trained && chance(same, 4)) {
       trained.reset();
       continue;

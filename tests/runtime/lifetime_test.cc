@@ -1,5 +1,5 @@
-// Processes that exit while a pipeline is alive, and that are profiled. Each is a process of its own, so that damage is seen
-// by how it ends.
+// Processes that exit while a pipeline is alive, and that are profiled. Each case runs in a process of its own, so that
+// memory errors show in its exit status.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -28,7 +28,7 @@ class Lifetime : public ::testing::TestWithParam<const char*> {
     ProcessRanks ranks({.program = folder / "penstock_lifetime_program",
                         .arguments = arguments,
                         .ranks = carrier == "gloo" ? 2 : 1,
-                        // Freed memory is filled, so that a write into it is seen.
+                        // Fill freed memory, so that a use of it is detected.
                         .environment = {{"MALLOC_PERTURB_", "165"}},
                         .grace_period = std::chrono::seconds(30)});
     for (const ProcessEnd& end : ranks.wait(Clock::now() + std::chrono::seconds(120))) {
@@ -55,7 +55,7 @@ TEST_P(Lifetime, OfAProfileIsAnyPartOfThatOfAPipeline) {
 INSTANTIATE_TEST_SUITE_P(Carriers, Lifetime, ::testing::Values("threads", "gloo"),
                          [](const auto& one) { return std::string(one.param); });
 
-// Between processes the others would see a rank that leaves in the middle of a step.
+// With process ranks, the other processes would report a rank that exits in the middle of a step.
 class LifetimeOfThreadRanks : public Lifetime {};
 
 TEST_P(LifetimeOfThreadRanks, EndsWhileAnotherThreadIsInAStep) {

@@ -1,4 +1,4 @@
-// Microbatches that count differently: losses and gradients are those of the whole batch.
+// Weighted microbatches: losses and gradients equal those of the whole batch.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -28,7 +28,7 @@ at::Tensor cross_entropy(const c10::IValue& output, const c10::IValue& target, c
   return at::cross_entropy_loss(output.toTensor(), target.toTensor());
 }
 
-// Classes of rows, of which those from `first` to before `last` are ignored.
+// Returns classes of rows, of which those in [first, last) are ignored.
 at::Tensor classes(std::int64_t rows, std::int64_t first, std::int64_t last) {
   at::Tensor target = at::arange(rows, at::kLong).mul(3).remainder(kWide);
   target.slice(0, first, last).fill_(kIgnored);
@@ -40,7 +40,7 @@ struct WholeBatch {
   std::vector<at::Tensor> gradients;
 };
 
-// One process on the whole batch, without microbatches.
+// Runs the whole batch in one process, without microbatches.
 WholeBatch whole_batch(const Model& model, const at::Tensor& x, const at::Tensor& target, const LossFunction& loss) {
   zero_grad(model);
   at::Tensor value = x;
@@ -76,7 +76,7 @@ TEST(LossWeight, OfRowsGivesTheLossAndGradientsOfTheWholeBatch) {
     EXPECT_NEAR(result.loss(), whole.loss, 1e-6);
     expect_near(whole.gradients, gradients_of(model));
     EXPECT_NEAR(pipeline.eval({x}, {}, y).loss(), whole.loss, 1e-6);
-    // Without it all microbatches count alike, as in torch.distributed.pipelining.
+    // Without a weight all microbatches count alike, as in torch.distributed.pipelining.
     zero_grad(model);
     Pipeline alike(model.build(), schedule, {.loss = squared_error});
     const StepResult unweighted = alike.step({x}, {}, y);
@@ -87,7 +87,7 @@ TEST(LossWeight, OfRowsGivesTheLossAndGradientsOfTheWholeBatch) {
 
 TEST(LossWeight, OfTargetsLeavesOutWhatIsIgnored) {
   const at::Tensor x = rows(kRows, "x");
-  // Microbatches of 2, 2, 2, 2, 2, 1, 1 and 1 rows: the second is ignored whole, the third by half.
+  // Microbatches of 2, 2, 2, 2, 2, 1, 1 and 1 rows: all rows of the second and half of the third are ignored.
   const at::Tensor target = classes(kRows, 2, 5);
   const Model model = perceptron(2);
   const WholeBatch whole = whole_batch(model, x, target, cross_entropy);
@@ -98,7 +98,7 @@ TEST(LossWeight, OfTargetsLeavesOutWhatIsIgnored) {
   EXPECT_EQ(result.losses[1].item<double>(), 0);
   expect_near(whole.gradients, gradients_of(model));
   EXPECT_NEAR(pipeline.eval({x}, {}, target).loss(), whole.loss, 1e-6);
-  // Another index, and a batch in which nothing counts.
+  // Another ignore_index, and a batch in which all targets are ignored.
   EXPECT_EQ(count_targets(3)(classes(kRows, 0, 0), {}), 11);
   zero_grad(model);
   const StepResult nothing = pipeline.step({x}, {}, classes(kRows, 0, kRows));
@@ -151,8 +151,8 @@ TEST(LossWeight, IsSharedByReplicas) {
   }
 }
 
-// Two replicas of two ranks, each a process as far as Gloo knows. The first stage adds a term, which has the weight of its
-// microbatch although only the last stage's process has the target.
+// Two replicas of two process ranks, on threads of this process. The first stage adds a loss term, which has the weight
+// of its microbatch although only the process of the last stage has the target.
 TEST(LossWeight, IsSharedByProcesses) {
   const at::Tensor x = rows(kRows, "x");
   const at::Tensor target = classes(kRows, 2, 5);
@@ -263,7 +263,7 @@ TEST(LossWeight, IsAFiniteNumberOfAtLeastZero) {
   }
 }
 
-// Without a loss function, the terms that a stage of any process adds are enough; without them, all processes refuse.
+// Without a loss function, the loss terms of any process suffice; without terms, all processes throw.
 TEST(LossTerms, AreEnoughForAStepBetweenProcesses) {
   for (const bool with_term : {true, false}) {
     SCOPED_TRACE(with_term);
@@ -305,7 +305,7 @@ TEST(LossWeight, IsNotDividedByTheTotalWithoutScaling) {
   expect_near(whole.gradients, gradients_of(model));
 }
 
-// What a user gives by StepOptions::weights is taken as it is; 0 leaves a microbatch out, whatever its loss would be.
+// StepOptions::weights are used as given; 0 leaves a microbatch out, whatever its loss would be.
 TEST(LossWeight, OfZeroLeavesAMicrobatchOut) {
   const at::Tensor x = rows(4, "x");
   at::Tensor y = rows(4, "y");

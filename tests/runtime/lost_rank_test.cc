@@ -50,7 +50,7 @@ TEST(LostRank, IsNoticedByAllOthersWhateverItWasDoing) {
                                       std::to_string(action), std::to_string(kTimeoutMs), file, schedule},
                         .ranks = kRanks,
                         .environment = {},
-                        // The others end by themselves; one that is stopped does not.
+                        // The other ranks exit by themselves; a stopped one does not.
                         .grace_period = std::chrono::seconds(4)});
     const std::vector<ProcessEnd> ends = ranks.wait(Clock::now() + std::chrono::seconds(60));
     for (int rank = 0; rank < kRanks; ++rank) {

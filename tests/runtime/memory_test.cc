@@ -1,4 +1,4 @@
-// When the memory of activations, messages and gradients is let go: with the action that was the last to need it.
+// Lifetime of activations, messages and gradients: each is freed by the last action that needs it.
 #include <ATen/ATen.h>
 #include <c10/core/Storage.h>
 #include <gtest/gtest.h>
@@ -18,21 +18,21 @@
 namespace penstock::testing {
 namespace {
 
-// Of a forward y = tanh(2 x W) + b and its backward.
+// Tensors of a forward y = tanh(2 x W) + b and its backward.
 enum class What {
-  // x, and y where it goes to another stage: no operator keeps them.
+  // x, and y if it is sent to another stage: no operator saves them.
   Input,
   Output,
-  // 2 x, which the gradient of W is made of.
+  // 2 x, which the gradient of W is computed from.
   Factor,
-  // The tanh, which its own gradient is made of.
+  // The tanh, which its own gradient is computed from.
   Middle,
   // The gradients of y and of 2 x W.
   Gradient,
   FactorGradient,
 };
 
-// Where memory is, without keeping it.
+// Refers to a tensor's storage without owning it.
 class Watch {
  public:
   void look_at(What what, int stage, int microbatch, const at::Tensor& tensor) {
@@ -76,7 +76,7 @@ Model watched(int stages, Watch& watch) {
           const at::Tensor product = at::matmul(factor, w);
           const at::Tensor middle = at::tanh(product);
           const at::Tensor y = middle + b;
-          // What the caller has stays.
+          // The caller's tensors stay alive.
           if (i > 0) watch.look_at(What::Input, i, microbatch, x);
           watch.look_at(What::Factor, i, microbatch, factor);
           watch.look_at(What::Middle, i, microbatch, middle);
@@ -101,11 +101,11 @@ class EveryScheduleWatched : public ::testing::TestWithParam<std::string> {
       : schedule_(generate(GetParam(), {.ranks = 2, .microbatches = kMicrobatches})),
         model_(watched(schedule_.stages(), watch_)) {}
 
-  // `after` is called for each computation, with pairs taken apart.
+  // Calls `after` for each computation, and for each part of an overlapped pair.
   template <class After>
   Pipeline pipeline(const After& after) {
     PipelineOptions options{.loss = squared_error};
-    options.functions.instead[Computation::Forward] = [](const Action& action, ActionContext& context) {
+    options.functions.overrides[Computation::Forward] = [](const Action& action, ActionContext& context) {
       microbatch_now = action.microbatch;
       context.run(action);
     };
@@ -139,7 +139,7 @@ std::vector<std::string> names() {
 INSTANTIATE_TEST_SUITE_P(Threads, EveryScheduleWatched, ::testing::ValuesIn(names()),
                          [](const auto& one) { return one.param; });
 
-TEST_P(EveryScheduleWatched, LetsGoOfAMessageWhenItsForwardHasUsedIt) {
+TEST_P(EveryScheduleWatched, FreesAMessageWhenItsForwardHasUsedIt) {
   Pipeline made = pipeline([this](int, const Action& action) {
     if (!is_forward(action) || action.stage == 0) return;
     const Action sender = forward(action.stage - 1, action.microbatch);
@@ -153,11 +153,11 @@ TEST_P(EveryScheduleWatched, LetsGoOfAMessageWhenItsForwardHasUsedIt) {
   step(made);
 }
 
-TEST_P(EveryScheduleWatched, LetsGoOfGradientsAndActivationsWithTheBackwardThatUsedThem) {
+TEST_P(EveryScheduleWatched, FreesGradientsAndActivationsWithTheBackwardThatUsedThem) {
   Pipeline made = pipeline([this](int, const Action& action) {
     if (is_forward(action)) return;
     EXPECT_TRUE(seen(What::Factor, action)) << to_string(action);
-    // A whole backward leaves nothing, and neither does the second half.
+    // A full backward leaves nothing saved, and neither does a weight backward.
     if (makes_weight_gradient(action)) {
       EXPECT_TRUE(seen(What::Gradient, action)) << to_string(action);
       for (const What what : {What::Factor, What::Middle, What::Output, What::Gradient, What::FactorGradient}) {
@@ -165,14 +165,14 @@ TEST_P(EveryScheduleWatched, LetsGoOfGradientsAndActivationsWithTheBackwardThatU
       }
       return;
     }
-    // The first stage has no input half: all of it is for its parameters.
+    // The first stage has no input gradient: its whole backward is for its parameters.
     if (action.stage == 0) return;
     EXPECT_TRUE(alive(What::Factor, action)) << to_string(action);
     EXPECT_TRUE(alive(What::FactorGradient, action)) << to_string(action);
     EXPECT_FALSE(alive(What::Middle, action)) << to_string(action);
     EXPECT_TRUE(seen(What::Gradient, action)) << to_string(action);
     EXPECT_FALSE(alive(What::Gradient, action)) << to_string(action);
-    // Of the last stage the loss has kept it until now.
+    // On the last stage the loss has saved it until now.
     EXPECT_FALSE(alive(What::Output, action)) << to_string(action);
   });
   step(made);

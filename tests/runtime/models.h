@@ -1,5 +1,5 @@
-// Models in stages for the tests of the runtime, each with the same weights every time it is made, and one process that
-// computes the same thing plainly.
+// Models in stages for the tests of the runtime, each with the same weights every time it is made, and a reference that
+// computes the same in one process without a pipeline.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -64,7 +64,7 @@ struct Model {
 
 constexpr std::int64_t kWide = 8;
 
-// The same numbers for the same name.
+// Returns a random weight, the same for the same name.
 inline at::Tensor weight(const std::string& name, at::IntArrayRef shape) {
   at::Generator generator = at::detail::createCPUGenerator(std::hash<std::string>()(name));
   return at::randn(shape, generator).mul_(0.3).requires_grad_();
@@ -117,7 +117,7 @@ inline Model transformer(int stages) {
   return model;
 }
 
-// Between stages go two tensors, None, integers and what needs no gradient.
+// Stages that send several tensors: with and without a gradient, None, and integers.
 inline Model several_tensors(int stages) {
   Model model(stages);
   for (int i = 0; i < stages; ++i) {
@@ -141,7 +141,7 @@ inline Model several_tensors(int stages) {
   return model;
 }
 
-// The first stage gives a second output, which the third and the last take too; every stage writes into what it gets.
+// The third and the last stage also take a second output of the first; every stage writes into its arguments.
 inline Model with_skips(int stages) {
   Model model(stages);
   for (int i = 0; i < stages; ++i) {
@@ -211,7 +211,7 @@ inline at::Tensor squared_error(const c10::IValue& output, const c10::IValue& ta
   return at::mse_loss(output.toTensor(), target.toTensor());
 }
 
-// One process: the whole model on a microbatch, then gradients by stage and parameter.
+// Result of the reference on one microbatch, with gradients by stage and parameter.
 struct PlainMicrobatch {
   at::Tensor output;
   at::Tensor loss;
@@ -226,12 +226,10 @@ struct PlainOptions {
 
 inline PlainMicrobatch plain_microbatch(const Model& model, const Args& args, const at::Tensor& target, int microbatch,
                                         double loss_weight, const PlainOptions& options) {
-  // The number of threads changes how some operators round, and ranks have one each.
-  const IntraOpThreads threads(1);
   const c10::AutoGradMode grad(options.backward);
-  // Ranks have one thread for their operators, and the number changes rounding.
+  // The number of intra-op threads changes rounding, and ranks have one.
   const IntraOpThreads one_thread(1);
-  // Every stage's outputs; a stage that writes into its arguments writes into copies, as in a pipeline.
+  // Outputs of each stage. Arguments are copies, as in a pipeline, since stages may write into them.
   std::vector<std::vector<c10::IValue>> outputs;
   c10::IValue value;
   for (std::size_t i = 0; i < model.stages.size(); ++i) {
@@ -272,7 +270,7 @@ inline PlainMicrobatch plain_microbatch(const Model& model, const Args& args, co
   return result;
 }
 
-// Gradients by stage and parameter, added up in the order in which the schedule computes those of each stage.
+// Returns gradients by stage and parameter, summed in the order in which the schedule computes those of each stage.
 inline std::vector<std::vector<at::Tensor>> added_up(const Schedule& schedule,
                                                      const std::vector<PlainMicrobatch>& microbatches) {
   std::vector<std::vector<at::Tensor>> sums(static_cast<std::size_t>(schedule.stages()));
@@ -297,18 +295,18 @@ inline bool same_tensor(const at::Tensor& one, const at::Tensor& other) {
   return one.defined() == other.defined() && (!one.defined() || at::equal(one, other));
 }
 
-// Rows for all microbatches, not the same number for each.
+// Returns rows for all microbatches, with a different number in the last.
 inline at::Tensor rows_for(int microbatches, const std::string& name) {
   return weight(name, {2 * microbatches + (microbatches > 1 ? 1 : 0), 4 * kWide}).detach();
 }
 
-// Models of one row take 8 numbers, the transformer four tokens of them.
+// The transformer takes rows of four tokens of 8 numbers, other models rows of 8 numbers.
 inline at::Tensor input_for(const NamedModel& model, int microbatches, const std::string& name) {
   const at::Tensor rows = rows_for(microbatches, name);
   return std::string(model.name) == "transformer" ? rows : rows.narrow(1, 0, kWide).contiguous();
 }
 
-// What one process gives for a batch.
+// Runs the reference on each microbatch of a batch.
 inline std::vector<PlainMicrobatch> plain(const Model& model, const at::Tensor& x, const at::Tensor& y,
                                           int microbatches, const PlainOptions& options) {
   const SplitArgs split = split_args_kwargs_into_chunks({x, y}, {}, microbatches);
@@ -352,9 +350,9 @@ inline void expect_equal(const std::vector<at::Tensor>& expected, const std::vec
   for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(same_tensor(expected[i], found[i])) << i;
 }
 
-// A step of the schedule has the losses, outputs and gradients of one process, bit for bit, on threads or, with a
-// transport, in this process's stages. Only the order in which stages add to a weight that they have in common is
-// nobody's.
+// Expects that a step of the schedule has the losses, outputs and gradients of one process, bitwise, on thread ranks
+// or, with a transport, in the stages of this process. Gradients of a weight that several stages share are equal to
+// rounding, as the stages add to them in no fixed order.
 inline void expect_what_one_process_gives(const NamedModel& named, const Schedule& schedule,
                                           const std::shared_ptr<Transport>& transport = nullptr) {
   SCOPED_TRACE(named.name);

@@ -1,4 +1,4 @@
-// What can be seen of a step from outside: ranges in PyTorch's profiler, and reductions that are under way.
+// Observable effects of a step: ranges in PyTorch's profiler, and reductions in flight.
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
 #include <gtest/gtest.h>
@@ -27,7 +27,7 @@ namespace {
 
 using Names = std::vector<std::string>;
 
-// What the profiler should see of each rank.
+// Returns the ranges that the profiler should record.
 std::vector<Names> ranges_of(const Schedule& schedule) {
   std::vector<Names> ranges(static_cast<std::size_t>(schedule.ranks()));
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
@@ -39,7 +39,7 @@ std::vector<Names> ranges_of(const Schedule& schedule) {
   return ranges;
 }
 
-// Threads have no order that could be relied on.
+// Sorts them, as threads run in no fixed order.
 std::vector<Names> sorted_lists(const std::map<std::uint64_t, Names>& by_thread) {
   std::vector<Names> lists;
   for (const auto& [thread, names] : by_thread) lists.push_back(names);
@@ -47,7 +47,7 @@ std::vector<Names> sorted_lists(const std::map<std::uint64_t, Names>& by_thread)
   return lists;
 }
 
-// Writes down the ranges of all threads while it lives.
+// Records the ranges of all threads during its lifetime.
 class Ranges {
  public:
   Ranges() {
@@ -104,7 +104,7 @@ TEST(Profiler, OfTheCallersThreadSeesAllRanks) {
   profiler::enableProfiler(config, {ActivityType::CPU});
   pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
   const auto result = profiler::disableProfiler();
-  // What comes later is not seen, nor does it meet a profiler that has gone.
+  // Later steps are not recorded, and use nothing of the destroyed profiler.
   pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
 
   std::map<std::uint64_t, std::vector<std::pair<std::uint64_t, std::string>>> by_time;
@@ -122,8 +122,8 @@ TEST(Profiler, OfTheCallersThreadSeesAllRanks) {
   EXPECT_EQ(operators, 4U * 4U);
 }
 
-// Two replicas, of which the second to come to a reduction is held there until the first has computed for another stage
-// of the same rank. A rank that waited for its reduction at once would never get there.
+// Holds the second of two replicas at a reduction until the first has run a computation of another stage of the same
+// rank. A rank that waited for its reduction at once would never get there.
 class HeldReduction {
  public:
   HeldReduction(int rank, int stage) : rank_(rank), stage_(stage) {}
@@ -162,7 +162,7 @@ class HeldReduction {
   bool held_in_time_ = false;
 };
 
-// A reduction of a rank's list, and the next computation behind it.
+// A reduction in a rank's list, and the next computation after it.
 struct ReductionAndNext {
   int rank;
   std::size_t reduction;
@@ -203,7 +203,7 @@ TEST(Record, ShowsReductionsUnderWayWhileOtherStagesCompute) {
         held = std::make_unique<HeldReduction>(rank, pipeline.schedule().actions(rank)[reduction].stage);
         pipeline.step({rows(16, "x")}, {}, rows(16, "y"));
         ASSERT_TRUE(held->held_in_time()) << to_string(pipeline.schedule().actions(rank)[reduction]);
-        // The first has begun to reduce, and gone on to compute, before the second came.
+        // The first replica has started its reduction, and continued to compute, before the second one arrived.
         const std::vector<ActionRecord>* first = &pipeline.record(0)[static_cast<std::size_t>(rank)];
         const std::vector<ActionRecord>* second = &pipeline.record(1)[static_cast<std::size_t>(rank)];
         if ((*first)[reduction].end > (*second)[reduction].end) std::swap(first, second);

@@ -1,4 +1,4 @@
-// The same models under PyTorch, which tests/runtime/pipeline_reference.py has run.
+// Compares with torch.distributed.pipelining on the same models, which pipeline_reference.py has run.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -44,7 +44,7 @@ StageModule stage_of(const std::string& model, const std::vector<at::Tensor>& we
           .parameters = {{"w", w}, {"s", other}}};
 }
 
-// Both ranks' records of one run, as one.
+// Merges the results of both ranks of one run.
 struct ReferenceRun {
   ReferenceRun(const c10::IValue& rank0, const c10::IValue& rank1)
       : ranks({rank0.toGenericDict(), rank1.toGenericDict()}) {}

@@ -1,5 +1,5 @@
-// What goes wrong between processes, here ranks of one process that talk through Gloo: every rank ends with the same
-// words, in time, and can begin anew.
+// Failures of process ranks, here on threads of one process that communicate through Gloo: every rank throws the same
+// error in time, and can construct a new pipeline. And cancellation of steps.
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
 #include <gtest/gtest.h>
@@ -28,19 +28,19 @@ namespace {
 
 constexpr int kRanks = 4;
 
-// One rank, with a model of its own whose third stage can be told to do something.
+// A process rank with its own model, of which the third stage can be changed.
 struct Member {
   Member(const c10::intrusive_ptr<c10d::Store>& given_store, int given_rank)
       : store(given_store), rank(given_rank), model(perceptron(kRanks)) {
     model.stages[2].forward = [this, before = model.stages[2].forward](const Args& args,
                                                                        const Kwargs& kwargs) -> c10::IValue {
       const c10::IValue output = before(args, kwargs);
-      return instead ? instead(output) : output;
+      return replaced ? replaced(output) : output;
     };
   }
 
   void connect(std::chrono::milliseconds timeout) {
-    // What was there says good-bye first.
+    // Disconnects the previous pipeline first.
     pipeline.reset();
     PipelineOptions options{.transport = c10d_transport(store, rank, kRanks),
                             .loss = [this](const c10::IValue& output, const c10::IValue& target, const Kwargs& kwargs) {
@@ -57,7 +57,7 @@ struct Member {
   int rank;
   Model model;
   Schedule schedule = generate("1F1B", {.ranks = kRanks, .microbatches = 4});
-  std::function<c10::IValue(const c10::IValue&)> instead;
+  std::function<c10::IValue(const c10::IValue&)> replaced;
   bool loss_fails = false;
   double seconds = 0;
   std::unique_ptr<Pipeline> pipeline;
@@ -94,7 +94,7 @@ class ProcessFailure : public ::testing::Test {
   void connect(std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
     on_threads(kRanks, [&](int rank) { members_[static_cast<std::size_t>(rank)]->connect(timeout); });
   }
-  // What each of the first ranks has thrown; members know how long it took.
+  // Returns the errors of the first ranks, and sets the seconds that each took.
   std::vector<std::string> errors_of(const std::function<void(Member&)>& act, int ranks = kRanks) {
     std::vector<std::string> errors(static_cast<std::size_t>(ranks));
     on_threads(ranks, [&](int rank) {
@@ -123,9 +123,9 @@ class ProcessFailure : public ::testing::Test {
   std::vector<std::unique_ptr<Member>> members_;
 };
 
-TEST_F(ProcessFailure, InAForwardIsSaidInTheSameWordsByAllRanks) {
+TEST_F(ProcessFailure, InAForwardGivesTheSameErrorOnAllRanks) {
   connect();
-  failing().instead = [](const c10::IValue&) -> c10::IValue { throw std::runtime_error("hot bearings"); };
+  failing().replaced = [](const c10::IValue&) -> c10::IValue { throw std::runtime_error("hot bearings"); };
   const std::vector<std::string> errors = step();
   expect_on_all(errors, "rank 2, stage 2, 2F0 (microbatch 0): hot bearings\n  rank 0: was in ");
   const auto without_times = [](const std::string& text) { return text.substr(0, text.find(" for ")); };
@@ -140,15 +140,15 @@ TEST_F(ProcessFailure, LeavesNothingToTheNextPipeline) {
     const auto at = static_cast<std::size_t>(member->rank);
     gradients.push_back(member->model.stages[at].parameters[0].second.grad().clone());
   }
-  failing().instead = [](const c10::IValue&) -> c10::IValue { throw std::runtime_error("hot bearings"); };
+  failing().replaced = [](const c10::IValue&) -> c10::IValue { throw std::runtime_error("hot bearings"); };
   step();
-  // Once is enough.
+  // Later steps fail at once.
   for (const std::string& error : step()) {
     EXPECT_EQ(error,
               "this pipeline has failed in an earlier step.\n"
-              "  Hint: between processes, each makes a new transport and a new pipeline to go on.");
+              "  Hint: with process ranks, construct a new transport and a new pipeline in each process to continue.");
   }
-  failing().instead = nullptr;
+  failing().replaced = nullptr;
   connect();
   for (const auto& member : members_) {
     const auto at = static_cast<std::size_t>(member->rank);
@@ -165,16 +165,16 @@ TEST_F(ProcessFailure, LeavesNothingToTheNextPipeline) {
 
 TEST_F(ProcessFailure, OfAWrongShapeNamesTheStageThatMadeIt) {
   connect();
-  failing().instead = [](const c10::IValue& output) -> c10::IValue { return output.toTensor().narrow(1, 0, 3); };
+  failing().replaced = [](const c10::IValue& output) -> c10::IValue { return output.toTensor().narrow(1, 0, 3); };
   const std::vector<std::string> errors = step();
   // The next stage cannot multiply it.
   expect_on_all(errors, "rank 3, stage 3, 3F0 (microbatch 0): mat1 and mat2 shapes cannot be multiplied (2x3 and 8x8)");
 }
 
-TEST_F(ProcessFailure, OfAShapeThatIsNotWhatWasLearntIsTheSenders) {
+TEST_F(ProcessFailure, OfAShapeThatDiffersFromTheCachedOneIsReportedForTheSender) {
   connect();
   EXPECT_EQ(step(), std::vector<std::string>(kRanks));
-  failing().instead = [](const c10::IValue& output) -> c10::IValue { return output.toTensor().narrow(1, 0, 3); };
+  failing().replaced = [](const c10::IValue& output) -> c10::IValue { return output.toTensor().narrow(1, 0, 3); };
   expect_on_all(step(), "rank 2, stage 2, 2SEND_F0 (microbatch 0): tensor 0 of message 0 of channel 4 to rank 3 is ");
 }
 
@@ -182,7 +182,7 @@ TEST_F(ProcessFailure, OfARankThatSleepsPastTheDeadlineEndsTheOthersInTime) {
   connect(std::chrono::seconds(1));
   EXPECT_EQ(step(), std::vector<std::string>(kRanks));
   std::atomic<bool> slept = false;
-  failing().instead = [&](const c10::IValue& output) -> c10::IValue {
+  failing().replaced = [&](const c10::IValue& output) -> c10::IValue {
     if (!slept.exchange(true)) std::this_thread::sleep_for(std::chrono::seconds(4));
     return output;
   };
@@ -240,7 +240,7 @@ TEST_F(ProcessFailure, OfAPipelineThatEndsEarlyIsNoticed) {
   }
 }
 
-// What the pipeline of each rank throws as it is made.
+// Returns the errors that constructing the pipeline of each rank throws.
 std::vector<std::string> errors_of_making(const std::function<Pipeline(Transport&, std::shared_ptr<Transport>)>& make) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::string> errors(2);
@@ -255,17 +255,17 @@ std::vector<std::string> errors_of_making(const std::function<Pipeline(Transport
   return errors;
 }
 
-TEST(ProcessPipelines, RefuseStagesThatAreAnothers) {
+TEST(ProcessPipelines, RefuseStagesOfAnotherRank) {
   const Schedule schedule = generate("1F1B", {.ranks = 2, .microbatches = 2});
   const Model model = perceptron(2);
   const auto errors = errors_of_making([&](Transport&, std::shared_ptr<Transport> transport) {
     return Pipeline(model.build({0}), schedule, {.transport = std::move(transport)});
   });
-  EXPECT_EQ(errors[0], "process 1: this process was given stages 0, and the schedule puts stages 1 on it.");
-  EXPECT_EQ(errors[1], "this process was given stages 0, and the schedule puts stages 1 on it.");
+  EXPECT_EQ(errors[0], "process 1: this process was given stages 0, and the schedule places stages 1 on it.");
+  EXPECT_EQ(errors[1], "this process was given stages 0, and the schedule places stages 1 on it.");
 }
 
-TEST(ProcessPipelines, RefuseToDiffer) {
+TEST(ProcessPipelines, RefuseToDisagree) {
   const Model model = perceptron(2);
   const auto errors = errors_of_making([&](Transport& own, std::shared_ptr<Transport> transport) {
     const Schedule schedule = generate(own.rank() == 0 ? "1F1B" : "GPipe", {.ranks = 2, .microbatches = 4});
@@ -273,14 +273,13 @@ TEST(ProcessPipelines, RefuseToDiffer) {
   });
   for (const std::string& error : errors) {
     EXPECT_EQ(error,
-              "process 1 has another pipeline than process 0: the schedule, the wiring, the parameters that are "
-              "shared, whether they are sharded and whether there is a loss_weight should be the same in all "
-              "processes.\n"
+              "process 1 has another pipeline than process 0: the schedule, the wiring, the shared parameters, whether "
+              "parameters are sharded and whether there is a loss_weight should be the same in all processes.\n"
               "  Hint: pass the same wiring and shared parameters to StagedModel in all processes.");
   }
 }
 
-TEST(ProcessPipelines, RefuseToShareWhatIsNotThere) {
+TEST(ProcessPipelines, RefuseToShareAMissingParameter) {
   const Schedule schedule = generate("1F1B", {.ranks = 2, .microbatches = 4});
   Model model = perceptron(2);
   model.copies = {{{0, "gone"}, {1, "w"}}};
@@ -301,8 +300,7 @@ TEST(ProcessPipelines, RefuseSeveralReplicasInOneProcess) {
     for (int i = 0; i < 2; ++i) two.push_back(model.build({own.rank()}));
     return Pipeline(std::move(two), schedule, {.transport = std::move(transport)});
   });
-  EXPECT_EQ(errors[0],
-            "there are stages of 2 replicas in this process; when ranks are processes, each has those of one.");
+  EXPECT_EQ(errors[0], "there are stages of 2 replicas in this process; a process rank has those of one replica.");
 }
 
 TEST(ProcessPipelines, RefuseANumberOfProcessesThatIsNoMultipleOfTheRanks) {
@@ -318,7 +316,7 @@ TEST(ProcessPipelines, RefuseANumberOfProcessesThatIsNoMultipleOfTheRanks) {
   }
 }
 
-// A model of two stages. A forward of the second does not return before release().
+// A model of two stages. Forwards of the second block until release().
 class BlockedModel {
  public:
   BlockedModel() : model_(perceptron(2)) {
@@ -343,12 +341,12 @@ class BlockedModel {
   }
   void release() { release_.set_value(); }
 
-  // Runs a step, abandons it once it does not return, and returns what it throws.
-  std::string abandoned_step(Pipeline& pipeline) const {
+  // Runs a step, cancels it once an action does not return, and returns the error that it throws.
+  std::string cancelled_step(Pipeline& pipeline) const {
     std::thread impatient([&] {
       while (blocks_) std::this_thread::sleep_for(std::chrono::milliseconds(1));
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
-      pipeline.abandon();
+      pipeline.cancel();
     });
     std::string what = "nothing was thrown";
     try {
@@ -367,27 +365,27 @@ class BlockedModel {
   std::atomic<bool> blocks_ = true;
 };
 
-TEST(Abandon, EndsAStepWhoseActionDoesNotReturn) {
+TEST(Cancel, EndsAStepWhoseActionDoesNotReturn) {
   BlockedModel blocked;
   Pipeline pipeline = blocked.pipeline();
-  const std::string what = blocked.abandoned_step(pipeline);
+  const std::string what = blocked.cancelled_step(pipeline);
   const std::string beginning =
-      "rank 1, stage 1, 1F0 (microbatch 0): the caller has abandoned the step\n  rank 0: was in ";
+      "rank 1, stage 1, 1F0 (microbatch 0): the caller has cancelled the step\n  rank 0: was in ";
   EXPECT_EQ(what.substr(0, beginning.size()), beginning) << what;
   blocked.release();
-  // The next one waits for it, and finds nothing of it.
+  // The next step waits for the action, and sees nothing of the cancelled step.
   pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
   const Model again = perceptron(2);
   Pipeline other(again.build(), generate("1F1B", {.ranks = 2, .microbatches = 4}), {.loss = squared_error});
   other.step({rows(8, "x")}, {}, rows(8, "y"));
   expect_equal(gradients_of(again), gradients_of(blocked.model()));
-  // Nobody is in a step.
-  pipeline.abandon();
+  // No step is in flight.
+  pipeline.cancel();
   pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
 }
 
-// The caller's first operator in a step splits the batch: no rank has begun then.
-TEST(Abandon, EndsAStepThatHasNotBegunItsActions) {
+// The caller's first operator in a step splits the batch, before any rank has started.
+TEST(Cancel, EndsAStepThatHasNotBegunItsActions) {
   Model model = perceptron(2);
   std::atomic<int> forwards = 0;
   for (StageModule& stage : model.stages) {
@@ -401,25 +399,25 @@ TEST(Abandon, EndsAStepThatHasNotBegunItsActions) {
   const at::Tensor y = rows(8, "y");
   std::string what = "nothing was thrown";
   try {
-    const AtNextOperator at_split([&] { pipeline.abandon(); });
+    const AtNextOperator at_split([&] { pipeline.cancel(); });
     pipeline.step({x}, {}, y);
   } catch (const PipelineError& error) {
     what = error.what();
   }
-  EXPECT_EQ(what, "the caller has abandoned the step.");
+  EXPECT_EQ(what, "the caller has cancelled the step.");
   EXPECT_EQ(forwards, 0);
   EXPECT_EQ(pipeline.step({x}, {}, y).losses.size(), 4U);
 }
 
-// An action of an abandoned step that does not return holds up the next step, which can be abandoned too.
-TEST(Abandon, EndsAStepThatWaitsForTheOneBefore) {
+// An action of a cancelled step that does not return holds up the next step, which can be cancelled too.
+TEST(Cancel, EndsAStepThatWaitsForTheOneBefore) {
   BlockedModel blocked;
   Pipeline pipeline = blocked.pipeline();
   for (int i = 0; i < 2; ++i) {
     std::atomic<bool> done = false;
     std::thread impatient([&] {
       while (!done) {
-        if (blocked.is_in_forward()) pipeline.abandon();
+        if (blocked.is_in_forward()) pipeline.cancel();
         std::this_thread::yield();
       }
     });
@@ -431,8 +429,8 @@ TEST(Abandon, EndsAStepThatWaitsForTheOneBefore) {
   EXPECT_EQ(pipeline.step({rows(8, "x")}, {}, rows(8, "y")).losses.size(), 4U);
 }
 
-// What the step has changed goes when its actions have returned, also when no other step follows.
-TEST(Abandon, LeavesNothingOfTheStepBehindAPipelineThatEnds) {
+// The step is rolled back when its actions have returned, even if no other step follows.
+TEST(Cancel, IsRolledBackByTheDestructor) {
   BlockedModel blocked;
   const at::Tensor counter = at::zeros({1});
   StageModule& first = blocked.model().stages[0];
@@ -450,14 +448,14 @@ TEST(Abandon, LeavesNothingOfTheStepBehindAPipelineThatEnds) {
     pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
     EXPECT_EQ(counter.item<float>(), 4);
     blocked.block_again();
-    blocked.abandoned_step(pipeline);
+    blocked.cancelled_step(pipeline);
     EXPECT_GT(counter.item<float>(), 4);
     blocked.release();
   }
   EXPECT_EQ(counter.item<float>(), 4);
 }
 
-TEST(Timeout, MayBeAsLongAsOneLikes) {
+TEST(Timeout, MayBeOfAnyLength) {
   const Model model = perceptron(2);
   PipelineOptions options{.loss = squared_error};
   options.timeout = std::chrono::milliseconds::max();
@@ -465,47 +463,47 @@ TEST(Timeout, MayBeAsLongAsOneLikes) {
   EXPECT_EQ(pipeline.step({rows(8, "x")}, {}, rows(8, "y")).losses.size(), 4U);
 }
 
-TEST_F(ProcessFailure, DoesNotComeOfTheLongestTimeout) {
+TEST_F(ProcessFailure, DoesNotFollowFromTheLongestTimeout) {
   connect(std::chrono::milliseconds::max());
   EXPECT_EQ(step(), std::vector<std::string>(kRanks));
 }
 
 TEST_F(ProcessFailure, OfATensorThatCannotBeSentNamesTheStageAndItsOutput) {
   connect();
-  failing().instead = [](const c10::IValue& output) -> c10::IValue { return output.toTensor().to_sparse(); };
+  failing().replaced = [](const c10::IValue& output) -> c10::IValue { return output.toTensor().to_sparse(); };
   expect_on_all(step(),
                 "rank 2, stage 2, 2SEND_F0 (microbatch 0): output 0 of stage 2 is a sparse float32 tensor of shape [2, "
                 "8]; only dense tensors in the CPU's memory can be sent between processes.");
 }
 
-TEST(Abandon, AtAnyMomentEndsOneStepOrNone) {
+TEST(Cancel, AtAnyMomentEndsOneStepOrNone) {
   const Model model = perceptron(2);
   Pipeline pipeline(model.build(), generate("1F1B", {.ranks = 2, .microbatches = 4}), {.loss = squared_error});
   std::atomic<bool> done = false;
   std::thread impatient([&] {
     while (!done) {
-      pipeline.abandon();
+      pipeline.cancel();
       std::this_thread::yield();
     }
   });
   const at::Tensor x = rows(8, "x");
-  int abandoned = 0;
+  int cancelled = 0;
   for (int i = 0; i < 300; ++i) {
     try {
       EXPECT_EQ(pipeline.step({x}, {}, x).losses.size(), 4U);
     } catch (const PipelineError& error) {
-      // Before its ranks have begun, there is no action to point at.
+      // Before the ranks have started there is no action to report.
       const std::string what = error.what();
-      EXPECT_TRUE(what == "the caller has abandoned the step." ||
-                  what.find(": the caller has abandoned the step\n") != std::string::npos)
+      EXPECT_TRUE(what == "the caller has cancelled the step." ||
+                  what.find(": the caller has cancelled the step\n") != std::string::npos)
           << what;
-      ++abandoned;
+      ++cancelled;
     }
   }
   done = true;
   impatient.join();
-  EXPECT_GT(abandoned, 0);
-  // An abandoned step is over when the next one begins.
+  EXPECT_GT(cancelled, 0);
+  // A cancelled step has ended when the next one begins.
   pipeline.eval({x});
   zero_grad(model);
   pipeline.step({x}, {}, x);

@@ -1,4 +1,4 @@
-// Costs and clocks out of records that are made by hand, or out of a simulation, whose costs have to come back.
+// Costs and clocks of records that are made by hand, or from a simulation whose costs have to be found again.
 #include "penstock/runtime/record.h"
 
 #include <gtest/gtest.h>
@@ -23,8 +23,8 @@ std::int64_t nanoseconds(double milliseconds) {
   return std::llround(milliseconds * kMillisecond);
 }
 
-// What a run would have recorded that went as the simulation says: ranks are always in some action, and computations
-// begin by waiting.
+// Returns the record of a run that goes as simulated: ranks are always in some action, and computations begin by
+// waiting.
 Record recorded(const Schedule& schedule, const Costs& costs, const Timeline& timeline) {
   Record record(static_cast<std::size_t>(schedule.ranks()));
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
@@ -47,7 +47,7 @@ Record recorded(const Schedule& schedule, const Costs& costs) {
   return recorded(schedule, costs, simulate(schedule, costs));
 }
 
-// Stages and links that all differ, as on a machine where messages cost much.
+// Costs that differ for all stages and links, as on a machine with slow messages.
 Costs uneven_costs(int stages, int ranks) {
   Costs costs;
   for (int stage = 0; stage < stages; ++stage) {
@@ -70,7 +70,7 @@ Costs uneven_costs(int stages, int ranks) {
   return costs;
 }
 
-// A record does not say when the second part of a pair began.
+// A record does not tell when the second part of an overlapped pair began.
 bool has_pairs(const Schedule& schedule) {
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     if (std::ranges::any_of(schedule.actions(rank), &Action::is_overlap)) return true;
@@ -96,7 +96,7 @@ TEST(CostsOfARecord, LetTheSimulationRepeatWhatRan) {
   }
 }
 
-// Without the time of messages, the simulation of this run would see less than half of its bubble.
+// Without the time of messages, the simulation of this run would have less than half of its bubble.
 TEST(CostsOfARecord, HaveTheTimeOfMessages) {
   const Schedule schedule = lower(generate("1F1B", {.ranks = 2, .microbatches = 4}));
   const Costs costs = uneven_costs(2, 2);
@@ -130,7 +130,7 @@ TEST(CostsOfARecord, TellLatencyFromBandwidthWhereSizesDiffer) {
   const Costs costs = costs_of(chain, record);
   EXPECT_NEAR(costs.of_link(0, 1).bandwidth, 4000 / 2.0, 1e-6);
   EXPECT_NEAR(costs.of_link(0, 1).latency, 0.5, 1e-6);
-  // Messages of one size are all latency.
+  // For messages of one size, all time is latency.
   EXPECT_EQ(costs.of_link(1, 0).bandwidth, 0);
   EXPECT_NEAR(costs.of_link(1, 0).latency, 1, 1e-6);
 }
@@ -155,8 +155,8 @@ TEST(CostsOfARecord, AreThoseOfTheRanksThatItHas) {
   EXPECT_EQ(costs.of_stage(1).forward, 0);
 }
 
-// Steps in which one message in eight is late: the mean latency hides most of what that costs.
-TEST(SimulatedRecords, HaveTheBubbleOfMessagesThatAreLateNowAndThen) {
+// Steps in which one message in eight is slow: the mean latency hides most of the cost.
+TEST(SimulatedRecords, HaveTheBubbleOfOccasionallySlowMessages) {
   for (const char* name : {"1F1B", "Interleaved1F1B", "ZBVZeroBubble"}) {
     SCOPED_TRACE(name);
     const Schedule schedule = lower(generate(name, {.ranks = 2, .microbatches = 8}));
@@ -194,7 +194,7 @@ TEST(SimulatedRecords, AreTheStepItselfWhereTimesDoNotVary) {
   }
 }
 
-TEST(CommonClock, UndoesWhatClocksDiffer) {
+TEST(CommonClock, RemovesTheDifferencesBetweenClocks) {
   for (const char* name : {"1F1B", "GPipe", "Interleaved1F1B"}) {
     const Schedule schedule = lower(generate(name, {.ranks = 3, .microbatches = 6}));
     Costs costs = uneven_costs(schedule.stages(), 3);
@@ -210,7 +210,7 @@ TEST(CommonClock, UndoesWhatClocksDiffer) {
       }
     }
     const Record found = with_common_clock(schedule, shifted);
-    // The rank whose clock was furthest ahead began first, as far as can be seen.
+    // The rank whose clock was furthest ahead appears to have begun first.
     const std::int64_t zero = found[0][0].start - expected[0][0].start;
     EXPECT_EQ(zero, nanoseconds(1000));
     for (std::size_t rank = 0; rank < 3; ++rank) {

@@ -1,4 +1,4 @@
-// What a step takes and gives.
+// Inputs, options and results of a step.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -71,7 +71,7 @@ TEST(Step, TakesTermsOfTheLossFromAnyStage) {
   ASSERT_EQ(result.loss_terms.size(), 2U);
   EXPECT_EQ(result.loss_terms[1].size(), 1U);
 
-  // One process, with the term in its loss.
+  // The reference has the term in its loss.
   const Model plain = perceptron(3);
   const SplitArgs split = split_args_kwargs_into_chunks({rows(4, "x"), rows(4, "y")}, {}, 2);
   for (const Args& own : split.args) {
@@ -85,7 +85,7 @@ TEST(Step, TakesTermsOfTheLossFromAnyStage) {
   EXPECT_THROW(add_loss(at::ones({})), StageError);
 }
 
-TEST(Step, CallsTheUsersFunctionsAroundAndInsteadOfActions) {
+TEST(Step, CallsTheUsersFunctionsAroundAndInPlaceOfActions) {
   const Model model = perceptron(4);
   const Schedule schedule = generate("DualPipeV", {.ranks = 2, .microbatches = 4});
   std::mutex mutex;
@@ -97,7 +97,7 @@ TEST(Step, CallsTheUsersFunctionsAroundAndInsteadOfActions) {
     before.insert(to_string(action));
   };
   for (const Computation computation : {Computation::Forward, Computation::Overlap}) {
-    options.functions.instead[computation] = [&](const Action& action, ActionContext& context) {
+    options.functions.overrides[computation] = [&](const Action& action, ActionContext& context) {
       {
         const std::lock_guard lock(mutex);
         instead.insert(to_string(action));
@@ -116,7 +116,7 @@ TEST(Step, CallsTheUsersFunctionsAroundAndInsteadOfActions) {
     }
   }
   EXPECT_EQ(before, expected);
-  // Each forward, alone or as the part of a pair, and each pair.
+  // One call for each forward, alone or as part of a pair, and one for each pair.
   EXPECT_EQ(instead.size(), 16 + overlaps);
 
   const std::vector<at::Tensor> found = clones(gradients_of(model));
@@ -126,7 +126,7 @@ TEST(Step, CallsTheUsersFunctionsAroundAndInsteadOfActions) {
   expect_equal(gradients_of(model), found);
 }
 
-// Also after a weight has changed: none is kept as it was cast before.
+// A weight is cast again after it has changed: no cast is cached between steps.
 TEST(Step, RunsUnderTheCallersAutocast) {
   const Model model = perceptron(4);
   Pipeline pipeline(model.build(), generate("ZBVZeroBubble", {.ranks = 2, .microbatches = 3}), {.loss = squared_error});
@@ -151,7 +151,7 @@ TEST(Step, RunsUnderTheCallersAutocast) {
   }
 }
 
-// Which is the caller's alone.
+// Inference mode of the caller does not extend to the rank threads.
 TEST(Step, EvaluatesForACallerInInferenceMode) {
   const Model model = perceptron(2);
   Schedule1F1B pipeline(model.build(), 2, {.loss = squared_error});
@@ -169,7 +169,7 @@ TEST(Step, LeavesTheBackwardToTheUserIfAsked) {
   std::atomic<int> backwards = 0;
   PipelineOptions options{.loss = squared_error};
   options.backward_requires_autograd = false;
-  options.functions.instead[Computation::FullBackward] = [&](const Action& action, ActionContext& context) {
+  options.functions.overrides[Computation::FullBackward] = [&](const Action& action, ActionContext& context) {
     ++backwards;
     std::vector<Message> gradients = context.take_gradients(action.stage, action.microbatch);
     context.give_gradients(action.stage, action.microbatch,
@@ -182,7 +182,7 @@ TEST(Step, LeavesTheBackwardToTheUserIfAsked) {
 }
 
 TEST(Step, LetsAModuleSupplyItsWeightGradients) {
-  // The module computes no gradient of its weight in the backward; the supplied step does.
+  // The module's backward computes no gradient of its weight; the function of dw_builder does.
   Model model = perceptron(2);
   const at::Tensor w = weight("supplied", {kWide, kWide});
   const auto inputs = std::make_shared<std::vector<at::Tensor>>();
@@ -231,7 +231,7 @@ TEST(Step, KeepsNothingOfItsMicrobatches) {
   }
 }
 
-// A small tensor that stays, in each microbatch, would keep malloc from using again what large ones leave.
+// A small tensor that stays alive in each microbatch would keep malloc from reusing the memory of large ones.
 TEST(Step, SetsAsideMemoryForItsLosses) {
   const Model model = perceptron(2);
   Schedule1F1B pipeline(model.build(), 4, {.loss = squared_error});

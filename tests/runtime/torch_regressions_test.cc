@@ -150,7 +150,7 @@ TEST(TorchRegressions, ActivationsMayBeFlagsOrIndices) {
 
 TEST(TorchRegressions, ZeroBubbleTrainsParametersThatNoInputReaches) {
   Model model = perceptron(4);
-  // Each stage but the last gives a second output, of a parameter alone.
+  // Each stage but the last returns a second output that depends on a parameter alone.
   for (std::size_t i = 0; i < 4; ++i) {
     const at::Tensor own = weight(numbered("own", static_cast<int>(i)), {kWide});
     const auto before = model.stages[i].forward;
@@ -184,7 +184,7 @@ TEST(TorchRegressions, UnevenMicrobatchesHaveTheGivenRowsAlone) {
   }
 }
 
-// Its backward fails while it is told to.
+// A function whose backward fails on demand.
 struct FailsBackward : torch::autograd::Function<FailsBackward> {
   static inline std::atomic<bool> armed = false;
 
@@ -202,7 +202,7 @@ TEST(TorchRegressions, LossesOfAFailedStepDoNotReachTheNext) {
   model.stages[0].forward = [before](const Args& args, const Kwargs& kwargs) -> c10::IValue {
     return FailsBackward::apply(before(args, kwargs).toTensor());
   };
-  // All losses are there when the first backward of stage 0 fails.
+  // All losses have been computed when the first backward of stage 0 fails.
   ScheduleGPipe pipeline(model.build(), 4, {.loss = squared_error});
   FailsBackward::armed = true;
   EXPECT_THROW(pipeline.step({rows(8, "other x")}, {}, rows(8, "other y")), PipelineError);
@@ -234,7 +234,7 @@ TEST(TorchRegressions, EvaluationFreesWhatItsForwardsMade) {
   }
 }
 
-// What a stage gives is a view that is not contiguous: turned around, or a part of something wider.
+// Stages that return a non-contiguous view: a transpose, or a slice of a wider tensor.
 Model of_views(int stages) {
   Model model = perceptron(stages);
   for (std::size_t i = 0; i < model.stages.size(); ++i) {
@@ -254,7 +254,7 @@ TEST(TorchRegressions, ViewsAndNonContiguousTensorsWorkInZeroBubble) {
   }
 }
 
-// The last stage gives its input, seen otherwise, and the one before it a parameter.
+// The last stage returns a view of its input, and the one before it a parameter.
 Model of_nothing_new(int stages) {
   Model model = perceptron(stages);
   const at::Tensor own = weight("whole", {2, kWide});
@@ -334,7 +334,7 @@ TEST(TorchRegressions, ZeroBubbleRunsCustomFunctionsOnce) {
 }
 
 TEST(TorchRegressions, LoopedBFSTakesChunkSpecs) {
-  // The batch lies in the second dimension.
+  // The batch dimension is the second one.
   Model model = perceptron(4);
   const auto before = model.stages[0].forward;
   model.stages[0].forward = [before](const Args& args, const Kwargs& kwargs) -> c10::IValue {
@@ -356,8 +356,8 @@ TEST(TorchRegressions, FunctionsForActionsSeeTheKwargsOfTheLoss) {
   options.loss = [](const c10::IValue& output, const c10::IValue& target, const Kwargs& kwargs) {
     return at::mse_loss(output.toTensor(), target.toTensor()) * kwargs.at("factor").toDouble();
   };
-  options.functions.instead[Computation::Forward] = [&](const Action& action, ActionContext& context) {
-    if (context.work().loss_kwargs.at("factor").toDouble() == 3.0 && !context.work().keep_outputs) ++seen;
+  options.functions.overrides[Computation::Forward] = [&](const Action& action, ActionContext& context) {
+    if (context.options().loss_kwargs.at("factor").toDouble() == 3.0 && !context.options().return_outputs) ++seen;
     context.run(action);
   };
   Schedule1F1B pipeline(model.build(), 2, options);
@@ -387,7 +387,7 @@ TEST(TorchRegressions, GradientsThatDoNotExistAreNotSent) {
     const auto actions = pipeline.recorded_schedule().actions(rank);
     for (std::size_t i = 0; i < actions.size(); ++i) {
       const std::int64_t bytes = pipeline.record()[static_cast<std::size_t>(rank)][i].bytes;
-      // All tensors of a stage go together.
+      // All tensors of a stage are sent in one message.
       if (!actions[i].is_send()) continue;
       EXPECT_EQ(bytes, (actions[i].carries_activation() ? 3 : 1) * kTensor) << to_string(actions[i]);
     }

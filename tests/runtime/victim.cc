@@ -1,5 +1,5 @@
-// A rank of a pipeline that trains until one of them is killed or stopped, at one of its actions: the others say by their
-// exit codes whether they noticed it in time and with the right words. With signal 0, somebody else cuts a rank off and
+// A process rank that trains until one of the ranks is killed or stopped at one of its actions. The exit codes of the
+// others tell whether they detected it in time and with the right error. With signal 0, the test disconnects a rank and
 // writes the time.
 //
 //   victim SIGNAL RANK STEP ACTION TIMEOUT_MS FILE SCHEDULE
@@ -30,7 +30,7 @@ struct Plan {
   int step = 0;
   int action = 0;
   std::chrono::milliseconds timeout = {};
-  // Where the time of it is written, on the clock that all processes have in common.
+  // File with the time of the signal, on the clock that all processes share.
   std::string file;
   std::string schedule;
 };
@@ -47,7 +47,7 @@ int judge(const Plan& plan, const std::string& what) {
   const std::string victim = "rank " + std::to_string(plan.rank);
   const bool names_it = killed ? what.find(": connection to " + victim + " lost\n") != std::string::npos
                                : what.find(victim + " within the deadline of ") != std::string::npos;
-  // Between two steps there is no action to point at.
+  // Between two steps there is no action to report.
   const bool between_steps = what.find(": ") < what.find(", ");
   if (!names_it || what.find("\n  " + victim + ": did not answer") == std::string::npos ||
       (!between_steps && what.find("<-- here") == std::string::npos)) {

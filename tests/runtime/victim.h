@@ -1,9 +1,9 @@
-// The exit codes of victim.cc.
+// Exit codes of victim.cc.
 #pragma once
 
 namespace penstock::testing {
 
-// A rank has seen what it should have seen when another was lost.
+// The rank has reported the lost rank as expected.
 inline constexpr int kNoticed = 10;
 inline constexpr int kWrongWords = 11;
 inline constexpr int kTooLate = 12;

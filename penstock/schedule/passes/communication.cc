@@ -25,9 +25,6 @@
 namespace penstock::internal {
 namespace {
 
-// Activations travel an edge forward, gradients backward.
-enum class Direction { Forward, Backward };
-
 // Position before all actions of a rank.
 constexpr int kStart = -1;
 
