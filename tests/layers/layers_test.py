@@ -30,7 +30,7 @@ LAYERS = {
 # Headers that only sources may include, so that they may use what sources may.
 SOURCE_HEADERS = {"penstock/schedule/json.h"}
 
-# Headers above the layers, which may include any public header.
+# Headers above the layers, which may include any public header. A source of the same name may include its header.
 TOP_HEADERS = {"penstock/penstock.h", "penstock/torch_names.h"}
 
 # Lists the public headers, one path relative to penstock/ in a line.
@@ -110,8 +110,9 @@ def wrong_edges(root):
         if len(place.parts) < 3 or layer not in LAYERS:
             continue
         is_header = path.suffix not in {".cc", ".cpp", ".cu"} and place.as_posix() not in SOURCE_HEADERS
+        own_headers = {f'"{header}"' for header in TOP_HEADERS if Path(header).stem == path.stem}
         for line, include in includes_of(path.read_text(encoding="utf-8")):
-            objection = objection_to(layer, is_header, include)
+            objection = None if include in own_headers else objection_to(layer, is_header, include)
             if objection:
                 messages.append(f"{place}:{line}: #include {include} {objection[0]}\n  Allowed: {objection[1]}")
     return messages
