@@ -1,5 +1,4 @@
-// Autocast on a thread, for as long as this lives. Its cache of weights is one a process, and would outlive a weight's
-// change: off.
+// Enables autocast on the calling thread in a scope.
 #pragma once
 
 #include <ATen/autocast_mode.h>
@@ -8,6 +7,11 @@
 
 namespace penstock {
 
+// Enables or disables autocast for a device type on the calling thread until it is destroyed, on the same thread.
+// Disables the cache of cast weights meanwhile: the cache is one for the process, and would return a stale copy of a
+// weight that has changed.
+//
+//   const AutocastScope autocast(at::kCPU, at::kBFloat16);
 class AutocastScope {
  public:
   AutocastScope(at::DeviceType device, at::ScalarType dtype, bool enabled = true)

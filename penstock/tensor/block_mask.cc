@@ -18,26 +18,27 @@
 #include <string_view>
 #include <utility>
 
+#include "penstock/base/text.h"
 #include "penstock/tensor/attention/plan.h"
 
 namespace penstock {
+
+using internal::AttentionPlan;
+using internal::concat;
+using internal::join;
+using internal::shape_text;
+
 namespace {
 
-// So that an IValue can hold one.
+// Registers the class, so that an IValue can hold a mask.
 const auto kRegistered = torch::class_<BlockMask>("penstock", "BlockMask");
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
   return (a + b - 1) / b;
 }
 
-std::string shape_text(const at::Tensor& tensor) {
-  std::ostringstream out;
-  out << tensor.sizes();
-  return out.str();
-}
-
-// 1 where an index is among the first num_blocks of its row. Entries after those go to one column more, which is cut
-// off.
+// Returns a dense tensor with 1 for each block of the list. Unused entries are scattered to an extra column, which is
+// removed.
 at::Tensor dense_from_list(const BlockList& list) {
   const std::int64_t columns = list.indices.size(-1);
   const at::Tensor position = at::arange(columns, list.indices.options());
@@ -49,7 +50,7 @@ at::Tensor dense_from_list(const BlockList& list) {
       .narrow(-1, 0, columns);
 }
 
-// Ones first, each part in ascending order.
+// Returns the list of a dense tensor, with the indices of ones first, in ascending order.
 BlockList list_from_dense(const at::Tensor& dense) {
   return {dense.sum(-1).to(at::kInt), at::argsort(dense, /*stable=*/true, -1, /*descending=*/true).to(at::kInt)};
 }
@@ -59,51 +60,50 @@ BlockList transposed(const BlockList& list) {
 }
 
 void check_list(const BlockList& list, const std::string& name) {
-  const auto fail = [&name](const std::string& message) { throw BlockMaskError("BlockMask: " + name + message); };
+  const auto fail = [&name](const auto&... problem) { throw BlockMaskError(concat("BlockMask: ", name, problem...)); };
   if (!list.num_blocks.defined() || !list.indices.defined()) {
-    fail("num_blocks and " + name + "indices should both be tensors, and one is undefined.");
+    fail("num_blocks and ", name, "indices should both be tensors, and one is undefined.");
   }
   if (!at::isIntegralType(list.num_blocks.scalar_type(), false) ||
       !at::isIntegralType(list.indices.scalar_type(), false)) {
-    fail("num_blocks and " + name + "indices should be of integers.");
+    fail("num_blocks and ", name, "indices should be of integers.");
   }
   if (list.indices.dim() < 2 || list.indices.dim() > 4) {
-    fail("indices has shape " + shape_text(list.indices) + "; it should be [batch, heads, rows, columns], where the " +
-         "leading two may be left out.");
+    fail("indices has shape ", shape_text(list.indices.sizes()),
+         "; it should be [batch, heads, rows, columns], where the leading two may be left out.");
   }
   if (list.num_blocks.sizes() != list.indices.sizes().slice(0, static_cast<std::size_t>(list.indices.dim()) - 1)) {
-    fail("num_blocks has shape " + shape_text(list.num_blocks) + " and " + name + "indices " +
-         shape_text(list.indices) + "; the first should be the second without its last dimension.");
+    fail("num_blocks has shape ", shape_text(list.num_blocks.sizes()), " and ", name, "indices ",
+         shape_text(list.indices.sizes()), "; the first should be the second without its last dimension.");
   }
   const std::int64_t columns = list.indices.size(-1);
   if ((list.num_blocks < 0).logical_or(list.num_blocks > columns).any().item<bool>()) {
-    fail("num_blocks has a number outside 0…" + std::to_string(columns) + ", the columns of " + name + "indices.");
+    fail("num_blocks has a number outside 0…", columns, ", the columns of ", name, "indices.");
   }
   const at::Tensor used = at::arange(columns, list.indices.options()) < list.num_blocks.unsqueeze(-1);
   const at::Tensor outside = (list.indices < 0).logical_or(list.indices >= columns).logical_and(used);
   if (outside.any().item<bool>()) {
-    fail("indices names block " + std::to_string(list.indices.masked_select(outside)[0].item<std::int64_t>()) +
-         "; the blocks are 0…" + std::to_string(columns - 1) + ".");
+    fail("indices names block ", list.indices.masked_select(outside)[0].item<std::int64_t>(), "; the blocks are 0…",
+         columns - 1, ".");
   }
 }
 
 void check_sizes(const BlockList& kv, const BlockSize& block, const SeqLengths& lengths) {
   if (block.q < 1 || block.kv < 1) {
-    throw BlockMaskError("BlockMask: a block of " + std::to_string(block.q) + " × " + std::to_string(block.kv) +
-                         " is none; both sizes should be at least 1.");
+    throw BlockMaskError(
+        concat("BlockMask: a block of ", block.q, " × ", block.kv, " is empty; both sizes should be at least 1."));
   }
   const std::int64_t rows = kv.indices.size(-2);
   const std::int64_t columns = kv.indices.size(-1);
   if (ceil_div(lengths.q, block.q) != rows || ceil_div(lengths.kv, block.kv) != columns) {
-    throw BlockMaskError("BlockMask: " + std::to_string(lengths.q) + " queries and " + std::to_string(lengths.kv) +
-                         " keys in blocks of " + std::to_string(block.q) + " × " + std::to_string(block.kv) + " make " +
-                         std::to_string(ceil_div(lengths.q, block.q)) + " × " +
-                         std::to_string(ceil_div(lengths.kv, block.kv)) + " blocks, but kv_indices has " +
-                         std::to_string(rows) + " × " + std::to_string(columns) + ".");
+    throw BlockMaskError(concat("BlockMask: ", lengths.q, " queries and ", lengths.kv, " keys in blocks of ", block.q,
+                                " × ", block.kv, " make ", ceil_div(lengths.q, block.q), " × ",
+                                ceil_div(lengths.kv, block.kv), " blocks, but kv_indices has ", rows, " × ", columns,
+                                "."));
   }
 }
 
-// The sums of the last dimension, block by block; the last block may be shorter.
+// Returns the sums over blocks of the last dimension; the last block may be shorter.
 at::Tensor sum_blocks(const at::Tensor& values, std::int64_t block) {
   const std::int64_t blocks = values.size(-1) / block;
   const std::int64_t rest = values.size(-1) % block;
@@ -113,17 +113,17 @@ at::Tensor sum_blocks(const at::Tensor& values, std::int64_t block) {
   return at::cat(sums, -1);
 }
 
-// How many pairs of a row of blocks mask_mod allows, for each block of it. Asks for a few rows at a time.
+// Returns the number of pairs that mask_mod allows in each block of a row of blocks. Evaluates a few rows at a time.
 at::Tensor count_allowed(const MaskMod& mask_mod, const at::Tensor& b, const at::Tensor& h, const at::Tensor& q,
                          const at::Tensor& kv, std::int64_t kv_block) {
   constexpr std::int64_t kPairsAtOnce = 1 << 20;
-  const at::Tensor first = ask_mask_mod(mask_mod, b, h, q.narrow(0, 0, 1), kv.narrow(0, 0, 1));
+  const at::Tensor first = evaluate_mask_mod(mask_mod, b, h, q.narrow(0, 0, 1), kv.narrow(0, 0, 1));
   const std::int64_t pairs_a_row = first.size(0) * first.size(1) * kv.numel();
   const std::int64_t rows_at_once = std::max<std::int64_t>(1, kPairsAtOnce / pairs_a_row);
   at::Tensor count;
   for (std::int64_t row = 0; row < q.numel(); row += rows_at_once) {
     const std::int64_t rows = std::min(rows_at_once, q.numel() - row);
-    const at::Tensor allowed = ask_mask_mod(mask_mod, b, h, q.narrow(0, row, rows), kv);
+    const at::Tensor allowed = evaluate_mask_mod(mask_mod, b, h, q.narrow(0, row, rows), kv);
     const at::Tensor in_rows = allowed.expand({allowed.size(0), allowed.size(1), rows, kv.numel()}).sum(2);
     const at::Tensor part = sum_blocks(in_rows, kv_block);
     count = count.defined() ? count + part : part;
@@ -132,13 +132,11 @@ at::Tensor count_allowed(const MaskMod& mask_mod, const at::Tensor& b, const at:
 }
 
 std::string tuple_text(const std::vector<std::int64_t>& numbers) {
-  std::string text = "(";
-  for (std::size_t i = 0; i < numbers.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(numbers[i]);
-  return text + ")";
+  return concat('(', join(numbers), ')');
 }
 
-// One picture of blocks [rows, columns].
-std::string picture(const at::Tensor& blocks, std::int64_t grid) {
+// Draws blocks [rows, columns].
+std::string drawing(const at::Tensor& blocks, std::int64_t grid) {
   const std::int64_t rows = blocks.size(0);
   const std::int64_t columns = blocks.size(1);
   const std::int64_t cell_rows = std::max<std::int64_t>(1, ceil_div(rows, grid));
@@ -148,8 +146,8 @@ std::string picture(const at::Tensor& blocks, std::int64_t grid) {
     for (std::int64_t column = 0; column < columns; column += cell_columns) {
       const at::Tensor cell = blocks.narrow(0, row, std::min(cell_rows, rows - row))
                                   .narrow(1, column, std::min(cell_columns, columns - column));
-      const auto there = cell.sum().item<std::int64_t>();
-      text += there == cell.numel() ? "██" : there == 0 ? "  " : "░░";
+      const auto present = cell.sum().item<std::int64_t>();
+      text += present == cell.numel() ? "██" : present == 0 ? "  " : "░░";
     }
     text += "\n";
   }
@@ -159,7 +157,7 @@ std::string picture(const at::Tensor& blocks, std::int64_t grid) {
 }  // namespace
 
 struct BlockMask::LazyPlan {
-  std::once_flag made;
+  std::once_flag computed;
   std::unique_ptr<const AttentionPlan> plan;
 };
 
@@ -182,8 +180,8 @@ BlockMask BlockMask::from_kv_blocks(const BlockList& kv, const std::optional<Blo
   if (full_kv) {
     check_list(*full_kv, "full_kv_");
     if (full_kv->indices.sizes() != kv.indices.sizes()) {
-      throw BlockMaskError("BlockMask: full_kv_indices has shape " + shape_text(full_kv->indices) + " and kv_indices " +
-                           shape_text(kv.indices) + "; they should be the same.");
+      throw BlockMaskError(concat("BlockMask: full_kv_indices has shape ", shape_text(full_kv->indices.sizes()),
+                                  " and kv_indices ", shape_text(kv.indices.sizes()), "; they should be the same."));
     }
   }
   if (!seq_lengths) {
@@ -252,15 +250,15 @@ double BlockMask::sparsity() const {
 
 std::string BlockMask::to_string(std::int64_t grid, std::int64_t limit) const {
   const at::Tensor dense = to_dense().to(at::kCPU);
-  const at::Tensor pictures = dense.flatten(0, -3);
+  const at::Tensor drawings = dense.flatten(0, -3);
   const at::IntArrayRef leading = dense.sizes().slice(0, static_cast<std::size_t>(dense.dim()) - 2);
-  const std::int64_t count = dense.dim() == 2 ? 1 : pictures.size(0);
+  const std::int64_t count = dense.dim() == 2 ? 1 : drawings.size(0);
   std::string text;
   for (std::int64_t i = 0; i < std::min(count, limit); ++i) {
-    std::vector<std::int64_t> place(leading.size());
+    std::vector<std::int64_t> indices(leading.size());
     std::int64_t rest = i;
-    for (std::size_t dim = leading.size(); dim-- > 0; rest /= leading[dim]) place[dim] = rest % leading[dim];
-    text += (i == 0 ? "" : "\n") + tuple_text(place) + "\n" + picture(dense.dim() == 2 ? dense : pictures[i], grid);
+    for (std::size_t dim = leading.size(); dim-- > 0; rest /= leading[dim]) indices[dim] = rest % leading[dim];
+    text += (i == 0 ? "" : "\n") + tuple_text(indices) + "\n" + drawing(dense.dim() == 2 ? dense : drawings[i], grid);
   }
   if (count > limit) text += "\nand " + std::to_string(count - limit) + " more, which a larger limit shows\n";
   return text;
@@ -280,9 +278,7 @@ BlockMask BlockMask::to(at::Device device) const {
 }
 
 std::string BlockMask::description() const {
-  std::ostringstream text;
-  text << "block mask of shape " << at::IntArrayRef(shape());
-  return std::move(text).str();
+  return concat("block mask of shape ", shape_text(shape()));
 }
 
 bool BlockMask::is(const c10::IValue& value) {
@@ -291,7 +287,7 @@ bool BlockMask::is(const c10::IValue& value) {
 }
 
 const BlockMask& BlockMask::from_ivalue(const c10::IValue& value) {
-  if (!is(value)) throw BlockMaskError("a value that should be a block mask is " + describe(value) + ".");
+  if (!is(value)) throw BlockMaskError(concat("a value that should be a block mask is ", describe(value), "."));
   return *value.toCustomClass<BlockMask>();
 }
 
@@ -300,7 +296,7 @@ c10::IValue BlockMask::to_ivalue() const {
 }
 
 const AttentionPlan& BlockMask::plan() const {
-  std::call_once(plan_->made, [this] { plan_->plan = std::make_unique<const AttentionPlan>(*this); });
+  std::call_once(plan_->computed, [this] { plan_->plan = std::make_unique<const AttentionPlan>(*this); });
   return *plan_->plan;
 }
 
@@ -313,8 +309,7 @@ BlockMask create_block_mask(const MaskMod& mask_mod, std::optional<std::int64_t>
       {"kv_len", kv_len},           {"block_size.q", block_size.q}, {"block_size.kv", block_size.kv}};
   for (const auto& [name, size] : at_least_one) {
     if (size < 1) {
-      throw BlockMaskError(std::string("create_block_mask: ") + name + " is " + std::to_string(size) +
-                           "; it should be at least 1.");
+      throw BlockMaskError(concat("create_block_mask: ", name, " is ", size, "; it should be at least 1."));
     }
   }
   const auto indices = [device](std::int64_t count) {
@@ -342,12 +337,12 @@ BlockMask create_block_mask(const MaskMod& mask_mod, std::optional<std::int64_t>
 
 std::ostream& operator<<(std::ostream& out, const BlockMask& mask) {
   constexpr std::string_view kSpace = " \n";
-  std::string pictures = mask.to_string();
-  pictures.erase(pictures.find_last_not_of(kSpace) + 1);
+  std::string drawings = mask.to_string();
+  drawings.erase(drawings.find_last_not_of(kSpace) + 1);
   std::ostringstream percentage;
   percentage << std::fixed << std::setprecision(2) << mask.sparsity();
   return out << "BlockMask(shape=" << tuple_text(mask.shape()) << ", sparsity=" << percentage.str() << "%, \n"
-             << pictures << "\n)";
+             << drawings << "\n)";
 }
 
 }  // namespace penstock

@@ -11,7 +11,7 @@
 namespace penstock {
 namespace {
 
-// A spec as a leaf of a value.
+// Holds a spec as a leaf of a value.
 struct SpecHolder : DescribedObject {
   explicit SpecHolder(ChunkSpec held) : spec(std::move(held)) {}
 
@@ -58,7 +58,7 @@ CustomReducer::operator c10::IValue() const {
 }
 
 CustomReducer::CustomReducer(c10::IValue init_value, Reduce reduce)
-    : parts_(std::make_shared<const Parts>(Parts{std::move(init_value), std::move(reduce)})) {}
+    : content_(std::make_shared<const Content>(Content{std::move(init_value), std::move(reduce)})) {}
 
 const CustomReducer& sum_reducer() {
   static const CustomReducer kReducer(
@@ -88,28 +88,28 @@ std::string spec_text(const c10::IValue& spec) {
   return describe(spec);
 }
 
-bool equal_specs(const c10::IValue& one, const c10::IValue& other) {
-  if (node_kind(one) != node_kind(other)) return false;
-  switch (node_kind(one)) {
+bool equal_specs(const c10::IValue& first, const c10::IValue& second) {
+  if (node_kind(first) != node_kind(second)) return false;
+  switch (node_kind(first)) {
     case NodeKind::Tuple: {
-      const auto& ours = one.toTupleRef().elements();
-      const auto& theirs = other.toTupleRef().elements();
-      return std::equal(ours.begin(), ours.end(), theirs.begin(), theirs.end(), equal_specs);
+      const auto& left = first.toTupleRef().elements();
+      const auto& right = second.toTupleRef().elements();
+      return std::equal(left.begin(), left.end(), right.begin(), right.end(), equal_specs);
     }
-    case NodeKind::List: return std::ranges::equal(one.toListRef(), other.toListRef(), equal_specs);
+    case NodeKind::List: return std::ranges::equal(first.toListRef(), second.toListRef(), equal_specs);
     case NodeKind::Dict: {
-      const auto ours = one.toGenericDict();
-      const auto theirs = other.toGenericDict();
-      return ours.size() == theirs.size() && std::all_of(ours.begin(), ours.end(), [&](const auto& entry) {
-               const auto found = theirs.find(entry.key());
-               return found != theirs.end() && equal_specs(entry.value(), found->value());
+      const auto left = first.toGenericDict();
+      const auto right = second.toGenericDict();
+      return left.size() == right.size() && std::all_of(left.begin(), left.end(), [&](const auto& entry) {
+               const auto found = right.find(entry.key());
+               return found != right.end() && equal_specs(entry.value(), found->value());
              });
     }
     case NodeKind::Leaf: break;
   }
-  const ChunkSpec* const ours = chunk_spec_of(one);
-  const ChunkSpec* const theirs = chunk_spec_of(other);
-  return ours != nullptr && theirs != nullptr ? *ours == *theirs : ours == theirs && one == other;
+  const ChunkSpec* const left = chunk_spec_of(first);
+  const ChunkSpec* const right = chunk_spec_of(second);
+  return left != nullptr && right != nullptr ? *left == *right : left == right && first == second;
 }
 
 const ChunkSpec* chunk_spec_of(const c10::IValue& leaf) {

@@ -1,12 +1,13 @@
-// Prepares the math libraries behind libtorch's CPU operators, so that a result does not depend on where a tensor lies in
-// memory or on which thread computes first, and so that no instruction is used which the machine forbids.
+// Prepares the math libraries behind libtorch's CPU operators, so that results depend neither on the alignment of
+// tensors in memory nor on which thread computes first, and so that no instruction traps.
 //
 // Two preparations run when the library is loaded, before the program's first operator:
 //
-//   - MKL's conditional numerical reproducibility is switched on (AUTO,STRICT). Without it the same product gives other
-//     bits when an operand begins a few bytes later. An MKL_CBWR that the user has set stays as it is.
-//   - On a machine whose CPU names AMX although its instructions trap, oneDNN is limited to AVX-512 with bfloat16.
-//     Otherwise its first bfloat16 product would end the process. An ONEDNN_MAX_CPU_ISA that the user has set stays.
+//   - MKL's conditional numerical reproducibility is switched on (AUTO,STRICT). Without it the same product can have
+//     other bits when an operand begins a few bytes later. A value of MKL_CBWR that the user has set is left unchanged.
+//   - On a machine whose CPU reports AMX although its instructions trap, oneDNN is limited to AVX-512 with bfloat16;
+//     otherwise its first bfloat16 product would end the process. A value of ONEDNN_MAX_CPU_ISA that the user has set
+//     is left unchanged.
 //
 // All functions are thread-safe.
 #pragma once
@@ -16,22 +17,13 @@
 
 namespace penstock {
 
-// Returns why products in this process may depend on the alignment of their operands in memory, as a sentence, or nothing
-// when they do not. Bitwise identical results are promised only in the second case.
+// Returns nothing if matrix products in this process are independent of the alignment of their operands, which bitwise
+// identical results require. Otherwise returns a sentence that says why they are not.
 std::optional<std::string> why_not_reproducible();
 
-// Makes the first call of MKL's vector functions (sqrt, tanh, sin, …). While one thread makes the process's first call, a
-// call on another thread is exact to three or four digits only, so this runs before rank threads start.
+// Makes the process's first call of MKL's vector functions (sqrt, tanh, sin, …). While one thread makes that call, a
+// call on another thread is accurate to three or four digits only. Pipelines call this before they start rank threads;
+// call it before you compute with libtorch on threads of your own.
 void prepare_vector_functions();
 
-namespace internal {
-
-// Runs `attempt` in a child process and returns true if it came back, false if a signal ended the child or it took longer
-// than a few seconds. `attempt` must be async-signal-safe.
-bool survives(void (*attempt)());
-
-// Returns the value for ONEDNN_MAX_CPU_ISA that keeps oneDNN from instructions which trap, or nothing if none is needed.
-std::optional<std::string> onednn_limit(bool names_amx, bool (*amx_works)());
-
-}  // namespace internal
 }  // namespace penstock

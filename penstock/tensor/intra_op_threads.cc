@@ -6,13 +6,13 @@
 namespace penstock::internal {
 namespace {
 
-// The functions behind at::set_num_threads that hold for one thread. They are looked up, as a libtorch may be built without
-// OpenMP or MKL.
+// The functions behind at::set_num_threads that apply to one thread. They are looked up at run time, as libtorch may be
+// built without OpenMP or MKL.
 struct ThreadSettings {
   using SetOpenMp = void (*)(int);
   using SetMkl = int (*)(int);
   SetOpenMp set_openmp = reinterpret_cast<SetOpenMp>(::dlsym(RTLD_DEFAULT, "omp_set_num_threads"));
-  // Returns the number that held before, 0 for none of the thread's own.
+  // Returns the previous number, or 0 if the thread used the global number.
   SetMkl set_mkl = reinterpret_cast<SetMkl>(::dlsym(RTLD_DEFAULT, "MKL_Set_Num_Threads_Local"));
 
   static const ThreadSettings& get() {
@@ -36,7 +36,8 @@ int set_mkl_for_this_thread(int threads) {
 
 }  // namespace
 
-// The question makes libtorch set this thread's number to its default, once, so that it does not do so later.
+// The first call of at::get_num_threads on a thread sets the number to libtorch's default, so it has to come before
+// set_for_this_thread.
 IntraOpThreads::IntraOpThreads(int threads)
     : before_(at::get_num_threads()), mkl_before_(set_mkl_for_this_thread(threads)) {
   set_for_this_thread(threads);

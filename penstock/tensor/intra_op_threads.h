@@ -1,13 +1,13 @@
-// Number of threads that operators use on the calling thread, for as long as this lives. at::set_num_threads would also
-// become the default of every thread of the process that has not run an operator yet, and such threads are the program's.
+// Sets the number of intra-op threads of the calling thread in a scope.
 #pragma once
 
 namespace penstock::internal {
 
+// Sets the number of threads that operators use when they are called on this thread, and restores it in the destructor,
+// which must run on the same thread. Unlike at::set_num_threads, does not change the default of other threads.
 class IntraOpThreads {
  public:
   explicit IntraOpThreads(int threads);
-  // On the thread that has made it.
   ~IntraOpThreads();
   IntraOpThreads(const IntraOpThreads&) = delete;
   IntraOpThreads& operator=(const IntraOpThreads&) = delete;

@@ -4,13 +4,19 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
-#include <sstream>
 #include <string>
 #include <utility>
 
+#include "penstock/base/text.h"
+
 namespace penstock {
+
+using internal::concat;
+using internal::shape_text;
+
 namespace {
 
 at::TensorOptions bool_on(const at::Tensor& like) {
@@ -20,8 +26,8 @@ at::TensorOptions bool_on(const at::Tensor& like) {
 void check_all_callable(const char* function, const std::vector<MaskMod>& mask_mods) {
   for (std::size_t i = 0; i < mask_mods.size(); ++i) {
     if (!mask_mods[i]) {
-      throw BlockMaskError(std::string(function) + ": mask function " + std::to_string(i) + " of " +
-                           std::to_string(mask_mods.size()) + " is empty; each should be callable.");
+      throw BlockMaskError(
+          concat(function, ": mask function ", i, " of ", mask_mods.size(), " is empty; each should be callable."));
     }
   }
 }
@@ -62,24 +68,23 @@ MaskMod or_masks(std::vector<MaskMod> mask_mods) {
   };
 }
 
-at::Tensor ask_mask_mod(const MaskMod& mask_mod, const at::Tensor& b, const at::Tensor& h, const at::Tensor& q_idx,
-                        const at::Tensor& kv_idx) {
+at::Tensor evaluate_mask_mod(const MaskMod& mask_mod, const at::Tensor& b, const at::Tensor& h, const at::Tensor& q_idx,
+                             const at::Tensor& kv_idx) {
   at::Tensor allowed = mask_mod(b.view({-1, 1, 1, 1}), h.view({-1, 1, 1}), q_idx.view({-1, 1}), kv_idx.view({-1}));
-  const std::int64_t whole[] = {b.numel(), h.numel(), q_idx.numel(), kv_idx.numel()};
-  std::ostringstream problem;
+  const std::array<std::int64_t, 4> shape = {b.numel(), h.numel(), q_idx.numel(), kv_idx.numel()};
+  std::string found;
   if (!allowed.defined()) {
-    problem << "an undefined tensor";
+    found = "an undefined tensor";
   } else if (allowed.scalar_type() != at::kBool) {
-    problem << "a tensor of " << allowed.scalar_type();
-  } else if (!broadcasts_to(allowed.sizes(), whole)) {
-    problem << "a tensor of shape " << allowed.sizes();
+    found = concat("a tensor of ", c10::toString(allowed.scalar_type()));
+  } else if (!broadcasts_to(allowed.sizes(), shape)) {
+    found = concat("a tensor of shape ", shape_text(allowed.sizes()));
   } else {
     while (allowed.dim() < 4) allowed = allowed.unsqueeze(0);
     return allowed;
   }
-  throw BlockMaskError("mask_mod gave " + problem.str() + " for indices of shape " +
-                       (std::ostringstream() << at::IntArrayRef(whole)).str() +
-                       "; it should give a bool tensor that broadcasts to that shape.");
+  throw BlockMaskError(concat("mask_mod returned ", found, " for indices of shape ", shape_text(shape),
+                              "; it should return a bool tensor that broadcasts to that shape."));
 }
 
 at::Tensor create_mask(const MaskMod& mask_mod, std::int64_t batch, std::int64_t heads, std::int64_t q_len,
@@ -87,7 +92,7 @@ at::Tensor create_mask(const MaskMod& mask_mod, std::int64_t batch, std::int64_t
   const auto indices = [device](std::int64_t count) {
     return at::arange(count, at::TensorOptions(at::kLong).device(device));
   };
-  return ask_mask_mod(mask_mod, indices(batch), indices(heads), indices(q_len), indices(kv_len))
+  return evaluate_mask_mod(mask_mod, indices(batch), indices(heads), indices(q_len), indices(kv_len))
       .expand({batch, heads, q_len, kv_len})
       .contiguous();
 }

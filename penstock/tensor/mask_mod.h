@@ -1,5 +1,6 @@
-// A MaskMod says which queries may attend to which keys. It is called on int64 tensors of indices that broadcast
-// against each other, in the order batch, head, query, key, and answers with a bool tensor that broadcasts to all four.
+// Mask functions, which decide which queries may attend to which keys. A MaskMod is called on int64 tensors of indices
+// that broadcast against each other, in the order batch, head, query, key, and returns a bool tensor that broadcasts to
+// all four.
 //
 //   MaskMod causal = [](const at::Tensor&, const at::Tensor&, const at::Tensor& q, const at::Tensor& kv) {
 //     return q >= kv;
@@ -21,25 +22,27 @@ namespace penstock {
 using MaskMod = std::function<at::Tensor(const at::Tensor& b, const at::Tensor& h, const at::Tensor& q_idx,
                                          const at::Tensor& kv_idx)>;
 
-// A mask that cannot be made, split, merged or asked. The message says what was found and what would be right.
+// Thrown when a mask cannot be created, evaluated, split or merged. The message says what was found and what was
+// expected.
 class BlockMaskError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// Every query may attend to every key.
+// Allows every query to attend to every key.
 at::Tensor noop_mask(const at::Tensor& b, const at::Tensor& h, const at::Tensor& q_idx, const at::Tensor& kv_idx);
 
-// What all of them allow, and what any of them allows. Throws BlockMaskError when one of them is empty.
+// Return a function that allows what all of `mask_mods` allow, or what any of them allows. Throw BlockMaskError if one
+// of them is an empty std::function.
 MaskMod and_masks(std::vector<MaskMod> mask_mods);
 MaskMod or_masks(std::vector<MaskMod> mask_mods);
 
-// Calls mask_mod on one-dimensional indices. The answer has four dimensions, of which those are 1 that it does not
-// depend on. Throws BlockMaskError when it is no bool tensor, or does not broadcast to the four.
-at::Tensor ask_mask_mod(const MaskMod& mask_mod, const at::Tensor& b, const at::Tensor& h, const at::Tensor& q_idx,
-                        const at::Tensor& kv_idx);
+// Calls mask_mod on one-dimensional indices. The result has four dimensions; those that it does not depend on have size
+// 1. Throws BlockMaskError if mask_mod does not return a bool tensor that broadcasts to the four.
+at::Tensor evaluate_mask_mod(const MaskMod& mask_mod, const at::Tensor& b, const at::Tensor& h, const at::Tensor& q_idx,
+                             const at::Tensor& kv_idx);
 
-// The whole mask, bool [batch, heads, q_len, kv_len].
+// Returns the dense mask, bool [batch, heads, q_len, kv_len].
 at::Tensor create_mask(const MaskMod& mask_mod, std::int64_t batch, std::int64_t heads, std::int64_t q_len,
                        std::int64_t kv_len, at::Device device = at::kCPU);
 

@@ -4,23 +4,26 @@
 #include <limits>
 #include <utility>
 
+#include "penstock/base/text.h"
 #include "penstock/tensor/nested.h"
+#include "penstock/tensor/tensor_text.h"
 
 namespace penstock {
+
+using internal::concat;
+using internal::join;
+using internal::shape_text;
+using internal::TextPart;
+using internal::type_text;
+
 namespace {
 
 constexpr std::uint8_t kVersion = 1;
 
-// What stands in front of each tensor; 0 where there is none.
+// Flags before each tensor in the encoded form; 0 for an absent tensor.
 enum Flag : std::uint8_t { kPresent = 1, kRequiresGrad = 2, kContiguous = 4, kAllFlags = 7 };
 
-std::string list_text(const std::vector<std::int64_t>& numbers) {
-  std::string text = "[";
-  for (std::size_t i = 0; i < numbers.size(); ++i) text.append(i == 0 ? "" : ", ").append(std::to_string(numbers[i]));
-  return text + "]";
-}
-
-// Nothing when the number of elements has no 64-bit number.
+// Returns the strides of a contiguous tensor, or nothing if its number of elements overflows 64 bits.
 std::optional<std::vector<std::int64_t>> contiguous_strides(const std::vector<std::int64_t>& shape) {
   std::vector<std::int64_t> strides(shape.size());
   std::int64_t step = 1;
@@ -39,7 +42,7 @@ void append_byte(std::string& out, std::uint64_t value) {
   out += static_cast<char>(value);
 }
 
-// Seven bits a byte, the last without the eighth.
+// Appends a variable-length integer (LEB128): seven bits in a byte, the eighth set in all but the last.
 void append_number(std::string& out, std::int64_t number) {
   auto value = static_cast<std::uint64_t>(number);
   for (; value >= 0x80; value >>= 7) append_byte(out, (value & 0x7F) | 0x80);
@@ -52,32 +55,32 @@ class MetadataReader {
 
   std::vector<std::optional<TensorMeta>> read() {
     const unsigned version = byte();
-    if (version != kVersion)
-      fail("its version is " + std::to_string(version) + ", expected " + std::to_string(kVersion));
+    if (version != kVersion) fail("its version is ", version, ", expected ", kVersion);
     const std::size_t count = count_of("tensors");
     std::vector<std::optional<TensorMeta>> metas;
     metas.reserve(count);
     for (std::size_t i = 0; i < count; ++i) metas.push_back(meta());
-    if (!rest_.empty()) fail(std::to_string(rest_.size()) + " bytes follow its end");
+    if (!rest_.empty()) fail(rest_.size(), " bytes follow its end");
     return metas;
   }
 
  private:
-  [[noreturn]] static void fail(const std::string& what) {
-    throw PipeliningShapeError("the metadata of a message is damaged: " + what + ".");
+  template <TextPart... Parts>
+  [[noreturn]] static void fail(const Parts&... problem) {
+    throw PipeliningShapeError(concat("the metadata of a message is damaged: ", problem..., "."));
   }
 
   std::optional<TensorMeta> meta() {
     const unsigned flags = byte();
     if (flags == 0) return std::nullopt;
-    if (flags > kAllFlags || (flags & kPresent) == 0) fail("a tensor has flags " + std::to_string(flags));
+    if (flags > kAllFlags || (flags & kPresent) == 0) fail("a tensor has flags ", flags);
     const unsigned dtype = byte();
-    if (dtype >= static_cast<unsigned>(at::ScalarType::Undefined)) fail("there is no dtype " + std::to_string(dtype));
+    if (dtype >= static_cast<unsigned>(at::ScalarType::Undefined)) fail("there is no dtype ", dtype);
     const at::Device on = device();
     const std::size_t dims = count_of("dimensions");
     std::vector<std::int64_t> shape = numbers(dims);
     const auto contiguous = contiguous_strides(shape);
-    if (!contiguous) fail("a tensor of shape " + list_text(shape) + " is too large");
+    if (!contiguous) fail("a tensor of shape ", shape_text(shape), " is too large");
     std::vector<std::int64_t> strides = (flags & kContiguous) != 0 ? *contiguous : numbers(dims);
     return TensorMeta(std::move(shape), std::move(strides), static_cast<at::ScalarType>(dtype), on,
                       (flags & kRequiresGrad) != 0);
@@ -86,21 +89,22 @@ class MetadataReader {
   at::Device device() {
     const unsigned kind = byte();
     if (kind >= static_cast<unsigned>(at::COMPILE_TIME_MAX_DEVICE_TYPES)) {
-      fail("there is no device of kind " + std::to_string(kind));
+      fail("there is no device of kind ", kind);
     }
     const auto type = static_cast<at::DeviceType>(kind);
     const int index = static_cast<int>(byte()) - 1;
     if (index > (type == at::DeviceType::CPU ? 0 : std::numeric_limits<at::DeviceIndex>::max())) {
-      fail("there is no device " + at::DeviceTypeName(type, true) + ":" + std::to_string(index));
+      fail("there is no device ", at::DeviceTypeName(type, true), ":", index);
     }
     return {type, static_cast<at::DeviceIndex>(index)};
   }
 
-  // A number of things that take a byte each at least.
-  std::size_t count_of(const char* what) {
+  // Reads the number of elements of a list. Each takes at least a byte, which bounds the memory that a damaged number
+  // can make the reader allocate.
+  std::size_t count_of(const char* elements) {
     const auto count = static_cast<std::size_t>(number());
     if (count > rest_.size()) {
-      fail("it promises " + std::to_string(count) + " " + what + " in " + std::to_string(rest_.size()) + " bytes");
+      fail("it promises ", count, " ", elements, " in ", rest_.size(), " bytes");
     }
     return count;
   }
@@ -141,8 +145,8 @@ TensorMeta::TensorMeta(const at::Tensor& tensor)
       requires_grad(tensor.requires_grad()) {}
 
 std::string to_string(const TensorMeta& meta) {
-  std::string text = dtype_name(meta.dtype) + list_text(meta.shape);
-  if (!is_contiguous(meta)) text += " with strides " + list_text(meta.strides);
+  std::string text = type_text(meta.dtype, meta.shape);
+  if (!is_contiguous(meta)) text += " with strides " + shape_text(meta.strides);
   if (!meta.device.is_cpu()) text += " on " + meta.device.str();
   if (meta.requires_grad) text += ", requires grad";
   return text;
@@ -162,37 +166,32 @@ std::vector<std::optional<TensorMeta>> extract_tensor_metas(const c10::IValue& v
 
 std::vector<std::string> metadata_differences(const TensorMeta& expected, const TensorMeta& found) {
   std::vector<std::string> differences;
-  const auto differ = [&](const char* what, const std::string& one, const std::string& other) {
-    if (one != other) differences.push_back(std::string("its ") + what + " is " + other + ", expected " + one);
+  const auto compare = [&](const char* property, const std::string& wanted, const std::string& actual) {
+    if (wanted != actual) differences.push_back(concat("its ", property, " is ", actual, ", expected ", wanted));
   };
-  differ("shape", list_text(expected.shape), list_text(found.shape));
-  differ("stride", list_text(expected.strides), list_text(found.strides));
-  differ("dtype", dtype_name(expected.dtype), dtype_name(found.dtype));
+  compare("shape", shape_text(expected.shape), shape_text(found.shape));
+  compare("stride", shape_text(expected.strides), shape_text(found.strides));
+  compare("dtype", dtype_name(expected.dtype), dtype_name(found.dtype));
   return differences;
 }
 
 void validate_tensor_metadata(std::string_view what, const TensorMeta& expected, const TensorMeta& found) {
-  std::string message;
-  for (const std::string& difference : metadata_differences(expected, found)) {
-    message.append(message.empty() ? ": " : "; ").append(difference);
-  }
-  if (!message.empty()) throw PipeliningShapeError(std::string(what) + message + ".");
+  const std::vector<std::string> differences = metadata_differences(expected, found);
+  if (!differences.empty()) throw PipeliningShapeError(concat(what, ": ", join(differences, "; "), "."));
 }
 
 void validate_tensors_metadata(std::string_view what, std::span<const std::optional<TensorMeta>> expected,
                                std::span<const std::optional<TensorMeta>> found) {
-  const std::string name(what);
   if (expected.size() != found.size()) {
-    throw PipeliningShapeError(name + ": there are " + std::to_string(found.size()) + " tensors, expected " +
-                               std::to_string(expected.size()) + ".");
+    throw PipeliningShapeError(concat(what, ": there are ", found.size(), " tensors, expected ", expected.size(), "."));
   }
   const auto text = [](const std::optional<TensorMeta>& meta) { return meta ? to_string(*meta) : "None"; };
   for (std::size_t i = 0; i < expected.size(); ++i) {
-    const std::string place = name + "[" + std::to_string(i) + "]";
+    const std::string name = concat(what, "[", i, "]");
     if (expected[i] && found[i]) {
-      validate_tensor_metadata(place, *expected[i], *found[i]);
+      validate_tensor_metadata(name, *expected[i], *found[i]);
     } else if (expected[i] || found[i]) {
-      throw PipeliningShapeError(place + ": it is " + text(found[i]) + ", expected " + text(expected[i]) + ".");
+      throw PipeliningShapeError(concat(name, ": it is ", text(found[i]), ", expected ", text(expected[i]), "."));
     }
   }
 }

@@ -1,5 +1,5 @@
-// Metadata of tensors: what a stage expects at its borders, compared with what comes, printed in errors, and sent ahead
-// of the data in a compact form.
+// Metadata of tensors: describes the inputs and outputs that a stage expects, is compared with those that it receives,
+// and is sent ahead of the data in a compact encoding.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,12 +15,14 @@
 
 namespace penstock {
 
-// Tensors at a border that are not what was expected. The message says where and what differs.
+// Thrown when an input or output of a stage differs from its expected metadata. The message says where and what
+// differs.
 class PipeliningShapeError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
+// All properties of a tensor but its values.
 struct TensorMeta {
   std::vector<std::int64_t> shape;
   std::vector<std::int64_t> strides;
@@ -36,25 +38,26 @@ struct TensorMeta {
   friend bool operator==(const TensorMeta&, const TensorMeta&) = default;
 };
 
-// "float32[2, 3]", with strides, device and requires_grad where they are not the usual ones.
+// Returns "float32[2, 3]", followed by strides, device and requires_grad if they are not the default.
 std::string to_string(const TensorMeta& meta);
 
-// The metadata of a value's leaves, in order; none for what is no tensor.
+// Returns the metadata of a value's leaves, in order, with nullopt for a leaf that is not a tensor.
 std::vector<std::optional<TensorMeta>> extract_tensor_metas(const c10::IValue& value);
 
-// How the shape, strides and dtype differ, a sentence each. Neither device nor requires_grad counts: a tensor changes
-// both when it goes from stage to stage.
+// Returns the differences in shape, strides and dtype, one sentence each. Does not compare device and requires_grad,
+// which change when a tensor is sent from stage to stage.
 std::vector<std::string> metadata_differences(const TensorMeta& expected, const TensorMeta& found);
 
-// Throws PipeliningShapeError unless the two agree; `what` names the tensor, such as "stage 2, input 0".
+// Throws PipeliningShapeError if there are differences. `what` names the tensor in the message, such as "stage 2, input
+// 0".
 void validate_tensor_metadata(std::string_view what, const TensorMeta& expected, const TensorMeta& found);
-// The same for a list, with None where there is no tensor.
+// Does the same for lists of the same length, with nullopt where there is no tensor.
 void validate_tensors_metadata(std::string_view what, std::span<const std::optional<TensorMeta>> expected,
                                std::span<const std::optional<TensorMeta>> found);
 
-// A compact form for sending, with a version in front: a contiguous tensor of few dimensions takes about ten bytes.
+// Returns a compact encoding that begins with a version. A contiguous tensor of few dimensions takes about ten bytes.
 std::string encode_metadata(std::span<const std::optional<TensorMeta>> metas);
-// Throws PipeliningShapeError when the bytes say nothing of the kind, or are of another version.
+// Reverses encode_metadata. Throws PipeliningShapeError if the bytes are damaged or have another version.
 std::vector<std::optional<TensorMeta>> decode_metadata(std::string_view bytes);
 
 }  // namespace penstock

@@ -10,13 +10,20 @@
 #include <sstream>
 #include <utility>
 
+#include "penstock/base/text.h"
+
 namespace penstock {
+
+using internal::concat;
+using internal::join;
+using internal::shape_text;
+
 namespace {
 
-std::string names_of(const c10::Dict<c10::IValue, c10::IValue>& dict) {
-  std::string names;
-  for (const auto& entry : dict) names += (names.empty() ? "" : ", ") + key_text(entry.key());
-  return names;
+std::string keys_text(const c10::Dict<c10::IValue, c10::IValue>& dict) {
+  std::vector<std::string> keys;
+  for (const auto& entry : dict) keys.push_back(key_text(entry.key()));
+  return join(keys);
 }
 
 bool is_of(const c10::IValue& value, const c10::Type& type) {
@@ -29,14 +36,14 @@ bool is_of(const c10::IValue& value, const c10::Type& type) {
     case c10::TypeKind::StringType: return value.isString();
     default: break;
   }
-  // The type of an undefined tensor cannot be asked for.
+  // IValue::type() fails for an undefined tensor.
   for (const at::Tensor& tensor : extract_tensor_args(value)) {
     if (!tensor.defined()) return false;
   }
   return value.type()->isSubtypeOf(type);
 }
 
-// `type`, or that of anything when a value is not of it.
+// Returns `type` if all values have it, and Any otherwise.
 c10::TypePtr type_for(c10::TypePtr type, c10::ArrayRef<c10::IValue> values) {
   const bool all = std::all_of(values.begin(), values.end(), [&](const c10::IValue& v) { return is_of(v, *type); });
   return all ? type : c10::AnyType::get();
@@ -49,8 +56,8 @@ c10::IValue list_like(const c10::IValue& list, std::vector<c10::IValue> elements
   return result;
 }
 
-// A tuple makes its type when it is first asked for, of the types of its elements, unless it is a named one. So a copy
-// without elements is asked: that costs nothing, and no other thread sees it.
+// Returns a tuple of the same kind, named or not. Tuple::type() computes and caches the type of an unnamed tuple from
+// its elements, which is slow and not thread-safe, so ask a copy without elements.
 c10::IValue tuple_like(const c10::IValue& tuple, std::vector<c10::IValue> elements) {
   c10::ivalue::Tuple copy(tuple.toTupleRef());
   copy.setElements(std::vector<c10::IValue>());
@@ -68,7 +75,7 @@ c10::IValue dict_like(const c10::IValue& dict, std::vector<c10::IValue> values) 
   return result;
 }
 
-// What a leaf holds, if that says what it is.
+// Returns the object that a leaf holds if it has a description, and null otherwise.
 const DescribedObject* described_object(const c10::IValue& leaf) {
   const c10::IValue held = leaf.isCustomClass() ? leaf.toObjectRef().getSlot(0) : leaf;
   return held.isCapsule() ? dynamic_cast<const DescribedObject*>(held.toCapsule().get()) : nullptr;
@@ -82,7 +89,7 @@ std::string describe_leaf(const c10::IValue& leaf) {
   if (leaf.isTensor()) {
     const at::Tensor& tensor = leaf.toTensor();
     if (!tensor.defined()) return "undefined tensor";
-    text << dtype_name(tensor.scalar_type()) << " tensor of shape " << tensor.sizes();
+    text << concat(dtype_name(tensor.scalar_type()), " tensor of shape ", shape_text(tensor.sizes()));
     if (!tensor.is_cpu()) text << " on " << tensor.device();
   } else if (leaf.isObject() || leaf.isCapsule()) {
     text << leaf.type()->repr_str();
@@ -126,7 +133,7 @@ std::string describe(const c10::IValue& value) {
     case NodeKind::Dict: break;
   }
   const auto dict = value.toGenericDict();
-  return dict.empty() ? "empty dict" : "dict with " + names_of(dict);
+  return dict.empty() ? "empty dict" : "dict with " + keys_text(dict);
 }
 
 void for_each_leaf(const c10::IValue& value, const Path& path,
@@ -170,10 +177,10 @@ std::string structure_difference(const c10::IValue& expected, const c10::IValue&
     return path.text() + ": found " + describe(found) + ", expected " + describe(expected) + ".";
   };
   if (node_kind(expected) != node_kind(found)) return differ();
-  const auto compare_all = [&](c10::ArrayRef<c10::IValue> one, c10::ArrayRef<c10::IValue> other) {
-    if (one.size() != other.size()) return differ();
-    for (std::size_t i = 0; i < one.size(); ++i) {
-      std::string difference = structure_difference(one[i], other[i], Path(path, i));
+  const auto compare_all = [&](c10::ArrayRef<c10::IValue> wanted, c10::ArrayRef<c10::IValue> actual) {
+    if (wanted.size() != actual.size()) return differ();
+    for (std::size_t i = 0; i < wanted.size(); ++i) {
+      std::string difference = structure_difference(wanted[i], actual[i], Path(path, i));
       if (!difference.empty()) return difference;
     }
     return std::string();

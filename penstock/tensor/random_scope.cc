@@ -23,23 +23,24 @@ constexpr const char* kOwner = "penstock::RandomScope";
 constexpr c10::DispatchKeySet kBelowScopeKey(c10::DispatchKeySet::FULL_AFTER, kScopeKey);
 
 constinit thread_local RandomScope* innermost = nullptr;
-// The generator for each depth of nesting on this thread, used by one scope after the other.
+// One generator for each depth of nesting on this thread, reused by successive scopes.
 thread_local std::vector<at::Generator> generators;
 
 constexpr std::uint64_t kGoldenGamma = 0x9e3779b97f4a7c15;
 
+// The finalizer of splitmix64.
 constexpr std::uint64_t mixed(std::uint64_t bits) {
   bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9;
   bits = (bits ^ (bits >> 27)) * 0x94d049bb133111eb;
   return bits ^ (bits >> 31);
 }
 
-constexpr std::uint64_t with(std::uint64_t hash, std::uint64_t number) {
+constexpr std::uint64_t hash_with(std::uint64_t hash, std::uint64_t number) {
   return mixed((hash ^ number) + kGoldenGamma);
 }
 
-void start(at::CPUGeneratorImpl& generator, std::uint64_t hash) {
-  // Nothing left of this state, so that the first draw makes the next one.
+void seed_generator(at::CPUGeneratorImpl& generator, std::uint64_t hash) {
+  // left_ = 1: the first draw computes the next state.
   at::mt19937_data_pod data{.seed_ = hash, .left_ = 1, .seeded_ = true, .next_ = 0, .state_ = {}};
   std::uint64_t counter = hash;
   for (std::size_t word = 0; word < data.state_.size(); word += 2) {
@@ -51,33 +52,35 @@ void start(at::CPUGeneratorImpl& generator, std::uint64_t hash) {
   at::mt19937 engine = generator.engine();
   engine.set_data(data);
   generator.set_engine(engine);
-  // Normal numbers are made in pairs, and the generator keeps the second.
+  // Normal numbers are generated in pairs, and the generator caches the second.
   generator.set_next_float_normal_sample(std::nullopt);
   generator.set_next_double_normal_sample(std::nullopt);
 }
 
-// Whether a call draws on the CPU, as one on a tensor there does. A factory has no tensor yet and draws by calling
-// another operator; a call on the meta device draws nothing. Throws for other devices.
+// Returns true if a call draws on the CPU, as a call with a CPU tensor does. Returns false for a factory function,
+// which has no tensor yet and draws by calling another operator, and for meta tensors, which draw nothing. Throws for
+// other devices.
 bool draws_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet keys) {
   const c10::BackendComponent backend = keys.highestBackendKey();
   if (backend == c10::BackendComponent::InvalidBit || backend == c10::BackendComponent::MetaBit) {
     return false;
   }
   TORCH_CHECK(backend == c10::BackendComponent::CPUBit, op.operator_name(), " on a tensor of the backend ",
-              c10::toString(backend), " in a RandomScope: scopes hold random numbers of the CPU only.\n",
+              c10::toString(backend), " in a RandomScope: scopes support random numbers on the CPU only.\n",
               "  Hint: give the operator a generator of that device, or call it outside of the scope.");
   return true;
 }
 
 c10::IValue generator_of_scope(const c10::OperatorHandle& op) {
   std::optional<at::Generator> generator = RandomScope::current();
-  TORCH_CHECK(generator, op.operator_name(), " on a thread that took over the state of one in a RandomScope, but has ",
-              "none of its own: which numbers it draws would depend on when it runs.\n",
+  TORCH_CHECK(generator, op.operator_name(),
+              " on a thread that inherited its state from a thread in a RandomScope, but ",
+              "has no scope of its own: its random numbers would depend on the order of execution.\n",
               "  Hint: enter a RandomScope on this thread, with a place of its own.");
   return {*std::move(generator)};
 }
 
-// Fills the `generator` argument, when the caller gave none.
+// Fills the `generator` argument if the caller passed none.
 class DrawFromScope final : public c10::OperatorKernel {
  public:
   explicit DrawFromScope(std::ptrdiff_t from_end) : from_end_(from_end) {}
@@ -85,7 +88,7 @@ class DrawFromScope final : public c10::OperatorKernel {
   // NOLINTNEXTLINE(readability-make-member-function-const): the dispatcher asks for this signature.
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     c10::IValue& generator = stack->end()[-from_end_];
-    // None, or a generator without an implementation, which operators take for none.
+    // None, or a generator without an implementation, which operators treat as none.
     if (!generator.isPtrType() && draws_on_cpu(op, keys)) {
       generator_of_scope(op).swap(generator);
     }
@@ -96,10 +99,10 @@ class DrawFromScope final : public c10::OperatorKernel {
   std::ptrdiff_t from_end_;
 };
 
-// For kernels of other devices which draw without a generator: refuses them, unless their dropout is 0.
-class RefuseElsewhere final : public c10::OperatorKernel {
+// Refuses kernels of other devices that draw without a generator, unless their dropout probability is 0.
+class RefuseOtherDevices final : public c10::OperatorKernel {
  public:
-  explicit RefuseElsewhere(std::optional<std::ptrdiff_t> probability_from_end)
+  explicit RefuseOtherDevices(std::optional<std::ptrdiff_t> probability_from_end)
       : probability_from_end_(probability_from_end) {}
 
   // NOLINTNEXTLINE(readability-make-member-function-const): the dispatcher asks for this signature.
@@ -114,12 +117,12 @@ class RefuseElsewhere final : public c10::OperatorKernel {
   std::optional<std::ptrdiff_t> probability_from_end_;
 };
 
-// Where the argument that `is_it` accepts lies on the stack, counted from its end.
+// Returns the position of the argument that `is_match` accepts, counted from the end of the stack.
 template <class Predicate>
-std::optional<std::ptrdiff_t> find_argument(const c10::FunctionSchema& schema, Predicate&& is_it) {
+std::optional<std::ptrdiff_t> find_argument(const c10::FunctionSchema& schema, Predicate&& is_match) {
   const std::vector<c10::Argument>& arguments = schema.arguments();
   for (std::size_t index = 0; index < arguments.size(); ++index) {
-    if (is_it(arguments[index])) {
+    if (is_match(arguments[index])) {
       return static_cast<std::ptrdiff_t>(arguments.size() - index);
     }
   }
@@ -137,8 +140,8 @@ bool is_dropout_probability(const c10::Argument& argument) {
          (name == "p" || name == "dropout" || name == "dropout_p");
 }
 
-// The kernels of the scope's key, for as long as this library is loaded. They are made when it is loaded, and not by
-// the first scope: the dispatcher's tables must not change while other threads call operators.
+// Registers the kernels of the scope's dispatch key while this library is loaded. This happens at load time and not in
+// the first scope, as the dispatcher's tables must not change while other threads call operators.
 class Kernels {
  public:
   Kernels() {
@@ -157,12 +160,12 @@ class Kernels {
       add(op, c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<DrawFromScope>(*generator)));
     } else if (op.hasTag(at::Tag::nondeterministic_seeded) && draws_by_itself(op)) {
       const auto probability = find_argument(op.schema(), is_dropout_probability);
-      add(op, c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<RefuseElsewhere>(probability)));
+      add(op, c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<RefuseOtherDevices>(probability)));
     }
   }
 
-  // Operators without a kernel for the CPU are kernels of other devices; of those with one, native_dropout alone has a
-  // kernel elsewhere that does not call other operators.
+  // Returns true for operators whose kernels draw without calling an operator with a generator: those without a CPU
+  // kernel, and native_dropout on other devices.
   static bool draws_by_itself(const c10::OperatorHandle& op) {
     return !op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU) ||
            op.operator_name() == c10::OperatorName("aten::native_dropout", "");
@@ -181,14 +184,15 @@ const Kernels kKernels;
 }  // namespace
 
 RandomScope::RandomScope(std::uint64_t seed, std::int64_t step, std::int64_t microbatch, std::int64_t place)
-    : RandomScope(with(with(with(0, seed), static_cast<std::uint64_t>(step)), static_cast<std::uint64_t>(microbatch)),
+    : RandomScope(hash_with(hash_with(hash_with(0, seed), static_cast<std::uint64_t>(step)),
+                            static_cast<std::uint64_t>(microbatch)),
                   static_cast<std::uint64_t>(place)) {}
 
 RandomScope::RandomScope(std::int64_t place) : RandomScope(innermost->moment_, static_cast<std::uint64_t>(place)) {}
 
 RandomScope::RandomScope(std::uint64_t moment, std::uint64_t place)
     : moment_(moment),
-      hash_(with(moment, place)),
+      hash_(hash_with(moment, place)),
       outer_(innermost),
       depth_(outer_ == nullptr ? 0 : outer_->depth_ + 1),
       key_(kScopeKey) {
@@ -217,11 +221,11 @@ const at::Generator& RandomScope::generator() {
   }
   at::Generator& generator = generators[depth_];
   if (!seeded_) {
-    // Someone may have kept the generator of an earlier scope; it stays theirs.
+    // A caller may still hold the generator of an earlier scope; leave that one unchanged.
     if (!generator.defined() || generator.getIntrusivePtr().use_count() > 1) {
       generator = at::detail::createCPUGenerator();
     }
-    start(*generator.get<at::CPUGeneratorImpl>(), hash_);
+    seed_generator(*generator.get<at::CPUGeneratorImpl>(), hash_);
     seeded_ = true;
   }
   return generator;

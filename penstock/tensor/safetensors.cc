@@ -10,24 +10,45 @@
 #include <filesystem>
 #include <unordered_map>
 
+#include "penstock/base/text.h"
 #include "penstock/tensor/atomic_file_writer.h"
 #include "penstock/tensor/mapped_file.h"
+#include "penstock/tensor/safetensors/dtype.h"
+#include "penstock/tensor/safetensors/header.h"
+#include "penstock/tensor/tensor_text.h"
 
 namespace penstock {
+
+using internal::AtomicFileWriter;
+using internal::concat;
+using internal::find_safetensors_dtype;
+using internal::join;
+using internal::lay_out_safetensors;
+using internal::MappedFile;
+using internal::MappingError;
+using internal::parse_safetensors_header;
+using internal::quoted_tensor;
+using internal::SafetensorsEntry;
+using internal::SafetensorsHeader;
+using internal::TextPart;
+using internal::to_bytes;
+
 namespace {
 
-[[noreturn]] void fail(const std::string& path, const std::string& what) {
-  throw SafetensorsError(path + ": " + what);
+template <TextPart... Parts>
+[[noreturn]] void fail(const std::string& path, const Parts&... problem) {
+  throw SafetensorsError(concat(path, ": ", problem...));
 }
 
 std::unique_ptr<MappedFile> mapped(const std::string& path, FileAccess access) {
   try {
     return std::make_unique<MappedFile>(path, access);
-  } catch (const MappingError& failure) {
-    throw SafetensorsError(failure.what());
+  } catch (const MappingError& error) {
+    throw SafetensorsError(error.what());
   }
 }
 
+// Requires that `path` names a regular file, or none yet.
 void require_target(const std::string& path) {
   if (std::filesystem::path(path).filename().empty()) fail(path, "could not be written: it names no file.");
   struct stat status = {};
@@ -36,19 +57,18 @@ void require_target(const std::string& path) {
   if (!S_ISREG(status.st_mode)) fail(path, "is not a regular file, and is not replaced by one.");
 }
 
-// Refuses what has no bytes to write, or fewer than its sizes and strides reach.
+// Requires a dense tensor whose storage has all bytes that its sizes and strides reach.
 void require_bytes(const std::string& path, const std::string& name, const at::Tensor& tensor) {
-  const auto refuse = [&](const std::string& why) { fail(path, tensor_text(name) + why); };
+  const auto refuse = [&](const auto&... problem) { fail(path, quoted_tensor(name), problem...); };
   if (!tensor.defined()) refuse(" is undefined.");
   if (tensor.layout() != at::kStrided || tensor.is_nested()) {
     refuse(" is not strided, as safetensors are.\n  Hint: to_dense() or to_padded_tensor() makes it so.");
   }
-  if (tensor.is_meta() || !tensor.has_storage()) refuse(" has no memory: it is on " + tensor.device().str() + ".");
+  if (tensor.is_meta() || !tensor.has_storage()) refuse(" has no memory: it is on ", tensor.device().str(), ".");
   const std::size_t reached = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(),
                                                                static_cast<std::size_t>(tensor.storage_offset()));
   if (tensor.numel() > 0 && (tensor._is_zerotensor() || tensor.storage().nbytes() < reached)) {
-    refuse(" has no memory: its storage has " + std::to_string(tensor.storage().nbytes()) + " of " +
-           std::to_string(reached) + " bytes. Was it freed?");
+    refuse(" has no memory: its storage has ", tensor.storage().nbytes(), " of ", reached, " bytes. Was it freed?");
   }
 }
 
@@ -56,8 +76,9 @@ SafetensorsEntry entry_of(const std::string& name, const at::Tensor& tensor) {
   return {.name = name, .dtype = tensor.scalar_type(), .shape = tensor.sizes().vec()};
 }
 
-// The same values, one after another in the CPU's memory. Narrow dtypes, for which torch lacks kernels, go as bytes.
-at::Tensor plain(const at::Tensor& tensor) {
+// Returns the same values as a contiguous tensor on the CPU. Dtypes of one byte are viewed as bytes, as torch lacks
+// kernels for some of them.
+at::Tensor contiguous_on_cpu(const at::Tensor& tensor) {
   at::Tensor values = tensor.detach().resolve_conj().resolve_neg();
   if (values.element_size() == 1) values = values.view(at::kByte);
   return values.to(at::kCPU).contiguous();
@@ -75,20 +96,20 @@ void write_safetensors(const std::string& path, const NamedTensors& tensors,
     by_name.emplace(name, &tensor);
   }
   const SafetensorsHeader header = lay_out_safetensors(std::move(entries), metadata, path);
-  const std::string beginning = to_bytes(header, path);
+  const std::string header_bytes = to_bytes(header, path);
 
   require_target(path);
   try {
     AtomicFileWriter file(path);
-    file.write(beginning.data(), beginning.size());
+    file.write(header_bytes.data(), header_bytes.size());
     for (const SafetensorsEntry& entry : header.entries) {
       if (entry.begin == entry.end) continue;
-      const at::Tensor values = plain(*by_name.at(entry.name));
+      const at::Tensor values = contiguous_on_cpu(*by_name.at(entry.name));
       file.write(values.const_data_ptr(), entry.end - entry.begin);
     }
     file.commit();
-  } catch (const AtomicFileWriter::Error& failure) {
-    throw SafetensorsError(failure.what());
+  } catch (const AtomicFileWriter::Error& error) {
+    throw SafetensorsError(error.what());
   }
 }
 
@@ -128,11 +149,11 @@ const std::map<std::string, std::string>& SafetensorsFile::metadata() const {
 at::Tensor SafetensorsFile::tensor(std::string_view name) const {
   const auto found = content_->by_name.find(name);
   if (found == content_->by_name.end()) {
-    std::string hint;
-    for (std::size_t i = 0; i < std::min<std::size_t>(names().size(), 3); ++i) {
-      hint += (i == 0 ? "\n  Hint: it has " : ", ") + tensor_text(names()[i]);
-    }
-    fail(content_->path, "there is no " + tensor_text(name) + "." + hint + (names().size() > 3 ? ", …" : ""));
+    constexpr std::size_t kMaxNames = 3;
+    std::vector<std::string> shown;
+    for (std::size_t i = 0; i < std::min(names().size(), kMaxNames); ++i) shown.push_back(quoted_tensor(names()[i]));
+    const std::string hint = shown.empty() ? "" : concat("\n  Hint: it has ", join(shown));
+    fail(content_->path, "there is no ", quoted_tensor(name), ".", hint, names().size() > kMaxNames ? ", …" : "");
   }
   const SafetensorsEntry& entry = *found->second;
   const auto options = at::TensorOptions().dtype(entry.dtype);
@@ -140,7 +161,7 @@ at::Tensor SafetensorsFile::tensor(std::string_view name) const {
 
   char* const begin = content_->mapping->data() + content_->header.data_begin + entry.begin;
   const std::string_view bytes(begin, entry.end - entry.begin);
-  if (reinterpret_cast<std::uintptr_t>(begin) % safetensors_element_size(entry.dtype) != 0) {
+  if (reinterpret_cast<std::uintptr_t>(begin) % find_safetensors_dtype(entry.dtype)->element_bytes != 0) {
     at::Tensor copy = at::empty(entry.shape, options);
     std::memcpy(copy.mutable_data_ptr(), bytes.data(), bytes.size());
     return copy;

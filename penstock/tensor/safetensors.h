@@ -1,5 +1,4 @@
-// Tensors in safetensors files, as Python's `safetensors` package reads and writes them. A file is read by mapping it,
-// and its tensors are views of the mapping; it is written beside its target, synced and renamed.
+// Reads and writes tensors in safetensors files, compatible with Python's `safetensors` package.
 //
 //   write_safetensors("model.safetensors", {{"weight", weight}, {"bias", bias}}, {{"step", "1000"}});
 //   const SafetensorsFile file("model.safetensors");
@@ -10,45 +9,58 @@
 
 #include <map>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
-#include "penstock/tensor/mapped_file.h"
+#include "penstock/tensor/file_access.h"
 #include "penstock/tensor/named_tensors.h"
-#include "penstock/tensor/safetensors_header.h"
 
 namespace penstock {
 
-// Writes `tensors`, of any strides and on any device, each with its own bytes even where two share memory. The file has
-// the order of the Python package's writer, not theirs. `path` is replaced when all is on the disk, so whoever has the
-// old file open keeps it whole; if anything fails, the old file stays and nothing else is left. Where `path` is a link,
-// the link is replaced.
-// Throws SafetensorsError: a name twice, a dtype that safetensors do not have, a tensor that is sparse or without
-// memory, a disk that is full, …
+// Thrown when a file is not a safetensors file, when it cannot be read or written, and for a tensor that such a file
+// cannot hold. The message names the file and the tensor, what was found and what was expected.
+class SafetensorsError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// Writes `tensors`, which may have any strides and be on any device. Each is written with its own bytes, even where two
+// share memory. The file has the order of the Python package's writer, not that of `tensors`.
+//
+// Writes a temporary file, syncs it and renames it to `path`, so a process that has the old file open keeps reading it,
+// and if anything fails, the old file stays and no other is left behind. Replaces `path` itself if it is a symbolic
+// link.
+//
+// Throws SafetensorsError: for a duplicate name, a dtype that safetensors do not support, a tensor that is sparse or
+// has no memory, a full disk, …
 void write_safetensors(const std::string& path, const NamedTensors& tensors,
                        const std::map<std::string, std::string>& metadata = {});
 
-// A file that is open for reading. All of its header is checked when it is opened (parse_safetensors_header says how);
-// data is read when it is touched. Copies share the mapping, and any number of threads may use one.
+// A safetensors file that is open for reading. The constructor checks the whole header: sizes, offsets, overlaps and
+// gaps. Data is read when it is first touched. Copies share the mapping. All functions are thread-safe.
 class SafetensorsFile {
  public:
-  // Throws SafetensorsError if `path` is no regular file, cannot be read or is not a safetensors file.
+  // Throws SafetensorsError if `path` is not a regular file, cannot be read or is not a safetensors file.
   explicit SafetensorsFile(const std::string& path, FileAccess access = FileAccess::Map);
 
-  // In the order of their bytes.
+  // Returns the names in the order of their bytes in the file.
   const std::vector<std::string>& names() const;
   bool contains(std::string_view name) const;
+  // Returns the header's __metadata__.
   const std::map<std::string, std::string>& metadata() const;
 
-  // The tensor of this name, on the CPU, without a copy: it shares the mapping with all others of the same name, and
-  // keeps it alive. It may be written in place; the pages written become the process's own, and the file never changes.
-  // Two kinds are copied, as a view of their bytes would not be safe to use: those that a foreign writer has put at an
-  // address that is no multiple of their element's size, and bool tensors with bytes besides 0 and 1, which are taken
-  // for 1.
-  // Throws SafetensorsError if there is none. The file must not be cut short or overwritten in place while it is
-  // mapped (FileAccess::Map); write_safetensors does neither.
+  // Returns the tensor with this name, on the CPU. It is a view of the mapping, keeps the mapping alive, and shares
+  // memory with every other tensor returned for the name. It may be written in place: pages are copied on write, and
+  // the file never changes.
+  //
+  // Two kinds of tensors are copied, as a view of their bytes would not be valid: those that another writer has placed
+  // at an address that is not a multiple of the element size, and bool tensors with bytes other than 0 and 1, which
+  // count as true.
+  //
+  // Throws SafetensorsError if there is no such tensor. With FileAccess::Map the file must not be truncated or
+  // overwritten in place while a tensor of it exists; write_safetensors does neither.
   at::Tensor tensor(std::string_view name) const;
 
  private:
@@ -56,7 +68,7 @@ class SafetensorsFile {
   std::shared_ptr<const Content> content_;
 };
 
-// All tensors of a file, as SafetensorsFile gives them.
+// Returns all tensors of a file, as SafetensorsFile::tensor does, in the order of their bytes.
 NamedTensors read_safetensors(const std::string& path, FileAccess access = FileAccess::Map);
 
 }  // namespace penstock

@@ -9,28 +9,22 @@
 #include <set>
 #include <utility>
 
-#include "penstock/tensor/nested.h"
-#include "penstock/tensor/safetensors_header.h"
+#include "penstock/base/text.h"
+#include "penstock/tensor/tensor_text.h"
 
 namespace penstock::internal {
 namespace {
 
 using Found = std::map<std::string, at::Tensor>;
 
-std::string type_text(const at::Tensor& tensor) {
-  std::string text = dtype_name(tensor.scalar_type()) + "[";
-  for (std::int64_t i = 0; i < tensor.dim(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(tensor.size(i));
-  return text + "]";
-}
-
-// Compares bits, so that NaN equals itself. Both have one dtype and shape.
-bool same_bits(const at::Tensor& one, const at::Tensor& other) {
-  const at::Tensor left = one.detach().contiguous();
-  const at::Tensor right = other.detach().contiguous();
+// Compares bitwise, so that NaN equals itself. Both tensors have the same dtype and shape.
+bool bitwise_identical(const at::Tensor& first, const at::Tensor& second) {
+  const at::Tensor left = first.detach().contiguous();
+  const at::Tensor right = second.detach().contiguous();
   return left.nbytes() == 0 || std::memcmp(left.const_data_ptr(), right.const_data_ptr(), left.nbytes()) == 0;
 }
 
-// The first of the names that a file has; null if it has none of them.
+// Returns the value of the first name that a file has, or null if it has none of them.
 const at::Tensor* find_value(const ModelTensor& model, const Found& found) {
   for (const std::string& name : model.names) {
     if (const auto value = found.find(name); value != found.end()) return &value->second;
@@ -42,7 +36,7 @@ bool repeats_memory(const at::Tensor& tensor, std::int64_t dim) {
   return tensor.stride(dim) == 0 && tensor.size(dim) > 1;
 }
 
-// An expanded tensor has one element for a whole dimension, which is copied once.
+// Copies values in place. Elements of an expanded dimension are one element in memory, which is copied once.
 void copy_values(at::Tensor target, at::Tensor value) {
   target = target.detach();
   for (std::int64_t dim = 0; dim < target.dim(); ++dim) {
@@ -53,11 +47,11 @@ void copy_values(at::Tensor target, at::Tensor value) {
   target.copy_(value);
 }
 
-// Tensors of the model that lie in one storage, and the values for them.
+// Tensors of the model that share a storage, with the values for them.
 struct StorageGroup {
   std::vector<std::pair<const ModelTensor*, const at::Tensor*>> members;
 
-  // False if every element has a place of its own, so that no two values can contradict each other.
+  // Returns false if every element has its own memory, so that no two values can contradict each other.
   bool shares_memory() const {
     if (members.size() > 1) return true;
     const at::Tensor& tensor = members.front().first->tensor;
@@ -67,7 +61,7 @@ struct StorageGroup {
     return false;
   }
 
-  // Copies all values into a copy of the storage, and returns the names of those that are not there afterwards.
+  // Copies all values into a copy of the storage, and returns the names of those that were overwritten by others.
   std::vector<std::string> contradictions() const {
     const at::NoGradGuard no_grad;
     const c10::Storage& storage = members.front().first->tensor.storage();
@@ -82,15 +76,15 @@ struct StorageGroup {
     }
     std::vector<std::string> names;
     for (std::size_t i = 0; i < members.size(); ++i) {
-      if (!same_bits(copies[i], *members[i].second)) names.push_back(members[i].first->names.front());
+      if (!bitwise_identical(copies[i], *members[i].second)) names.push_back(members[i].first->names.front());
     }
     return names;
   }
 };
 
-// The differences of one kind.
+// Differences of one kind.
 struct Differences {
-  // Ends a sentence that begins with a number.
+  // End of the sentence "… and 3 more ".
   const char* rest = "";
   std::vector<std::string> lines = {};
 
@@ -112,43 +106,45 @@ std::string state_differences(const std::vector<ModelTensor>& model, const Found
   Differences contradictory{.rest = "contradict each other"};
   std::set<std::string_view> known;
   std::map<const void*, StorageGroup> storages;
-  for (const ModelTensor& one : model) {
-    known.insert(one.names.begin(), one.names.end());
-    const at::Tensor* const value = find_value(one, found);
+  for (const ModelTensor& expected : model) {
+    known.insert(expected.names.begin(), expected.names.end());
+    const at::Tensor* const value = find_value(expected, found);
     if (value == nullptr) {
-      if (one.is_required) {
-        missing.lines.push_back(tensor_text(one.names.front()) + " is missing: the model has " + type_text(one.tensor) +
-                                ".");
+      if (expected.is_required) {
+        missing.lines.push_back(concat(quoted_tensor(expected.names.front()), " is missing: the model has ",
+                                       type_text(expected.tensor), "."));
       }
       continue;
     }
     bool fits = true;
-    for (const std::string& name : one.names) {
+    for (const std::string& name : expected.names) {
       const auto other = found.find(name);
       if (other == found.end()) continue;
-      if (other->second.scalar_type() != one.tensor.scalar_type() || other->second.sizes() != one.tensor.sizes()) {
-        mismatched.lines.push_back(tensor_text(name) + ": found " + type_text(other->second) + ", expected " +
-                                   type_text(one.tensor) + ".");
+      if (other->second.scalar_type() != expected.tensor.scalar_type() ||
+          other->second.sizes() != expected.tensor.sizes()) {
+        mismatched.lines.push_back(concat(quoted_tensor(name), ": found ", type_text(other->second), ", expected ",
+                                          type_text(expected.tensor), "."));
         fits = false;
-      } else if (fits && !same_bits(other->second, *value)) {
-        contradictory.lines.push_back(tensor_text(name) + " is tied to " + tensor_text(one.names.front()) +
-                                      " in the model, and has other values.");
+      } else if (fits && !bitwise_identical(other->second, *value)) {
+        contradictory.lines.push_back(concat(quoted_tensor(name), " is tied to ", quoted_tensor(expected.names.front()),
+                                             " in the model, and has other values."));
         fits = false;
       }
     }
-    if (fits && one.tensor.numel() > 0) {
-      storages[one.tensor.storage().unsafeGetStorageImpl()].members.emplace_back(&one, value);
+    if (fits && expected.tensor.numel() > 0) {
+      storages[expected.tensor.storage().unsafeGetStorageImpl()].members.emplace_back(&expected, value);
     }
   }
   for (const auto& [name, tensor] : found) {
     if (!known.contains(name)) {
-      unexpected.lines.push_back(tensor_text(name) + " is unexpected: found " + type_text(tensor) + ".");
+      unexpected.lines.push_back(concat(quoted_tensor(name), " is unexpected: found ", type_text(tensor), "."));
     }
   }
   for (const auto& [storage, group] : storages) {
     if (!group.shares_memory()) continue;
     for (const std::string& name : group.contradictions()) {
-      contradictory.lines.push_back(tensor_text(name) + " shares memory in the model, and its values contradict that.");
+      contradictory.lines.push_back(
+          concat(quoted_tensor(name), " shares memory in the model, and its values contradict that."));
     }
   }
   constexpr std::size_t kMostLines = 10;
@@ -166,8 +162,8 @@ std::string state_differences(const std::vector<ModelTensor>& model, const Found
 
 void load_state(const std::vector<ModelTensor>& model, const Found& found) {
   const at::NoGradGuard no_grad;
-  for (const ModelTensor& one : model) {
-    if (const at::Tensor* const value = find_value(one, found)) copy_values(one.tensor, *value);
+  for (const ModelTensor& expected : model) {
+    if (const at::Tensor* const value = find_value(expected, found)) copy_values(expected.tensor, *value);
   }
 }
 

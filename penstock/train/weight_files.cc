@@ -11,6 +11,7 @@
 #include "penstock/schedule/json.h"
 #include "penstock/tensor/mapped_file.h"
 #include "penstock/tensor/safetensors.h"
+#include "penstock/tensor/tensor_text.h"
 #include "penstock/train/checkpoint.h"
 #include "penstock/train/checkpoint_directory.h"
 
@@ -55,7 +56,7 @@ std::map<std::string, std::vector<std::string>> read_index(const std::string& pa
         file.is_string() && !file.get_ref<const std::string&>().empty() &&
         fs::path(file.get_ref<const std::string&>()).filename() == file.get_ref<const std::string&>();
     if (!is_plain_name) {
-      fail(path, concat(tensor_text(name), " should be in a file of the same directory; found ", file.dump(), "."));
+      fail(path, concat(quoted_tensor(name), " should be in a file of the same directory; found ", file.dump(), "."));
     }
     names_by_file[file.get<std::string>()].push_back(name);
   }
@@ -68,7 +69,7 @@ void read_shards(const fs::path& directory, std::map<std::string, at::Tensor>& t
     const SafetensorsFile shard((directory / file).string());
     for (const std::string& name : names) {
       if (!shard.contains(name)) {
-        fail(index, concat(tensor_text(name), " is not in ", file, ", which the index names for it."));
+        fail(index, concat(quoted_tensor(name), " is not in ", file, ", which the index names for it."));
       }
       tensors.emplace(name, shard.tensor(name));
     }

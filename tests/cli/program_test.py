@@ -143,7 +143,7 @@ class Check(Case):
         result = self.penstock(*words, environment={"MKL_CBWR": "AUTO"})
         self.assertRegex(
             result.stdout,
-            r"\nnote: Products may differ in their last bits by where a tensor lies in memory: MKL_CBWR=AUTO does not ask MKL "
+            r"\nnote: Products may differ in their last bits with the alignment of tensors in memory: MKL_CBWR=AUTO does not ask MKL "
             r"for strict reproducibility\.\n  Hint: unset MKL_CBWR, or set MKL_CBWR=AUTO,STRICT\.\n$",
         )
 

@@ -1,5 +1,5 @@
-// Fuzzes the reader of safetensors headers: any bytes are a file or an error. The tensors of a file do not overlap and
-// are inside of it, and the header survives a round trip through its own bytes.
+// Fuzzes the parser of safetensors headers: any bytes give a header or a SafetensorsError. The byte ranges of a parsed
+// header lie within the file and do not overlap, and the header survives being written and parsed again.
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -7,9 +7,11 @@
 #include <string>
 #include <string_view>
 
-#include "penstock/tensor/safetensors_header.h"
+#include "penstock/tensor/safetensors.h"
+#include "penstock/tensor/safetensors/dtype.h"
+#include "penstock/tensor/safetensors/header.h"
 
-namespace penstock {
+namespace penstock::internal {
 namespace {
 
 void require(bool holds) {
@@ -25,7 +27,7 @@ std::size_t elements_of(const SafetensorsEntry& entry) {
   return count;
 }
 
-// Tries a file with this header, and as many bytes of data as it states.
+// Returns a file with this header and as many bytes of data as it announces.
 std::string file_of(const SafetensorsHeader& header) {
   std::string bytes = to_bytes(header, "header");
   require(bytes.size() % 8 == 0);
@@ -44,7 +46,7 @@ void try_file(std::string_view file) {
   std::size_t end = 0;
   for (const SafetensorsEntry& entry : header.entries) {
     require(entry.begin == end && entry.begin <= entry.end);
-    require(entry.end - entry.begin == elements_of(entry) * safetensors_element_size(entry.dtype));
+    require(entry.end - entry.begin == elements_of(entry) * find_safetensors_dtype(entry.dtype)->element_bytes);
     end = entry.end;
   }
   require(header.data_begin + end == file.size());
@@ -52,15 +54,15 @@ void try_file(std::string_view file) {
   SafetensorsHeader again = parse_safetensors_header(file_of(header), "again");
   require(again.entries == header.entries && again.metadata == header.metadata);
 
-  const SafetensorsHeader ours = lay_out_safetensors(header.entries, header.metadata, "ours");
-  for (const SafetensorsEntry& entry : ours.entries) {
-    require(entry.begin % safetensors_element_size(entry.dtype) == 0);
+  const SafetensorsHeader sorted = lay_out_safetensors(header.entries, header.metadata, "sorted");
+  for (const SafetensorsEntry& entry : sorted.entries) {
+    require(entry.begin % find_safetensors_dtype(entry.dtype)->element_bytes == 0);
   }
-  again = parse_safetensors_header(file_of(ours), "ours");
-  require(again.entries.size() == ours.entries.size() && again.metadata == ours.metadata);
+  again = parse_safetensors_header(file_of(sorted), "sorted");
+  require(again.entries.size() == sorted.entries.size() && again.metadata == sorted.metadata);
 }
 
-// Tries the same bytes with a matching length before them: a header up to the last brace, and data.
+// Returns the bytes with a valid length before them: the header ends at the last brace, and data follows.
 std::string with_length(std::string_view bytes) {
   const std::size_t brace = bytes.rfind('}');
   const std::uint64_t length = brace == std::string_view::npos ? bytes.size() : brace + 1;
@@ -70,11 +72,11 @@ std::string with_length(std::string_view bytes) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::internal
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   const std::string_view bytes(reinterpret_cast<const char*>(data), size);
-  penstock::try_file(bytes);
-  penstock::try_file(penstock::with_length(bytes));
+  penstock::internal::try_file(bytes);
+  penstock::internal::try_file(penstock::internal::with_length(bytes));
   return 0;
 }

@@ -12,17 +12,10 @@
 #include "penstock/tensor/attention/plan.h"
 #include "tests/tensor/masks.h"
 
-namespace penstock {
+namespace penstock::testing {
 namespace {
 
-using testing::Case;
-using testing::causal;
-using testing::documents;
-using testing::mask_of;
-using testing::message_of;
-using testing::patchwork;
-using testing::same_tensor;
-using testing::window;
+using internal::AttentionPlan;
 
 ScoreMod alibi(const at::Tensor& slopes) {
   return [slopes](const at::Tensor& score, const at::Tensor& /*b*/, const at::Tensor& h, const at::Tensor& q,
@@ -63,7 +56,7 @@ Inputs inputs_of(const Shape& shape, at::ScalarType type = at::kDouble) {
           .value = leaf({shape.batch, shape.kv_heads, shape.kv_len, shape.value_size})};
 }
 
-// Attention with all scores at once, by operators that autograd knows.
+// Computes attention with dense scores, by differentiable operators.
 at::Tensor dense_attention(const Inputs& inputs, const ScoreMod& score_mod, const at::Tensor& allowed,
                            std::optional<double> scale = std::nullopt) {
   const std::int64_t group = inputs.query.size(1) / inputs.key.size(1);
@@ -78,7 +71,7 @@ at::Tensor dense_attention(const Inputs& inputs, const ScoreMod& score_mod, cons
   }
   if (allowed.defined()) scores = scores.masked_fill(allowed.logical_not(), -std::numeric_limits<double>::infinity());
   const at::Tensor probabilities = scores.softmax(-1);
-  // Rows with nothing to attend to are NaN so far.
+  // Rows that attend to nothing are NaN so far.
   const at::Tensor empty = allowed.defined() ? allowed.any(-1, true).logical_not() : at::zeros({}, at::kBool);
   return probabilities.masked_fill(empty, 0).matmul(value);
 }
@@ -118,7 +111,7 @@ class AttentionTest : public ::testing::Test {
   void SetUp() override { at::manual_seed(11); }
 };
 
-// Masks by name, for a batch, heads, lengths and a block size.
+// Returns a mask by its name, for a batch, heads, lengths and a block size.
 std::optional<BlockMask> named_mask(const std::string& name, const Shape& shape, std::int64_t block) {
   if (name == "none") return std::nullopt;
   if (name == "causal") return create_block_mask(causal, std::nullopt, std::nullopt, shape.q_len, shape.kv_len, block);
@@ -132,7 +125,7 @@ std::optional<BlockMask> named_mask(const std::string& name, const Shape& shape,
     return create_block_mask(documents(ids), shape.batch, std::nullopt, shape.q_len, shape.kv_len, block);
   }
   if (name == "patchwork") return mask_of(patchwork(shape.batch, shape.heads, shape.q_len, shape.kv_len, block), block);
-  // Most rows have nothing to attend to.
+  // Most rows attend to nothing.
   return mask_of(at::rand({shape.batch, 1, shape.q_len, shape.kv_len}) < 0.3 / static_cast<double>(shape.kv_len),
                  block);
 }
@@ -168,7 +161,7 @@ INSTANTIATE_TEST_SUITE_P(
              std::to_string(std::get<2>(of.param));
     });
 
-TEST_F(AttentionTest, GivesZerosAndNoGradientsWhereThereIsNothingToAttendTo) {
+TEST_F(AttentionTest, ReturnsZerosAndNoGradientsForQueriesThatAttendToNothing) {
   const Inputs inputs = inputs_of({.q_len = 100, .kv_len = 100});
   at::Tensor allowed = at::ones({1, 1, 100, 100}, at::kBool);
   allowed.narrow(2, 10, 50).zero_();
@@ -212,7 +205,7 @@ TEST_F(AttentionTest, GivesGradientsToTensorsThatTheScoreModCaptured) {
   const Shape shape = {.batch = 2, .heads = 3, .kv_heads = 3, .q_len = 90, .kv_len = 90};
   const at::Tensor slopes = slopes_of(3).requires_grad_();
   expect_agreement(inputs_of(shape), alibi(slopes), named_mask("causal", shape, 32), std::nullopt, {slopes});
-  // One that is not a leaf: gradients go on to what it was made from.
+  // Not a leaf: its gradients propagate to the tensor that it was computed from.
   const at::Tensor logs = at::randn({3}, at::kDouble).requires_grad_();
   const auto gradient_of = [&](const auto& attend) {
     const at::Tensor made = logs.exp();
@@ -275,7 +268,7 @@ TEST_F(AttentionTest, TakesChunksOfASplitMask) {
 
 TEST_F(AttentionTest, TakesAnyStridesAndKeysWithBatchOne) {
   const auto leaf = [](at::IntArrayRef sizes) { return at::randn(sizes, at::kDouble).requires_grad_(); };
-  // [batch, length, heads, size], as projections give them, and one that is transposed inside.
+  // [batch, length, heads, size], as projections return them, and one with its last dimensions transposed.
   const at::Tensor query = leaf({2, 40, 4, 8});
   const at::Tensor key = leaf({1, 4, 8, 40});
   const at::Tensor value = leaf({1, 40, 4, 6});
@@ -291,7 +284,7 @@ TEST_F(AttentionTest, TakesAnyStridesAndKeysWithBatchOne) {
   for (std::size_t i = 0; i < 3; ++i) EXPECT_TRUE(near(expected_gradients[i], found_gradients[i], 1e-10));
 }
 
-TEST_F(AttentionTest, HasTheSameBitsOnAnyNumberOfThreads) {
+TEST_F(AttentionTest, IsBitwiseIdenticalOnAnyNumberOfThreads) {
   const int before = at::get_num_threads();
   for (const std::int64_t size : {8, 32, 64}) {
     for (const std::int64_t length : {33, 200}) {
@@ -383,7 +376,7 @@ TEST_F(AttentionTest, TakesNoQueriesAndNoKeys) {
   EXPECT_TRUE(same_tensor(at::zeros({1, 1, 5, 8}, at::kDouble), out.detach()));
 }
 
-TEST_F(AttentionTest, NeverHoldsMoreThanAStripOfScores) {
+TEST_F(AttentionTest, NeverAllocatesMoreThanAStripOfScores) {
   std::int64_t most = 0;
   const ScoreMod watching = [&most](const at::Tensor& score, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                     const at::Tensor&) {
@@ -392,7 +385,7 @@ TEST_F(AttentionTest, NeverHoldsMoreThanAStripOfScores) {
   };
   const Inputs inputs = inputs_of({.q_len = 1024, .kv_len = 1500});
   flex_attention(inputs.query, inputs.key, inputs.value, watching).sum().backward();
-  EXPECT_EQ(most, AttentionPlan::kMostRows * AttentionPlan::kMostKeys);
+  EXPECT_EQ(most, AttentionPlan::kMaxRows * AttentionPlan::kMaxKeys);
 }
 
 TEST_F(AttentionTest, VisitsOnlyWhatTheMaskAllows) {
@@ -410,7 +403,7 @@ TEST_F(AttentionTest, VisitsOnlyWhatTheMaskAllows) {
   EXPECT_TRUE(visited.logical_or(mask.to_mask()[0][0].logical_not()).all().item<bool>());
 }
 
-TEST_F(AttentionTest, AsksTheMaskFunctionOnlyOnceAndOnlyAboutPartialBlocks) {
+TEST_F(AttentionTest, EvaluatesTheMaskFunctionOnceAndOnlyOnPartialBlocks) {
   auto asked = std::make_shared<at::Tensor>(at::zeros({64, 64}, at::kInt));
   const MaskMod watching = [asked](const at::Tensor&, const at::Tensor&, const at::Tensor& q, const at::Tensor& kv) {
     asked->index_put_({q, kv.unsqueeze(0)}, at::ones({}, at::kInt), /*accumulate=*/true);
@@ -424,7 +417,7 @@ TEST_F(AttentionTest, AsksTheMaskFunctionOnlyOnceAndOnlyAboutPartialBlocks) {
   EXPECT_TRUE(same_tensor(diagonal, *asked));
 }
 
-TEST_F(AttentionTest, KeepsEqualPartsOfAMaskOnce) {
+TEST_F(AttentionTest, StoresEqualPartsOfAMaskOnce) {
   const BlockMask mask = create_block_mask(causal, 3, 3, 256, 256, 64);
   const AttentionPlan& plan = mask.plan();
   const auto words_of = [&plan](std::int64_t batch, std::int64_t head, std::size_t strip) {
@@ -500,20 +493,20 @@ TEST_F(AttentionTest, RefusesMasksOfOtherShapes) {
             "flex_attention: block_mask is on meta; it should be on the CPU.");
 }
 
-TEST_F(AttentionTest, RefusesScoreModsThatGiveNoScoresOrHideWhatNeedsGradients) {
+TEST_F(AttentionTest, RefusesScoreModsThatReturnNoScoresOrHideTensorsThatRequireGrad) {
   const at::Tensor good = at::zeros({1, 1, 8, 16});
   const auto attend = [&good](const at::Tensor& answer) {
     const ScoreMod mod = [&answer](const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                    const at::Tensor&) { return answer; };
     return error_of([&] { flex_attention(good, good, good, mod); });
   };
-  const std::string rest = " for scores of shape [1, 1, 8, 8]; it should give real numbers of that shape.";
-  EXPECT_EQ(attend({}), "flex_attention: score_mod gave an undefined tensor" + rest);
-  EXPECT_EQ(attend(at::ones({8, 8}, at::kLong)), "flex_attention: score_mod gave a tensor of Long" + rest);
-  EXPECT_EQ(attend(at::ones({7, 8})), "flex_attention: score_mod gave a tensor of shape [7, 8]" + rest);
+  const std::string rest = " for scores of shape [1, 1, 8, 8]; it should return real numbers of that shape.";
+  EXPECT_EQ(attend({}), "flex_attention: score_mod returned an undefined tensor" + rest);
+  EXPECT_EQ(attend(at::ones({8, 8}, at::kLong)), "flex_attention: score_mod returned a tensor of Long" + rest);
+  EXPECT_EQ(attend(at::ones({7, 8})), "flex_attention: score_mod returned a tensor of shape [7, 8]" + rest);
   const at::Tensor slopes = at::ones({1}).requires_grad_();
   EXPECT_EQ(error_of([&] { flex_attention(good, good, good, alibi(slopes)); }),
-            "flex_attention: score_mod uses a tensor that needs a gradient; name such tensors in `captured`.");
+            "flex_attention: score_mod uses a tensor that requires grad.\n  Hint: list such tensors in `captured`.");
   const at::NoGradGuard no_graph;
   EXPECT_NO_THROW(flex_attention(good, good, good, alibi(slopes)));
 }
@@ -528,10 +521,10 @@ TEST_F(AttentionTest, RefusesToBeDifferentiatedTwice) {
       << message;
 }
 
-// Against PyTorch itself: attention_reference.py has run it.
+// Compares with the results of PyTorch, which attention_reference.py has written.
 TEST(AttentionReference, GivesTheSameResults) {
   std::size_t count = 0;
-  for (const Case& reference : testing::reference_cases("attention.pt")) {
+  for (const Case& reference : reference_cases("attention.pt")) {
     SCOPED_TRACE(reference.at("name").toStringRef());
     const auto tensor = [&reference](const char* name) { return reference.at(name).toTensor(); };
     const at::Tensor query = tensor("query");
@@ -543,7 +536,7 @@ TEST(AttentionReference, GivesTheSameResults) {
                                                             : nullptr;
     const at::Tensor out = flex_attention(query, tensor("key"), tensor("value"), score_mod, mask,
                                           reference.at("scale").toOptional<double>(), true);
-    // PyTorch's slopes are in float32, and so are its scores for the smaller types.
+    // PyTorch computes slopes in float32, and scores of narrower dtypes too.
     const double tolerance = query.scalar_type() == at::kBFloat16 ? 3e-2
                              : query.scalar_type() == at::kFloat  ? 5e-6
                              : modification == "alibi"            ? 1e-6
@@ -556,4 +549,4 @@ TEST(AttentionReference, GivesTheSameResults) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::testing

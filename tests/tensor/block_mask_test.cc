@@ -7,21 +7,11 @@
 
 #include "tests/tensor/masks.h"
 
-namespace penstock {
+namespace penstock::testing {
 namespace {
 
 using at::indexing::Slice;
 using at::indexing::TensorIndex;
-using testing::Case;
-using testing::causal;
-using testing::documents;
-using testing::items;
-using testing::looked_up;
-using testing::mask_of;
-using testing::message_of;
-using testing::patchwork;
-using testing::same_tensor;
-using testing::window;
 
 class BlockMaskTest : public ::testing::Test {
  protected:
@@ -58,7 +48,7 @@ TEST_F(BlockMaskTest, CanHaveABlockLargerThanAllQueriesAndKeys) {
   EXPECT_TRUE(same_tensor(at::ones({5, 7}, at::kBool).tril().view({1, 1, 5, 7}), mask.to_mask()));
 }
 
-TEST_F(BlockMaskTest, AsksTheFunctionAFewRowsAtATime) {
+TEST_F(BlockMaskTest, EvaluatesTheFunctionAFewRowsAtATime) {
   std::int64_t most = 0;
   const MaskMod watching = [&most](const at::Tensor&, const at::Tensor&, const at::Tensor& q, const at::Tensor& kv) {
     most = std::max(most, q.numel() * kv.numel());
@@ -68,7 +58,7 @@ TEST_F(BlockMaskTest, AsksTheFunctionAFewRowsAtATime) {
   EXPECT_LE(most, std::int64_t{1} << 20);
 }
 
-TEST_F(BlockMaskTest, WithoutAFunctionUsesItsBlocksWhole) {
+TEST_F(BlockMaskTest, WithoutAFunctionTreatsItsBlocksAsFull) {
   const BlockMask mask = BlockMask::from_kv_blocks(
       {.num_blocks = ints({1, 2}, {2}), .indices = ints({1, 0, 0, 1}, {2, 2})}, std::nullopt, {2, 3});
   EXPECT_EQ(mask.shape(), (std::vector<std::int64_t>{4, 6}));
@@ -90,7 +80,7 @@ TEST_F(BlockMaskTest, AllowsWhatAllOrAnyOfSeveralFunctionsAllow) {
   EXPECT_TRUE(same_tensor(table(noop_mask), table(and_masks({noop_mask}))));
 }
 
-TEST_F(BlockMaskTest, IsPrintedAsAPicture) {
+TEST_F(BlockMaskTest, IsPrintedAsADrawing) {
   std::ostringstream out;
   out << create_block_mask(causal, std::nullopt, std::nullopt, 6, 6, 2);
   EXPECT_EQ(out.str(),
@@ -102,12 +92,12 @@ TEST_F(BlockMaskTest, IsPrintedAsAPicture) {
             ")");
 }
 
-TEST_F(BlockMaskTest, DrawsSeveralBlocksInACellAndSaysHowManyPicturesAreLeft) {
+TEST_F(BlockMaskTest, DrawsSeveralBlocksInACellAndCountsTheOmittedDrawings) {
   EXPECT_EQ(create_block_mask(causal, 2, 3, 8, 8, 2).to_string(/*grid=*/2, /*limit=*/1),
             "(0, 0)\n░░  \n██░░\n\nand 5 more, which a larger limit shows\n");
 }
 
-TEST_F(BlockMaskTest, TravelsInAValueAndIsToldFromOthers) {
+TEST_F(BlockMaskTest, IsALeafOfAValueAndIsRecognised) {
   const BlockMask mask = create_block_mask(causal, std::nullopt, std::nullopt, 6, 6, 2);
   const c10::IValue value = mask.to_ivalue();
   EXPECT_TRUE(BlockMask::is(value));
@@ -147,8 +137,9 @@ TEST_F(BlockMaskTest, RefusesIndicesThatItDoesNotHave) {
       "and row of query blocks, and 4 dimensions.");
   EXPECT_EQ(error_of([&] { mask.index({TensorIndex(at::indexing::Ellipsis)}); }),
             "BlockMask::index: the index of batch should be an integer, a slice or a one-dimensional tensor.");
-  EXPECT_EQ(error_of([&] { mask.index({0, 0, at::tensor({4, 0})}); }),
-            "BlockMask::index: row of query blocks 4 has 5 queries and not 8; it should be the last of those picked.");
+  EXPECT_EQ(
+      error_of([&] { mask.index({0, 0, at::tensor({4, 0})}); }),
+      "BlockMask::index: row of query blocks 4 has 5 queries and not 8; it should be the last of the selected rows.");
 }
 
 TEST_F(BlockMaskTest, RefusesListsOfBlocksThatDoNotFit) {
@@ -171,7 +162,7 @@ TEST_F(BlockMaskTest, RefusesListsOfBlocksThatDoNotFit) {
   EXPECT_EQ(error_of(make(counts * 3, indices)),
             "BlockMask: kv_num_blocks has a number outside 0…2, the columns of kv_indices.");
   EXPECT_EQ(error_of(make(counts * 2, indices * 5)), "BlockMask: kv_indices names block 5; the blocks are 0…1.");
-  // What follows a row's number of blocks means nothing.
+  // Entries after a row's number of blocks are ignored.
   EXPECT_NO_THROW(make(counts, indices * 5)());
 }
 
@@ -183,12 +174,12 @@ TEST_F(BlockMaskTest, RefusesFullBlocksSizesAndLengthsThatDoNotFit) {
   EXPECT_EQ(error_of([&] { BlockMask::from_kv_blocks(kv, BlockList{.num_blocks = kv.num_blocks, .indices = {}}); }),
             "BlockMask: full_kv_num_blocks and full_kv_indices should both be tensors, and one is undefined.");
   EXPECT_EQ(error_of([&] { BlockMask::from_kv_blocks(kv, std::nullopt, {0, 4}); }),
-            "BlockMask: a block of 0 × 4 is none; both sizes should be at least 1.");
+            "BlockMask: a block of 0 × 4 is empty; both sizes should be at least 1.");
   EXPECT_EQ(error_of([&] { BlockMask::from_kv_blocks(kv, std::nullopt, 4, nullptr, SeqLengths{.q = 9, .kv = 8}); }),
             "BlockMask: 9 queries and 8 keys in blocks of 4 × 4 make 3 × 2 blocks, but kv_indices has 2 × 2.");
 }
 
-TEST_F(BlockMaskTest, RefusesSizesBelowOneAndFunctionsThatGiveNoMask) {
+TEST_F(BlockMaskTest, RefusesSizesBelowOneAndFunctionsThatReturnNoMask) {
   EXPECT_EQ(error_of([] { create_block_mask(nullptr, 1, 1, 4, 4); }),
             "create_block_mask: mask_mod is empty; it should be callable.");
   EXPECT_EQ(error_of([] { create_block_mask(causal, 0, 1, 4, 4); }),
@@ -205,11 +196,12 @@ TEST_F(BlockMaskTest, RefusesSizesBelowOneAndFunctionsThatGiveNoMask) {
     });
   };
   const std::string rest =
-      " for indices of shape [1, 2, 3, 4]; it should give a bool tensor that broadcasts to that shape.";
-  EXPECT_EQ(made_with({}), "mask_mod gave an undefined tensor" + rest);
-  EXPECT_EQ(made_with(at::ones({3, 4})), "mask_mod gave a tensor of Float" + rest);
-  EXPECT_EQ(made_with(at::ones({4, 3}, at::kBool)), "mask_mod gave a tensor of shape [4, 3]" + rest);
-  EXPECT_EQ(made_with(at::ones({1, 1, 1, 1, 1}, at::kBool)), "mask_mod gave a tensor of shape [1, 1, 1, 1, 1]" + rest);
+      " for indices of shape [1, 2, 3, 4]; it should return a bool tensor that broadcasts to that shape.";
+  EXPECT_EQ(made_with({}), "mask_mod returned an undefined tensor" + rest);
+  EXPECT_EQ(made_with(at::ones({3, 4})), "mask_mod returned a tensor of Float" + rest);
+  EXPECT_EQ(made_with(at::ones({4, 3}, at::kBool)), "mask_mod returned a tensor of shape [4, 3]" + rest);
+  EXPECT_EQ(made_with(at::ones({1, 1, 1, 1, 1}, at::kBool)),
+            "mask_mod returned a tensor of shape [1, 1, 1, 1, 1]" + rest);
 }
 
 TEST_F(BlockMaskTest, SplitsAndMergesForEveryBatchAndNumberOfChunks) {
@@ -229,7 +221,7 @@ TEST_F(BlockMaskTest, SplitsAndMergesForEveryBatchAndNumberOfChunks) {
   }
 }
 
-TEST_F(BlockMaskTest, LetsTheFunctionOfAChunkSeeTheRowsOfTheWholeBatch) {
+TEST_F(BlockMaskTest, CallsTheFunctionOfAChunkWithTheRowsOfTheWholeBatch) {
   const at::Tensor ids = at::randint(0, 3, {10, 32});
   const BlockMask whole = create_block_mask(documents(ids), 10, std::nullopt, 32, 32, 8);
   std::int64_t first = 0;
@@ -251,7 +243,7 @@ TEST_F(BlockMaskTest, SplitsBySizesAndSplitsChunksAgain) {
   EXPECT_TRUE(same_tensor(allowed.narrow(0, 3, 5), again[1].to_mask()));
   const std::array pieces = {sizes[0], again[0], again[1], sizes[2]};
   EXPECT_TRUE(same_tensor(allowed, BlockMask::merge(pieces).to_mask()));
-  // A few of the chunks, not from the first row on, and merged and split once more.
+  // Merge some chunks, without the first row, and split the result again.
   const BlockMask some = BlockMask::merge(std::array{again[0], again[1], sizes[2]});
   EXPECT_TRUE(same_tensor(allowed.narrow(0, 2, 7), some.to_mask()));
   EXPECT_TRUE(same_tensor(allowed.narrow(0, 6, 3), some.split(2)[1].to_mask()));
@@ -267,19 +259,19 @@ TEST_F(BlockMaskTest, SharesAMaskOfBatchOneAmongAllChunks) {
   EXPECT_TRUE(merged.kv_indices().is_same(whole.kv_indices()));
 }
 
-TEST_F(BlockMaskTest, MergesMasksThatWereNeverOne) {
+TEST_F(BlockMaskTest, MergesMasksThatWereNotSplitFromOne) {
   const at::Tensor one = patchwork(2, 2, 20, 20, 8);
   const at::Tensor other = patchwork(1, 2, 20, 20, 8);
   const at::Tensor third = patchwork(3, 2, 20, 20, 8);
   const BlockMask merged = BlockMask::merge(std::array{mask_of(one, 8), mask_of(other, 8), mask_of(third, 8)});
   EXPECT_TRUE(same_tensor(at::cat({one, other, third}), merged.to_mask()));
-  // Out of order, chunks are no longer the mask that they were split from.
+  // Chunks in another order are not the mask that they were split from.
   const BlockMask whole = mask_of(third, 8);
   const std::vector<BlockMask> split = whole.split(3);
   EXPECT_TRUE(same_tensor(third.flip(0), BlockMask::merge(std::array{split[2], split[1], split[0]}).to_mask()));
 }
 
-TEST_F(BlockMaskTest, RefusesToSplitIntoWhatDoesNotAddUp) {
+TEST_F(BlockMaskTest, RefusesToSplitIntoSizesThatDoNotAddUp) {
   const BlockMask whole = mask_of(patchwork(3, 1, 8, 8, 4), 4);
   EXPECT_EQ(error_of([&] { whole.split(std::int64_t{0}); }),
             "BlockMask::split: into 0 chunks; there should be at least 1.");
@@ -307,7 +299,7 @@ TEST_F(BlockMaskTest, RefusesToMergeMasksOfDifferentForm) {
   EXPECT_NE(two(first, without_full).find("without full blocks"), std::string::npos);
 }
 
-// Against PyTorch itself: attention_reference.py has run it.
+// Compares with the results of PyTorch, which attention_reference.py has written.
 
 BlockMask ours(const Case& reference) {
   std::vector<std::int64_t> sizes;
@@ -335,7 +327,7 @@ void expect_fields(const Case& reference, const BlockMask& mask) {
 
 TEST(BlockMaskReference, MakesTheSameMasks) {
   std::size_t count = 0;
-  for (const Case& reference : testing::reference_cases("masks.pt")) {
+  for (const Case& reference : reference_cases("masks.pt")) {
     SCOPED_TRACE("case " + std::to_string(count++));
     const BlockMask mask = ours(reference);
     expect_fields(reference, mask);
@@ -363,7 +355,7 @@ TensorIndex read_index(const c10::IValue& words) {
 
 TEST(BlockMaskReference, HasTheSamePartsAtAnIndex) {
   std::size_t count = 0;
-  for (const Case& reference : testing::reference_cases("masks.pt")) {
+  for (const Case& reference : reference_cases("masks.pt")) {
     const BlockMask mask = ours(reference);
     for (const c10::IValue& part : items(reference.at("parts"))) {
       SCOPED_TRACE("part " + std::to_string(count++));
@@ -378,7 +370,7 @@ TEST(BlockMaskReference, HasTheSamePartsAtAnIndex) {
 
 TEST(BlockMaskReference, SplitsIntoTheSameChunks) {
   std::size_t count = 0;
-  for (const Case& reference : testing::reference_cases("masks.pt")) {
+  for (const Case& reference : reference_cases("masks.pt")) {
     const std::vector<c10::IValue> expected = items(reference.at("chunks"));
     if (expected.empty()) continue;
     SCOPED_TRACE("case " + std::to_string(count++));
@@ -398,4 +390,4 @@ TEST(BlockMaskReference, SplitsIntoTheSameChunks) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::testing

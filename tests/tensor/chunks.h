@@ -1,4 +1,4 @@
-// What the tests of microbatches share.
+// Fixtures for the tests of microbatches.
 #pragma once
 
 #include <ATen/core/Dict.h>
@@ -12,7 +12,7 @@
 
 namespace penstock::testing {
 
-// The debugging mode, for as long as this lives.
+// Sets the debug mode of splitting in a scope.
 class DebugMask {
  public:
   explicit DebugMask(bool on) : before_(debug_mask_minibatches()) { set_debug_mask_minibatches(on); }

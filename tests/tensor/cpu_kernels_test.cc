@@ -1,4 +1,4 @@
-// Results do not depend on where a tensor lies in memory, and instructions that trap are found without harm.
+// Tests that results do not depend on the alignment of tensors, and that instructions which trap are detected safely.
 #include "penstock/tensor/cpu_kernels.h"
 
 #include <ATen/ATen.h>
@@ -8,10 +8,12 @@
 #include <cstdlib>
 #include <string>
 
-namespace penstock {
+#include "penstock/tensor/cpu_instructions.h"
+
+namespace penstock::testing {
 namespace {
 
-// A copy whose first element lies `offset` elements behind the start of its memory.
+// Returns a copy whose first element lies `offset` elements after the start of its memory.
 at::Tensor moved(const at::Tensor& tensor, std::int64_t offset) {
   const at::Tensor memory = at::empty({offset + tensor.numel()}, tensor.options());
   at::Tensor result = memory.narrow(0, offset, tensor.numel()).view(tensor.sizes());
@@ -50,13 +52,13 @@ TEST(CpuKernels, AnAttemptThatTrapsDoesNotSurvive) {
   EXPECT_FALSE(internal::survives([] { ::_Exit(0); }));
 }
 
-TEST(CpuKernels, OneDnnIsLimitedWhereAmxIsNamedAndTraps) {
+TEST(CpuKernels, OneDnnIsLimitedWhereAmxIsReportedAndTraps) {
   const auto works = [] { return true; };
   const auto traps = [] { return false; };
-  EXPECT_EQ(internal::onednn_limit(/*names_amx=*/true, traps), "AVX512_CORE_BF16");
-  EXPECT_EQ(internal::onednn_limit(/*names_amx=*/true, works), std::nullopt);
-  EXPECT_EQ(internal::onednn_limit(/*names_amx=*/false, traps), std::nullopt);
+  EXPECT_EQ(internal::onednn_limit(/*reports_amx=*/true, traps), "AVX512_CORE_BF16");
+  EXPECT_EQ(internal::onednn_limit(/*reports_amx=*/true, works), std::nullopt);
+  EXPECT_EQ(internal::onednn_limit(/*reports_amx=*/false, traps), std::nullopt);
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::testing

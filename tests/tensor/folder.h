@@ -1,4 +1,4 @@
-// A folder for a test.
+// A temporary directory for a test, removed at the end.
 #pragma once
 
 #include <cstdlib>

@@ -1,4 +1,4 @@
-// Multiplies before Penstock is loaded, which is too late to make MKL reproducible: the library says so in the log.
+// Computes a product before it loads Penstock, which is then too late to make MKL reproducible and logs a warning.
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
 #include <dlfcn.h>

@@ -1,5 +1,4 @@
-// Helpers that the tests of block masks and attention share: mask functions, masks at random, PyTorch's cases, checks of
-// errors.
+// Fixtures for the tests of block masks and attention: mask functions, random masks, PyTorch's cases, checks of errors.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -25,21 +24,21 @@ inline MaskMod window(std::int64_t width) {
   };
 }
 
-// Within documents, by ids [batch, length].
+// Allows pairs within a document, given by ids [batch, length].
 inline MaskMod documents(const at::Tensor& ids) {
   return [ids](const at::Tensor& b, const at::Tensor& /*h*/, const at::Tensor& q, const at::Tensor& kv) {
     return ids.index({b, q}) == ids.index({b, kv});
   };
 }
 
-// What a table [batch, heads, queries, keys] says.
+// Allows the pairs of a dense mask [batch, heads, queries, keys].
 inline MaskMod looked_up(const at::Tensor& allowed) {
   return [allowed](const at::Tensor& b, const at::Tensor& h, const at::Tensor& q, const at::Tensor& kv) {
     return allowed.index({b, h, q, kv});
   };
 }
 
-// A table of blocks that are empty, full or anything.
+// Returns a dense mask with blocks that are empty, full or random.
 inline at::Tensor patchwork(std::int64_t batch, std::int64_t heads, std::int64_t q_len, std::int64_t kv_len,
                             std::int64_t block) {
   const at::Tensor kind = at::randint(0, 3, {batch, heads, (q_len + block - 1) / block, (kv_len + block - 1) / block})
@@ -50,13 +49,13 @@ inline at::Tensor patchwork(std::int64_t batch, std::int64_t heads, std::int64_t
   return (kind == 2).logical_or((kind == 1).logical_and(at::rand(kind.sizes()) < 0.5));
 }
 
-// The mask of a table.
+// Returns the block mask of a dense mask.
 inline BlockMask mask_of(const at::Tensor& allowed, BlockSize block) {
   return create_block_mask(looked_up(allowed), allowed.size(0), allowed.size(1), allowed.size(2), allowed.size(3),
                            block);
 }
 
-// What a call throws, of the type that it should.
+// Returns the message of the Error that a call throws.
 template <class Error, class Act>
 std::string message_of(const Act& act) {
   try {
@@ -77,7 +76,7 @@ inline ::testing::AssertionResult same_tensor(const at::Tensor& expected, const 
   return ::testing::AssertionFailure() << text.str();
 }
 
-// Cases that attention_reference.py has written.
+// Returns the cases that attention_reference.py has written.
 using Case = c10::Dict<c10::IValue, c10::IValue>;
 inline std::vector<Case> reference_cases(const std::string& file) {
   std::vector<Case> cases;

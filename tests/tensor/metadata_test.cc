@@ -43,7 +43,7 @@ TEST(TensorMeta, HasAllOfATensorButItsValues) {
   EXPECT_EQ(TensorMeta(at::empty({2}, at::TensorOptions().device(at::kMeta))).device, at::Device(at::kMeta));
 }
 
-TEST(TensorMeta, IsEqualWhenAllIs) {
+TEST(TensorMeta, IsEqualWhenAllFieldsAre) {
   const TensorMeta meta(at::zeros({2, 3}));
   EXPECT_EQ(meta, TensorMeta(at::ones({2, 3})));
   EXPECT_EQ(meta, TensorMeta({2, 3}, {3, 1}, at::kFloat, at::kCPU, false));
@@ -54,7 +54,7 @@ TEST(TensorMeta, IsEqualWhenAllIs) {
   EXPECT_NE(meta, TensorMeta({2, 3}, {3, 1}, at::kFloat, at::kCPU, true));
 }
 
-TEST(TensorMeta, IsPrintedWithWhatIsNotUsual) {
+TEST(TensorMeta, IsPrintedWithFieldsThatAreNotTheDefault) {
   EXPECT_EQ(to_string(TensorMeta(at::zeros({2, 3}))), "float32[2, 3]");
   EXPECT_EQ(to_string(TensorMeta(at::zeros({}, at::kLong))), "int64[]");
   EXPECT_EQ(to_string(TensorMeta(at::zeros({0, 3}, at::kBool))), "bool[0, 3]");
@@ -72,7 +72,7 @@ TEST(TensorMetas, AreTakenOfAllLeavesInOrder) {
   EXPECT_EQ(found, expected) << "found:    " << text(found) << "\nexpected: " << text(expected);
 }
 
-TEST(MetadataDifferences, AreASentenceEach) {
+TEST(MetadataDifferences, AreOneSentenceEach) {
   const TensorMeta expected({4, 2}, {2, 1}, at::kFloat, at::kCPU, false);
   EXPECT_EQ(metadata_differences(expected, expected), std::vector<std::string>{});
   EXPECT_EQ(
@@ -122,7 +122,7 @@ TEST(ValidateTensorsMetadata, ComparesElementByElement) {
                                      "stage 2, inputs[0]: its dtype is int64, expected float32.");
 }
 
-// The binary form
+// Encoding
 
 std::vector<at::ScalarType> all_dtypes() {
   std::vector<at::ScalarType> dtypes;
@@ -207,7 +207,7 @@ TEST_F(EncodedMetadata, OfAContiguousTensorTakesAboutTenBytes) {
   EXPECT_LE(encode_metadata(metas).size(), 12U) << bytes_text(encode_metadata(metas));
 }
 
-TEST_F(EncodedMetadata, CutShortAnywhereIsAnError) {
+TEST_F(EncodedMetadata, TruncatedAnywhereIsAnError) {
   for (std::uint64_t number = 0; number < 500; ++number) {
     Random random(seed_, number);
     const Metas metas = random_metas(random);
@@ -220,12 +220,12 @@ TEST_F(EncodedMetadata, CutShortAnywhereIsAnError) {
   }
 }
 
-TEST_F(EncodedMetadata, WithMoreBehindItIsAnError) {
+TEST_F(EncodedMetadata, WithTrailingBytesIsAnError) {
   expect_error<PipeliningShapeError>([] { decode_metadata(encode_metadata({}) + "xy"); },
                                      "the metadata of a message is damaged: 2 bytes follow its end.");
 }
 
-// Whether a tensor could be like this.
+// Returns true if a tensor could have this metadata.
 bool possible(const TensorMeta& meta) {
   const auto negative = [](std::int64_t number) { return number < 0; };
   return meta.shape.size() == meta.strides.size() && std::none_of(meta.shape.begin(), meta.shape.end(), negative) &&
@@ -233,7 +233,7 @@ bool possible(const TensorMeta& meta) {
          (!meta.device.is_cpu() || meta.device.index() <= 0);
 }
 
-// What damaged bytes say may be wrong, and must be something.
+// Damaged bytes may decode to wrong metadata, but to valid metadata.
 class DamagedMetadata : public EncodedMetadata {
  protected:
   void try_damaged(const std::string& damaged, std::uint64_t number) {

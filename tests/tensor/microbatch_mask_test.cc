@@ -1,4 +1,4 @@
-// Microbatches with block masks, whose chunks must mask as the whole does.
+// Tests microbatches with block masks: chunks must allow the same pairs as the whole.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -28,7 +28,8 @@ at::Tensor attend(const at::Tensor& x, const c10::IValue& mask) {
   return mask.isNone() ? flex_attention(x, x, x) : flex_attention(x, x, x, {}, BlockMask::from_ivalue(mask));
 }
 
-// Attention over chunks, merged, is attention over the whole, and the chunks of a mask merge to one that masks alike.
+// Expects that merged attention of chunks equals attention of the whole, and that merged chunks of a mask equal the
+// mask.
 void expect_chunks_attend_as_the_whole(const at::Tensor& x, const c10::IValue& mask, std::int64_t chunks) {
   const SplitArgs split = split_args_kwargs_into_chunks({x}, kwargs_of(dict({{"mask", mask}})), chunks);
   ASSERT_EQ(split.args.size(), static_cast<std::size_t>(chunks));
@@ -42,7 +43,8 @@ void expect_chunks_attend_as_the_whole(const at::Tensor& x, const c10::IValue& m
   EXPECT_TRUE(same_tensor(BlockMask::from_ivalue(mask).to_mask(), BlockMask::from_ivalue(merged).to_mask()));
 }
 
-// PyTorch's own tests: a causal mask that all rows share, a document mask of each row, no mask, and a batch of one.
+// The cases of PyTorch's tests: a causal mask shared by all rows, a document mask for each row, no mask, and a batch of
+// one.
 
 TEST(MicrobatchMask, OfAllRowsIsSharedByAllChunks) {
   const BlockMask mask = create_block_mask(causal, std::nullopt, std::nullopt, kLength, kLength, 8);
@@ -77,7 +79,7 @@ TEST(MicrobatchMask, OfABatchOfOneIsSharedByAllChunks) {
   expect_chunks_attend_as_the_whole(random_query(1), mask.to_ivalue(), 1);
 }
 
-// Its own rules
+// Cases beyond PyTorch's tests
 
 TEST(MicrobatchMask, LimitsTheNumberOfChunksAsATensorDoes) {
   const c10::IValue mask = create_block_mask(causal, 3, std::nullopt, kLength, kLength, 8).to_ivalue();

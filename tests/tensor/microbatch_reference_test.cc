@@ -21,7 +21,7 @@
 namespace penstock::testing {
 namespace {
 
-// Cases that tests/tensor/microbatch_reference.py has written; its head tells their form.
+// Cases written by tests/tensor/microbatch_reference.py, which documents their format.
 class Case {
  public:
   explicit Case(const c10::IValue& record) : record_(record.toGenericDict()) {}
@@ -31,7 +31,7 @@ class Case {
   bool raised() const { return !text_at("raised").empty(); }
   std::string fault() const { return text_at("fault"); }
 
-  // Of () or (spec,).
+  // Converts () or (spec,).
   std::optional<c10::IValue> spec_at(const std::string& key) const {
     const auto& elements = at(key).toTupleRef().elements();
     if (elements.empty()) return std::nullopt;
@@ -58,7 +58,7 @@ std::vector<Case> merges_of(const Case& split) {
   return cases_of(items(split.at("merges")));
 }
 
-// All leaves that are tensors, with the chunks of each.
+// All tensors among the leaves, with their chunks.
 struct SplitTensor {
   at::Tensor whole;
   std::vector<at::Tensor> chunks;
@@ -87,7 +87,7 @@ c10::IValue merge(const Case& merge, const Case& split_first) {
   return merge_chunks(args ? values_of(ours.args) : values_of(ours.kwargs), merge.spec_at("spec"));
 }
 
-// What comes of an act: a value, or the message of a ChunkError. Any other error is a failure.
+// The outcome of a call: a value, or the message of a ChunkError. Any other exception is a test failure.
 struct Outcome {
   c10::IValue value;
   std::string error;
@@ -121,7 +121,7 @@ std::string name_of(const Case& merge, const Case& split_first) {
          spec_text_of(merge.spec_at("spec"));
 }
 
-// Compares ours with what should come, counts outcomes, and shows the first few that differ.
+// Compares outcomes with the expected ones, counts them, and shows the first few that differ.
 class Comparison {
  public:
   Comparison(std::string what, bool reference_is_right)
@@ -177,7 +177,7 @@ c10::IValue expected_merge(const Case& merge) {
   return merge.raised() ? c10::IValue() : merge.at("result").toTupleRef().elements()[0];
 }
 
-// Cases in which PyTorch is right, or those in which it is not.
+// Runs the cases in which PyTorch is right, or those in which it is wrong.
 void compare_splits(bool reference_is_right) {
   Comparison comparison("splits", reference_is_right);
   for (const Case& one : cases()) {
@@ -208,14 +208,14 @@ TEST(MicrobatchReference, IsWrongOnSomeMergesWhichOursGetsRight) {
   compare_merges(false);
 }
 
-// All tensors of a case that PyTorch splits, and their chunks as ours and as PyTorch's.
+// All tensors of a case that PyTorch splits, with our chunks and PyTorch's.
 struct BothSplits {
   std::vector<SplitTensor> ours;
   std::vector<SplitTensor> references;
 };
 BothSplits split_by_both(const Case& one) {
   const SplitArgs ours = split(one);
-  // Keyword arguments by name, as ours are.
+  // Keyword arguments sorted by name, as Kwargs are.
   const auto by_name = [](const c10::IValue& dict) { return to_value(kwargs_of(dict)); };
   std::vector<c10::IValue> references_kwargs = items(one.at("split_kwargs"));
   std::transform(references_kwargs.begin(), references_kwargs.end(), references_kwargs.begin(), by_name);

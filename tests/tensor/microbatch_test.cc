@@ -58,7 +58,7 @@ TEST(TensorChunkSpec, OfATypedListOfDimensionsIsAListOfSpecs) {
   EXPECT_TRUE(equal_specs(specs, tuple({list({rows(), columns()})}))) << spec_text(specs);
 }
 
-TEST(TensorChunkSpec, OfWhatIsNoDimensionSaysWhere) {
+TEST(TensorChunkSpec, OfAnythingButDimensionsIsAnErrorWithItsPath) {
   expect_error<ChunkError>([] { TensorChunkSpec::from_tuple(tuple({0, list({1, "two"})})); },
                            "TensorChunkSpec.from_tuple[1][1]: found str 'two', expected the int of a dimension.");
   expect_error<ChunkError>([] { TensorChunkSpec::from_dict(dict({{"mask", c10::IValue()}})); },
@@ -71,7 +71,7 @@ TEST(Specs, ArePrintedWithTheirStructure) {
   EXPECT_EQ(spec_text(tuple({rows(), list({replicate(), tuple({})})})), "(TensorChunkSpec(0), [Replicate(), ()])");
 }
 
-TEST(Specs, AreEqualWhenTheySayTheSame) {
+TEST(Specs, AreEqualWhenTheirLeavesAre) {
   EXPECT_TRUE(equal_specs(tuple({rows(), replicate()}), tuple({TensorChunkSpec(0), Replicate()})));
   EXPECT_FALSE(equal_specs(rows(), columns()));
   EXPECT_FALSE(equal_specs(rows(), replicate()));
@@ -101,7 +101,7 @@ std::vector<std::int64_t> row_counts(const std::vector<Args>& chunks) {
   return counts;
 }
 
-// PyTorch's own test of this name, as is the next.
+// This test and the next are ports of PyTorch's tests of the same names.
 TEST(Microbatch, SplitAndMerge) {
   const at::Tensor x0 = at::rand({128, 16});
   const at::Tensor x1 = at::rand({256, 16});
@@ -154,7 +154,7 @@ TEST(Split, MakesAsManyChunksAsTheSmallestDimensionHas) {
   EXPECT_EQ(chunks.kwargs.size(), 3U);
 }
 
-TEST(Split, RepeatsWhatIsNoTensor) {
+TEST(Split, ReplicatesLeavesThatAreNotTensors) {
   const c10::IValue kwargs = dict({{"p", 0.5}, {"names", list({"a", c10::IValue()})}});
   const SplitArgs chunks = split_args_kwargs_into_chunks({3, true}, kwargs_of(kwargs), 3);
   ASSERT_EQ(chunks.args.size(), 3U);
@@ -192,7 +192,7 @@ TEST(Split, KeepsGradientsOfChunksOfLeavesOnly) {
   EXPECT_TRUE(chunks.args[1][1].toTensor().requires_grad());
 }
 
-// In PyTorch the whole requires grad after the first, and the second is an error.
+// In PyTorch the whole tensor requires grad after the first write, and the second write is an error.
 TEST(Split, OfDataGivesEachChunkAGraphOfItsOwn) {
   const at::Tensor data = counting({4, 2});
   const at::Tensor weight = at::ones({2}).requires_grad_();
@@ -203,7 +203,7 @@ TEST(Split, OfDataGivesEachChunkAGraphOfItsOwn) {
   EXPECT_TRUE(same(counting({4, 2}) + 1, data));
 }
 
-TEST(Split, OfDataCountsWhatIsWrittenIntoTheWholeOrAChunk) {
+TEST(Split, OfDataSharesItsVersionCounterWithTheWhole) {
   const at::Tensor data = counting({4, 2});
   const at::Tensor weight = at::ones({2}).requires_grad_();
   const SplitArgs chunks = split_args_kwargs_into_chunks({data}, {}, 2);
@@ -227,7 +227,7 @@ TEST(Split, WorksOnTensorsOfInferenceMode) {
   EXPECT_TRUE(at::equal(chunks.args[1][0].toTensor(), x.slice(0, 2)));
 }
 
-// PyTorch fails here: it asks chunks that require no grad to retain it.
+// PyTorch fails here: it calls retain_grad() on chunks that do not require grad.
 TEST(Split, OfALeafThatRequiresGradWorksWithoutGradients) {
   const at::Tensor leaf = counting({4}).requires_grad_();
   const c10::AutoGradMode off(false);
@@ -259,7 +259,7 @@ void expect_split_error(const Args& args, const Items& kwargs, const std::option
   expect_error<ChunkError>(
       [&] { split_args_kwargs_into_chunks(args, kwargs_of(dict(kwargs)), 2, args_spec, kwargs_spec); }, message);
 }
-// Of { 'mask': [1, tensor] }.
+// Returns the error for kwargs { 'mask': [1, tensor] } with this spec.
 void expect_kwargs_error(const c10::IValue& mask_spec, const std::string& message) {
   expect_split_error({}, {{"mask", list({1, counting({4, 2})})}}, std::nullopt, dict({{"mask", mask_spec}}), message);
 }
@@ -333,13 +333,13 @@ TEST(Split, NamesASpecThatSplitsNothing) {
 
 // Merging
 
-TEST(Merge, JoinsAllLeavesAlongDimensionZeroWithoutASpec) {
+TEST(Merge, ConcatenatesAllLeavesAlongDimensionZeroWithoutASpec) {
   const c10::IValue chunk = tuple({counting({1, 2}), dict({{"loss", counting({1})}})});
   const c10::IValue expected = tuple({counting({1, 2}).repeat({3, 1}), dict({{"loss", at::zeros({3})}})});
   EXPECT_TRUE(same(expected, merge_chunks({chunk, chunk, chunk})));
 }
 
-TEST(Merge, CountsANegativeDimensionFromTheLastOfWhatItJoins) {
+TEST(Merge, CountsANegativeDimensionFromTheLastOfTheTensorsItConcatenates) {
   const at::Tensor x = counting({5, 3});
   const SplitArgs chunks = split_args_kwargs_into_chunks({x}, {}, 2, tuple({TensorChunkSpec(-2)}));
   std::vector<c10::IValue> reshaped;
@@ -408,7 +408,7 @@ TEST(Merge, MatchesDictsByKey) {
 TEST(Merge, TakesEachMaskedChunksOwnPart) {
   const DebugMask debug(true);
   const at::Tensor whole = counting({5, 2});
-  // What lies outside of a chunk's own part is not looked at.
+  // Values outside of a chunk's own rows are ignored.
   const std::vector<c10::IValue> chunks{whole.clone(), whole.clone()};
   chunks[0].toTensor().slice(0, 3).zero_();
   chunks[1].toTensor().slice(0, 0, 3).fill_(-1);
@@ -436,14 +436,14 @@ TEST(Merge, OfNoChunksIsAnError) {
   expect_error<ChunkError>([] { merge_chunks({}, sum_reducer()); }, "there is no chunk to merge.");
 }
 
-// Of two chunks { 'mask': [1, tensor] }, the second with another list.
+// Returns the error for two chunks { 'mask': [1, tensor] }, the second with another list.
 void expect_merge_error(const c10::IValue& second, const std::string& message) {
   const std::vector<c10::IValue> chunks{dict({{"mask", list({1, counting({4, 2})})}}), second};
   const c10::IValue spec = dict({{"mask", list({replicate(), rows()})}});
   expect_error<ChunkError>([&] { merge_chunks(chunks, spec); }, message);
   expect_error<ChunkError>([&] { require_mergeable(chunks, spec); }, message);
 }
-// The same, in the chunk's structure, which also shows the spec.
+// The same for an error in the structure of a chunk, which also shows the spec.
 void expect_structure_error(const c10::IValue& second, const std::string& message) {
   try {
     merge_chunks({dict({{"mask", list({1, counting({4, 2})})}}), second},
@@ -572,7 +572,7 @@ TEST(Microbatch, DoesNotCallAListOfReducedNumbersAListOfTensors) {
   EXPECT_FALSE(merged.isTensorList());
 }
 
-// At random
+// Random values
 
 c10::IValue random_spec(Random& random, const c10::IValue& value) {
   return map_leaves(value, [&](const c10::IValue& leaf) -> c10::IValue {
@@ -587,7 +587,7 @@ c10::IValue random_spec(Random& random, const c10::IValue& value) {
   });
 }
 
-// Joined tensors are contiguous and computed; only what they hold is compared.
+// Concatenated tensors are contiguous and not leaves, so only their values are compared.
 c10::IValue held(const c10::IValue& value) {
   return map_leaves(value, [](const c10::IValue& leaf) -> c10::IValue {
     if (!leaf.isTensor()) return leaf;

@@ -16,7 +16,7 @@
 namespace penstock::testing {
 namespace {
 
-TEST(Path, IsPrintedAsOneWouldWriteIt) {
+TEST(Path, IsPrintedAsInPython) {
   const Path root("kwargs");
   const c10::IValue mask("mask");
   const Path inside(root, mask);
@@ -42,7 +42,7 @@ TEST(NodeKind, TellsContainersFromLeaves) {
   }
 }
 
-TEST(Describe, SaysInAFewWordsWhatAValueIs) {
+TEST(Describe, IsAShortDescriptionOfAValue) {
   EXPECT_EQ(describe(counting({2, 3})), "float32 tensor of shape [2, 3]");
   EXPECT_EQ(describe(at::zeros({}, at::kBFloat16)), "bfloat16 tensor of shape []");
   EXPECT_EQ(describe(at::zeros({0}, at::kLong)), "int64 tensor of shape [0]");
@@ -56,7 +56,7 @@ TEST(Describe, SaysInAFewWordsWhatAValueIs) {
   EXPECT_EQ(describe(at::Tensor()), "undefined tensor");
 }
 
-// A value with all kinds of containers, and its leaves with the ways to them.
+// A value with all kinds of containers, and its leaves with their paths.
 c10::IValue example() {
   return tuple({1, dict({{"mask", list({2, tuple({})})}, {"b", named_tuple("Output", {"x", "y"}, {3, "four"})}}),
                 dict({{7, c10::IValue()}})});
@@ -99,7 +99,7 @@ TEST(Leaves, AreFlattenedInOrder) {
   EXPECT_TRUE(flatten_args(tuple({list({}), dict({{"a", tuple({})}})})).empty());
 }
 
-TEST(MapLeaves, KeepsTheStructureAndGoesInOrder) {
+TEST(MapLeaves, KeepsTheStructureAndVisitsInOrder) {
   std::int64_t next = 0;
   const c10::IValue mapped = map_leaves(example(), [&](const c10::IValue&) { return c10::IValue(next++); });
   const c10::IValue expected = tuple(
@@ -142,7 +142,7 @@ TEST(StructureDifference, IsEmptyWhereOnlyLeavesDiffer) {
   EXPECT_EQ(structure_of(list({counting({1})}), c10::List<at::Tensor>({counting({1})})), "");
 }
 
-TEST(StructureDifference, IsASentenceWithTheWayToIt) {
+TEST(StructureDifference, IsASentenceWithItsPath) {
   EXPECT_EQ(structure_of(tuple({1}), list({1})), "value: found list of 1, expected tuple of 1.");
   EXPECT_EQ(structure_of(tuple({1}), tuple({1, 2})), "value: found tuple of 2, expected tuple of 1.");
   EXPECT_EQ(structure_of(list({}), dict({})), "value: found empty dict, expected list of 0.");
@@ -211,7 +211,7 @@ TEST(ExtractTensorArgs, GivesTheTensorsAmongTheLeavesInOrder) {
   EXPECT_TRUE(extract_tensor_args(list({1, "word"})).empty());
 }
 
-// The structure of a value as text, equal for equal structures: another way to compare them.
+// Returns the structure of a value as text, equal for equal structures: an independent comparison.
 std::string skeleton(const c10::IValue& value) {  // NOLINT(misc-no-recursion): a tree
   std::string inside;
   if (value.isTuple()) {
@@ -230,14 +230,14 @@ std::string skeleton(const c10::IValue& value) {  // NOLINT(misc-no-recursion): 
   return "{" + inside + "}";
 }
 
-// One leaf becomes something else, mostly a container.
+// Replaces one leaf, mostly by a container.
 c10::IValue changed(Random& random, const c10::IValue& value) {
   const auto count = static_cast<std::int64_t>(flatten_args(value).size());
   std::int64_t left = count > 0 ? random.between(0, count - 1) : -1;
   return map_leaves(value, [&](const c10::IValue& leaf) { return left-- == 0 ? random_value(random, 2, 1) : leaf; });
 }
 
-TEST(NestedValues, AtRandomHaveStructuresThatDifferWhereTheyShould) {
+TEST(NestedValues, HaveStructuresThatDifferWhereTheyShould) {
   const std::uint64_t seed = from_environment("PENSTOCK_SEED", 20240229);
   const std::uint64_t count = from_environment("PENSTOCK_CASES", 2'000);
   std::uint64_t equal = 0;
@@ -256,7 +256,7 @@ TEST(NestedValues, AtRandomHaveStructuresThatDifferWhereTheyShould) {
   EXPECT_LT(equal, count - count / 20);
 }
 
-TEST(NestedValues, AtRandomDetachToTheSameValues) {
+TEST(NestedValues, DetachToTheSameValues) {
   const std::uint64_t seed = from_environment("PENSTOCK_SEED", 20240229);
   const std::uint64_t count = from_environment("PENSTOCK_CASES", 2'000);
   for (std::uint64_t number = 0; number < count; ++number) {

@@ -1,4 +1,4 @@
-// Reads answers of PyTorch from files that torch.save has written.
+// Reads reference results from files that torch.save has written.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -14,15 +14,15 @@
 
 namespace penstock::testing {
 
-// The elements of a list, which outlive it.
+// Returns the elements of a list, which outlive it.
 inline std::vector<c10::IValue> items(const c10::IValue& list) {
   return list.toListRef().vec();
 }
 
-// The list in a file of the folder that a variable of the environment names.
+// Returns the list in a file of the directory that an environment variable names.
 inline std::vector<c10::IValue> read_pickled(const char* variable, const std::string& file) {
   const char* const folder = std::getenv(variable);
-  if (folder == nullptr) throw std::runtime_error(std::string(variable) + " should name a folder with " + file);
+  if (folder == nullptr) throw std::runtime_error(std::string(variable) + " should name a directory with " + file);
   const auto path = std::filesystem::path(folder) / file;
   std::ifstream in(path, std::ios::binary);
   const std::vector<char> bytes{std::istreambuf_iterator<char>(in), {}};

@@ -1,5 +1,5 @@
-// Random scopes, first by what they promise, then by running every operator that ATen marks as random: its arguments
-// are made from its schema, and an operator that cannot be run here stands in a list with the reason.
+// Tests the guarantees of random scopes, then runs every operator that ATen marks as random with arguments generated
+// from its schema. Operators that cannot run here are listed with the reason.
 #include "penstock/tensor/random_scope.h"
 
 #include <ATen/ATen.h>
@@ -27,10 +27,12 @@
 
 #include "penstock/tensor/intra_op_threads.h"
 
-namespace penstock {
+namespace penstock::testing {
 namespace {
 
-// What tensors hold, for comparison.
+using internal::IntraOpThreads;
+
+// The bytes of tensors, for comparison.
 struct Bits {
   std::string bytes;
 
@@ -58,7 +60,7 @@ Bits state_of(const at::Generator& generator) {
   return bits_of(generator.get_state());
 }
 
-// 48 numbers in [0.1, 0.9].
+// Returns 48 numbers in [0.1, 0.9].
 at::Tensor some_numbers() {
   return at::linspace(0.1, 0.9, 48).view({6, 8});
 }
@@ -67,7 +69,7 @@ at::Tensor some_heads() {
   return at::linspace(-1, 1, 160).view({2, 2, 5, 8});
 }
 
-// The next number of the scope that the caller is in.
+// Returns the next number of the caller's scope.
 std::uint64_t next_number() {
   return RandomScope::current()->get<at::CPUGeneratorImpl>()->random64();
 }
@@ -77,8 +79,8 @@ std::uint64_t first_number(std::uint64_t seed, std::int64_t step, std::int64_t m
   return next_number();
 }
 
-// Runs `draw` in a scope, and expects the same bits of it once more, others at another place, and a process's generator
-// that has not moved.
+// Runs `draw` in a scope, and expects bitwise identical results when it is repeated, others at another place, and an
+// unchanged default generator.
 Bits expect_drawn_from_scope(const std::function<Bits()>& draw) {
   const auto bits_at = [&](std::int64_t place) {
     const RandomScope scope(1, 2, 3, place);
@@ -96,7 +98,8 @@ Bits expect_tensor_drawn_from_scope(const std::function<at::Tensor()>& draw) {
   return expect_drawn_from_scope([&] { return bits_of(draw()); });
 }
 
-// Draws from the process's generator, from operators without a scope and from scopes of its own, until it is destroyed.
+// Until it is destroyed, a thread draws from the default generator, by operators outside of a scope, and from its own
+// scopes.
 class NoisyThreads {
  public:
   NoisyThreads()
@@ -128,12 +131,12 @@ class NoisyThreads {
   std::thread with_scopes_;
 };
 
-// Runs `body` on a thread of its own, to its end.
+// Runs `body` on a new thread, and joins it.
 void on_another_thread(const std::function<void()>& body) {
   std::thread(body).join();
 }
 
-// The message of what `body` throws, without the backtrace.
+// Returns the message of the error that `body` throws, without the backtrace.
 std::string message_of(const std::function<void()>& body) {
   try {
     body();
@@ -143,9 +146,9 @@ std::string message_of(const std::function<void()>& body) {
   return "nothing was thrown";
 }
 
-TEST(RandomScope, DrawsWhatItsFourNumbersSay) {
-  // From Python: splitmix64 written anew there, and the Mersenne Twister of its `random`. Whoever changes these changes
-  // the dropout masks of every resumed training run.
+TEST(RandomScope, IsDeterminedByItsFourNumbers) {
+  // Computed in Python by an independent splitmix64 and the Mersenne Twister of `random`. A change of these numbers
+  // would change the dropout masks of every resumed training run.
   const auto drawn = [](std::uint64_t seed, std::int64_t step, std::int64_t microbatch, std::int64_t place) {
     const RandomScope scope(seed, step, microbatch, place);
     auto* generator = RandomScope::current()->get<at::CPUGeneratorImpl>();
@@ -189,14 +192,14 @@ TEST(RandomScope, DoesNotDependOnWhatWasDrawnBefore) {
   const Bits bits = expect_tensor_drawn_from_scope(draw);
   {
     const RandomScope other(5, 5, 5, 5);
-    // An odd number of normal numbers leaves one in the generator, which is used again.
+    // An odd number of normal numbers leaves one cached in the generator, which the next scope reuses.
     at::empty({1}, at::kFloat).normal_();
     at::empty({1}, at::kDouble).normal_();
   }
   EXPECT_EQ(expect_tensor_drawn_from_scope(draw), bits);
 }
 
-TEST(RandomScope, GoesOnWhereItWasAfterAnInnerOne) {
+TEST(RandomScope, ContinuesItsStreamAfterAnInnerOne) {
   std::vector<std::uint64_t> alone;
   {
     const RandomScope scope(1, 2, 3, 4);
@@ -234,7 +237,7 @@ TEST(RandomScope, EndsWithAnException) {
   EXPECT_EQ(*RandomScope::current(), outers);
 }
 
-TEST(RandomScope, IsOverWhenItEnds) {
+TEST(RandomScope, HasNoEffectAfterItEnds) {
   EXPECT_FALSE(RandomScope::current());
   {
     const RandomScope scope(1, 2, 3, 4);
@@ -274,7 +277,7 @@ TEST(RandomScope, GivesEveryThreadTheSameNumbers) {
   on_another_thread([&] { EXPECT_EQ(first_number(1, 2, 3, 4), here); });
 }
 
-TEST(RandomScope, LeavesAGeneratorThatWasKept) {
+TEST(RandomScope, LeavesAGeneratorThatACallerHolds) {
   at::Generator kept;
   {
     const RandomScope scope(1, 2, 3, 4);
@@ -287,7 +290,7 @@ TEST(RandomScope, LeavesAGeneratorThatWasKept) {
   EXPECT_EQ(first_number(5, 5, 5, 5), first);
 }
 
-TEST(RandomScope, DrawsDropoutByTheRecipe) {
+TEST(RandomScope, MatchesAKnownDropoutMask) {
   const RandomScope scope(1, 2, 3, 4);
   const at::Tensor x = some_numbers();
   const at::Generator same = RandomScope::current()->clone();
@@ -295,7 +298,7 @@ TEST(RandomScope, DrawsDropoutByTheRecipe) {
   EXPECT_EQ(bits_of(at::dropout(x, 0.25, /*train=*/true)), bits_of(x * mask));
 }
 
-TEST(RandomScope, HoldsForKernelsOfSeveralThreads) {
+TEST(RandomScope, AppliesToKernelsWithSeveralThreads) {
   const IntraOpThreads two(2);
   expect_tensor_drawn_from_scope([] { return at::dropout(at::ones({1 << 18}), 0.5, /*train=*/true); });
   expect_tensor_drawn_from_scope([] { return at::randn({1 << 18}); });
@@ -305,7 +308,7 @@ TEST(RandomScope, TakesAGeneratorWithoutImplementationForNone) {
   expect_tensor_drawn_from_scope([] { return some_numbers().bernoulli_(0.5, at::Generator()); });
 }
 
-TEST(RandomScope, HoldsInForwardAndBackward) {
+TEST(RandomScope, AppliesToForwardAndBackward) {
   at::Tensor x = some_numbers().requires_grad_();
   expect_tensor_drawn_from_scope([&] {
     x.mutable_grad() = at::Tensor();
@@ -316,7 +319,7 @@ TEST(RandomScope, HoldsInForwardAndBackward) {
   });
 }
 
-// Dropout that keeps nothing but its input and draws its mask again in the backward.
+// Dropout that saves only its input and draws its mask again in the backward.
 class RecomputedDropout : public torch::autograd::Function<RecomputedDropout> {
  public:
   static at::Tensor run(const at::Tensor& x) {
@@ -341,7 +344,7 @@ TEST(RandomScope, GivesARecomputationTheMaskOfTheForward) {
   at::Tensor x = some_numbers().requires_grad_();
   at::Tensor kept = some_numbers().requires_grad_();
   for (int place = 0; place < 20; ++place) {
-    // Others' scopes, around the forward and around the backward.
+    // Other scopes around the forward and around the backward.
     at::Tensor y;
     {
       const RandomScope around(8, 8, 8, place);
@@ -354,7 +357,7 @@ TEST(RandomScope, GivesARecomputationTheMaskOfTheForward) {
   }
 }
 
-TEST(RandomScope, HoldsForAttention) {
+TEST(RandomScope, AppliesToAttention) {
   at::Tensor query = some_heads().requires_grad_();
   for (const bool causal : {false, true}) {
     expect_tensor_drawn_from_scope([&] {
@@ -367,14 +370,14 @@ TEST(RandomScope, HoldsForAttention) {
   }
 }
 
-// A model with a random operator of each kind, and the dtypes that autocast makes.
+// Runs a model with a random operator of each kind, and returns the dtypes under autocast.
 at::Tensor small_model(const at::Tensor& x) {
   const at::Tensor hidden = at::dropout(at::linear(x, some_numbers().t().mm(some_numbers())), 0.25, /*train=*/true);
   const at::Tensor heads = hidden.view({1, 2, 3, 8});
   return at::scaled_dot_product_attention(heads, heads, heads, {}, /*dropout_p=*/0.25).sum(-1).to(at::kFloat);
 }
 
-// Autocast to bfloat16, while it lives.
+// Enables autocast to bfloat16 in a scope.
 class Autocast {
  public:
   Autocast() {
@@ -390,7 +393,7 @@ class Autocast {
   Autocast& operator=(const Autocast&) = delete;
 };
 
-TEST(RandomScope, HoldsUnderAutocast) {
+TEST(RandomScope, AppliesUnderAutocast) {
   const auto draw = [] { return small_model(some_numbers()); };
   const Bits plain = expect_tensor_drawn_from_scope(draw);
   const Autocast autocast;
@@ -416,7 +419,7 @@ TEST(RandomScope, DrawsTheSameWithoutGradientsAndInInferenceMode) {
 }
 
 TEST(RandomScope, ChangesNothingOutside) {
-  // From torch 2.13 in Python, which has never heard of scopes.
+  // Computed by torch 2.13 in Python, which has no scopes.
   process_generator().set_current_seed(7);
   EXPECT_TRUE(at::equal(at::rand({3}), at::tensor({0.5349225401878357F, 0.19880318641662598F, 0.6592116951942444F})));
   EXPECT_TRUE(at::equal(at::randn({2}), at::tensor({-0.032551974058151245F, 1.0110543966293335F})));
@@ -429,7 +432,7 @@ TEST(RandomScope, ChangesNothingOutside) {
   EXPECT_TRUE(at::equal(at::randperm(6), at::tensor({2, 5, 3, 0, 4, 1}, at::kLong)));
 }
 
-TEST(RandomScope, LetsMetaTensorsPass) {
+TEST(RandomScope, AllowsMetaTensors) {
   const RandomScope scope(1, 2, 3, 4);
   const Bits before = state_of(*RandomScope::current());
   const at::Tensor x = at::randn({2, 3}, at::device(at::kMeta));
@@ -439,17 +442,19 @@ TEST(RandomScope, LetsMetaTensorsPass) {
 }
 
 TEST(RandomScope, RefusesOtherDevices) {
-  // No device, but a tensor that says it is on one: the operators must be refused before they reach a kernel.
+  // There is no such device, only a tensor that claims to be on it: operators must throw before they reach a kernel.
   const at::Tensor elsewhere =
       at::detail::make_tensor<c10::TensorImpl>(c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                                caffe2::TypeMeta::Make<float>(), c10::Device(c10::kPrivateUse1, 0));
   const RandomScope scope(1, 2, 3, 4);
-  EXPECT_EQ(message_of([&] { at::bernoulli(elsewhere); }),
-            "aten::bernoulli on a tensor of the backend PrivateUse1Bit in a RandomScope: scopes hold random numbers of "
-            "the CPU only.\n"
-            "  Hint: give the operator a generator of that device, or call it outside of the scope.");
+  EXPECT_EQ(
+      message_of([&] { at::bernoulli(elsewhere); }),
+      "aten::bernoulli on a tensor of the backend PrivateUse1Bit in a RandomScope: scopes support random numbers on "
+      "the CPU only.\n"
+      "  Hint: give the operator a generator of that device, or call it outside of the scope.");
   const auto is_refused = [](const std::function<void()>& body) {
-    return message_of(body).find("in a RandomScope: scopes hold random numbers of the CPU only") != std::string::npos;
+    return message_of(body).find("in a RandomScope: scopes support random numbers on the CPU only") !=
+           std::string::npos;
   };
   const auto flash = [&](double dropout) {
     at::_scaled_dot_product_flash_attention(elsewhere, elsewhere, elsewhere, dropout);
@@ -459,24 +464,24 @@ TEST(RandomScope, RefusesOtherDevices) {
   EXPECT_FALSE(is_refused([&] { flash(0); })) << "it draws nothing, and fails for want of a kernel only";
 }
 
-TEST(RandomScope, RefusesAThreadThatOnlyTookOverItsState) {
+TEST(RandomScope, RefusesAThreadThatOnlyInheritedItsState) {
   const RandomScope scope(1, 2, 3, 4);
   const at::ThreadLocalState state;
   on_another_thread([&] {
     const at::ThreadLocalStateGuard guard(state);
     EXPECT_FALSE(RandomScope::current());
-    EXPECT_EQ(
-        message_of([] { at::dropout(at::ones({2}), 0.5, /*train=*/true); }),
-        "aten::bernoulli_.float on a thread that took over the state of one in a RandomScope, but has none of its "
-        "own: which numbers it draws would depend on when it runs.\n"
-        "  Hint: enter a RandomScope on this thread, with a place of its own.");
+    EXPECT_EQ(message_of([] { at::dropout(at::ones({2}), 0.5, /*train=*/true); }),
+              "aten::bernoulli_.float on a thread that inherited its state from a thread in a RandomScope, but has no "
+              "scope of "
+              "its own: its random numbers would depend on the order of execution.\n"
+              "  Hint: enter a RandomScope on this thread, with a place of its own.");
     EXPECT_NE(first_number(1, 2, 3, 5), 0U);
     expect_tensor_drawn_from_scope([] { return at::rand({8}); });
   });
 }
 
-TEST(RandomScope, IsNotSeenByAStateTakenOutsideOfIt) {
-  // As in a nested backward, when its thread goes on with a node of the one around it.
+TEST(RandomScope, DoesNotApplyToAStateCapturedOutsideOfIt) {
+  // As in a nested backward, when the thread continues with a node of the outer backward.
   const at::ThreadLocalState outside;
   const RandomScope scope(1, 2, 3, 4);
   const Bits before = state_of(process_generator());
@@ -489,7 +494,7 @@ TEST(RandomScope, IsNotSeenByAStateTakenOutsideOfIt) {
   EXPECT_TRUE(RandomScope::current());
 }
 
-// What follows runs each random operator of the dispatcher.
+// The tests below run each random operator of the dispatcher.
 
 const char* const kNoCpuKernel = "has no kernel for the CPU, or calls one that has none";
 
@@ -569,7 +574,7 @@ c10::IValue out_argument(const std::string& name, const c10::Argument& argument)
   return at::zeros({6, 8}, is_mask ? at::kBool : is_index ? at::kLong : at::kFloat);
 }
 
-// An argument with which the operator draws, for any operator that names its arguments as others do.
+// Returns a valid value for an argument, chosen by its name and type.
 c10::IValue argument_for(const std::string& name, const c10::Argument& argument) {
   if (is_recurrent(name)) {
     return argument_of_recurrent(name, argument);
@@ -647,7 +652,7 @@ const std::vector<Call>& random_calls() {
   return kCalls;
 }
 
-// Calls the operator on copies of its tensors, since it may write to them, and gives its outputs' bits.
+// Calls the operator on copies of its tensors, as it may write to them, and returns the bytes of its outputs.
 Bits run(const Call& call, const at::Generator& generator = {}) {
   std::vector<c10::IValue> stack;
   for (std::size_t index = 0; index < call.arguments.size(); ++index) {
@@ -689,7 +694,7 @@ TEST(EveryRandomOperator, IsRunOrListedWithTheReason) {
 TEST(EveryRandomOperator, WithoutAKernelForTheCpuHasNone) {
   for (const auto& [name, reason] : not_run()) {
     if (reason == kNoCpuKernel) {
-      // An operator with `out` calls the one without.
+      // An operator with `out` calls the one without it.
       const std::string functional = name.ends_with(".out") ? name.substr(0, name.size() - 4) : name;
       EXPECT_FALSE(random_operators().at(functional).hasComputedKernelForDispatchKey(c10::DispatchKey::CPU)) << name;
     }
@@ -725,7 +730,7 @@ TEST(EveryRandomOperator, DrawsFromTheScopeWithoutGradientsAndInInferenceMode) {
 
 TEST(EveryRandomOperator, DrawsFromTheScopeUnderAutocast) {
   const Autocast autocast;
-  // oneDNN's LSTM in bfloat16 ends the process by an illegal instruction on machines that claim AMX and lack it.
+  // oneDNN's LSTM in bfloat16 ends the process with SIGILL on machines that report AMX and do not support it.
   at::globalContext().setUserEnabledMkldnn(false);
   for (const Call& call : random_calls()) {
     SCOPED_TRACE(call.name);
@@ -734,7 +739,7 @@ TEST(EveryRandomOperator, DrawsFromTheScopeUnderAutocast) {
   at::globalContext().setUserEnabledMkldnn(true);
 }
 
-TEST(EveryRandomOperator, DrawsFromTheProcessesGeneratorOutside) {
+TEST(EveryRandomOperator, DrawsFromTheDefaultGeneratorOutside) {
   for (const Call& call : random_calls()) {
     SCOPED_TRACE(call.name);
     process_generator().set_current_seed(7);
@@ -750,8 +755,8 @@ TEST(EveryRandomOperator, DrawsFromTheProcessesGeneratorOutside) {
   }
 }
 
-TEST(EveryRandomOperator, GivesTheSameBitsAThousandTimesBesideOtherThreads) {
-  // One thread for each kernel: those of this one and of the noise would wait for each other's.
+TEST(EveryRandomOperator, IsBitwiseIdenticalAThousandTimesWhileOtherThreadsDraw) {
+  // Use one intra-op thread: those of this thread and of the noise would wait for each other.
   const IntraOpThreads one(1);
   const NoisyThreads noise;
   for (const Call& call : random_calls()) {
@@ -764,7 +769,7 @@ TEST(EveryRandomOperator, GivesTheSameBitsAThousandTimesBesideOtherThreads) {
   }
 }
 
-TEST(EveryRandomOperator, DrawsFromTheGeneratorThatItIsGiven) {
+TEST(EveryRandomOperator, DrawsFromAnExplicitGenerator) {
   for (const Call& call : random_calls()) {
     if (takes_generator(call)) {
       const Bits outside = run(call, at::detail::createCPUGenerator(7));
@@ -777,4 +782,4 @@ TEST(EveryRandomOperator, DrawsFromTheGeneratorThatItIsGiven) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::testing

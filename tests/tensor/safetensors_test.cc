@@ -25,8 +25,12 @@
 #include <sstream>
 #include <thread>
 
-namespace penstock {
+#include "penstock/tensor/safetensors/header.h"
+
+namespace penstock::testing {
 namespace {
+
+using internal::parse_safetensors_header;
 
 namespace fs = std::filesystem;
 
@@ -62,7 +66,7 @@ void expect_error(const Act& act, const std::string& words) {
   }
 }
 
-// The bytes of a contiguous tensor.
+// Returns the bytes of a contiguous tensor.
 std::string bytes_of(const at::Tensor& tensor) {
   EXPECT_TRUE(tensor.is_contiguous());
   return tensor.numel() == 0 ? "" : std::string(static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes());
@@ -85,7 +89,7 @@ at::Tensor random_tensor(std::mt19937& random, at::IntArrayRef shape, at::Scalar
   return from_bytes(random_bytes(random, at::empty(shape, dtype).nbytes(), dtype), shape, dtype);
 }
 
-// The same values in other places of memory: the first dimension innermost, and every second element unused.
+// Returns the same values with other strides: the first dimension innermost, and every second element unused.
 at::Tensor with_odd_strides(const at::Tensor& tensor) {
   std::vector<std::int64_t> strides;
   std::int64_t stride = 2;
@@ -118,17 +122,17 @@ void write_bytes(const std::string& path, const std::string& bytes) {
   std::ofstream(path, std::ios::binary) << bytes;
 }
 
-// A file of this header and these data, whether they belong together or not.
+// Returns a file with this header and data, which need not match.
 std::string file_of(const std::string& header, const std::string& data = "") {
   const std::uint64_t length = header.size();
   return std::string(reinterpret_cast<const char*>(&length), sizeof length) + header + data;
 }
 
-// A test with a folder of its own, in which no file that was written aside is left.
-class Safetensors : public testing::Test {
+// A test with its own directory, in which no temporary file may be left.
+class Safetensors : public ::testing::Test {
  protected:
   void SetUp() override {
-    std::string name = testing::TempDir() + "penstock-safetensors-XXXXXX";
+    std::string name = ::testing::TempDir() + "penstock-safetensors-XXXXXX";
     ASSERT_NE(::mkdtemp(name.data()), nullptr);
     folder_ = name;
   }
@@ -144,7 +148,7 @@ class Safetensors : public testing::Test {
   fs::path folder_;
 };
 
-class SafetensorsOfEveryDtype : public Safetensors, public testing::WithParamInterface<at::ScalarType> {};
+class SafetensorsOfEveryDtype : public Safetensors, public ::testing::WithParamInterface<at::ScalarType> {};
 
 TEST_P(SafetensorsOfEveryDtype, ComeBackAsTheyWere) {
   const at::ScalarType dtype = GetParam();
@@ -172,7 +176,7 @@ TEST_P(SafetensorsOfEveryDtype, ComeBackAsTheyWere) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Dtype, SafetensorsOfEveryDtype, testing::ValuesIn(kEveryDtype),
+INSTANTIATE_TEST_SUITE_P(Dtype, SafetensorsOfEveryDtype, ::testing::ValuesIn(kEveryDtype),
                          [](const auto& dtype) { return std::string(c10::toString(dtype.param)); });
 
 TEST_F(Safetensors, TakeViewsOfEveryKind) {
@@ -366,7 +370,7 @@ struct Refusal {
   std::string message;
 };
 
-// A header with one tensor, of which these are the fields.
+// Returns a file whose header has one tensor with these fields.
 std::string one(const std::string& fields, const std::string& data) {
   return file_of("{\"w\":{" + fields + "}}", data);
 }
@@ -381,13 +385,12 @@ std::vector<Refusal> refusals() {
   const std::string four = "1234";
   const std::string fits = R"("dtype":"F32","shape":[1],"data_offsets":[0,4])";
   return {
-      {"", "model.safetensors: is 0 bytes long, and so no safetensors file, which has 8 at least."},
+      {"", "model.safetensors: is 0 bytes long; a safetensors file has at least 8."},
       {"1234567", "model.safetensors: is 7 bytes long"},
       {std::string("PK\3\4\0\0\x08\x08\0\0\0\0", 12),
        "model.safetensors: its first 8 bytes announce a header of "
-       "578712552184433488 bytes, which may have 100000000 at most."},
-      {std::string("\1\xE1\xF5\5\0\0\0\0", 8),
-       "announce a header of 100000001 bytes, which may have 100000000 at most"},
+       "578712552184433488 bytes; at most 100000000 are allowed."},
+      {std::string("\1\xE1\xF5\5\0\0\0\0", 8), "announce a header of 100000001 bytes; at most 100000000 are allowed"},
       {std::string("\0\xE1\xF5\5\0\0\0\0{}", 10), "announce a header of 100000000 bytes, but only 2 follow."},
       {std::string("\xFF\xFF\xFF\xFF\xFF\xFF\xFF\xFF", 8), "announce a header of 18446744073709551615 bytes"},
       {std::string("\3\0\0\0\0\0\0\0{}", 10), "announce a header of 3 bytes, but only 2 follow.\n  Hint: was it"},
@@ -396,19 +399,19 @@ std::vector<Refusal> refusals() {
       {file_of(" {}"), "its header should begin with '{', but begins with ' '."},
       {file_of("[]"), "its header should begin with '{', but begins with '['."},
       {file_of("\xEF\xBB\xBF{}"), "its header should begin with '{', but begins with '\xEF\xBF\xBD'."},
-      {file_of("{"), "its header is no JSON at byte 2."},
-      {file_of("{}}"), "its header is no JSON at byte 3."},
-      {file_of(std::string("{}\0\0", 4)), "its header is no JSON at byte 3."},
-      {file_of("{'w':1}"), "its header is no JSON at byte 2."},
-      {file_of(R"({"w":NaN})"), "its header is no JSON at byte 6."},
+      {file_of("{"), "its header is not valid JSON at byte 2."},
+      {file_of("{}}"), "its header is not valid JSON at byte 3."},
+      {file_of(std::string("{}\0\0", 4)), "its header is not valid JSON at byte 3."},
+      {file_of("{'w':1}"), "its header is not valid JSON at byte 2."},
+      {file_of(R"({"w":NaN})"), "its header is not valid JSON at byte 6."},
       {file_of("{\"\xC3\":{" + fits + "}}", four), "its header is not UTF-8 at byte 4."},
       {file_of("{\"\xED\xA0\x80\":{" + fits + "}}", four), "its header is not UTF-8"},
-      {file_of("{\"\\ud800\":{" + fits + "}}", four), "its header is no JSON"},
-      {file_of("{\"a\nb\":{" + fits + "}}", four), "its header is no JSON"},
+      {file_of("{\"\\ud800\":{" + fits + "}}", four), "its header is not valid JSON"},
+      {file_of("{\"a\nb\":{" + fits + "}}", four), "its header is not valid JSON"},
 
-      {file_of("{\"w\":{" + fits + "},\"w\":{" + fits + "}}", four), "'w' is twice in its header."},
-      {file_of("{\"w\":{" + fits + "},\"\\u0077\":{" + fits + "}}", four), "'w' is twice in its header."},
-      {file_of(R"({"__metadata__":{},"__metadata__":{}})"), "'__metadata__' is twice in its header."},
+      {file_of("{\"w\":{" + fits + "},\"w\":{" + fits + "}}", four), "'w' appears twice in its header."},
+      {file_of("{\"w\":{" + fits + "},\"\\u0077\":{" + fits + "}}", four), "'w' appears twice in its header."},
+      {file_of(R"({"__metadata__":{},"__metadata__":{}})"), "'__metadata__' appears twice in its header."},
       {file_of(R"({"__metadata__":{"a":"b","a":"b"}})"), "__metadata__ has 'a' twice."},
       {file_of(R"({"__metadata__":[]})"), "__metadata__ should be an object, but is a list."},
       {file_of(R"({"__metadata__":"x"})"), "__metadata__ should be an object, but is 'x'."},
@@ -488,11 +491,12 @@ std::vector<Refusal> refusals() {
       {file_of(R"({"v":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"w":{"dtype":"U8","shape":[2],)"
                R"("data_offsets":[2,4]}})",
                four),
-       "tensor 'w': its data_offsets [2, 4] should begin at 1: the bytes before them are no tensor's."},
+       "tensor 'w': its data_offsets [2, 4] should begin at 1: the bytes before them belong to no tensor."},
       {one(R"("dtype":"U8","shape":[3],"data_offsets":[1,4])", four), "its data_offsets [1, 4] should begin at 0"},
       {one(R"("dtype":"U8","shape":[3],"data_offsets":[0,3])", four),
-       "its data has 4 bytes, but its tensors end at 3: those after it are no tensor's."},
-      {file_of("{}", four), "its data has 4 bytes, but its tensors end at 0: those after it are no tensor's."},
+       "its data has 4 bytes, but its tensors end at 3: the bytes after that belong to no tensor."},
+      {file_of("{}", four),
+       "its data has 4 bytes, but its tensors end at 0: the bytes after that belong to no tensor."},
   };
 }
 
@@ -505,7 +509,7 @@ TEST_F(Safetensors, AreRefusedByWhatIsWrong) {
   }
 }
 
-TEST_F(Safetensors, AreRefusedCutShortAnywhere) {
+TEST_F(Safetensors, AreRefusedWhenTruncatedAnywhere) {
   write_safetensors(path(), {{"a", at::ones({3})}, {"b", at::ones({2}, at::kLong)}}, {{"x", "y"}});
   const std::string whole = read_bytes(path());
   for (std::size_t size = 0; size < whole.size(); ++size) {
@@ -514,7 +518,7 @@ TEST_F(Safetensors, AreRefusedCutShortAnywhere) {
   EXPECT_EQ(parse_safetensors_header(whole, "whole").entries.size(), 2U);
 }
 
-TEST_F(Safetensors, AreNotReadFromWhatIsNoFile) {
+TEST_F(Safetensors, AreNotReadFromAnythingButRegularFiles) {
   expect_error([&] { const SafetensorsFile file(path("none")); },
                "none: could not be opened: No such file or directory.");
   expect_error([&] { const SafetensorsFile file(folder_); }, ": is a directory; give the name of a file.");
@@ -524,7 +528,7 @@ TEST_F(Safetensors, AreNotReadFromWhatIsNoFile) {
   expect_error([&] { const SafetensorsFile file(path("pipe")); }, "pipe: is not a regular file");
 }
 
-// What write_safetensors refuses leaves the file of before.
+// When write_safetensors refuses to write, the previous file stays.
 class SafetensorsWriter : public Safetensors {
  protected:
   void expect_refusal(const NamedTensors& tensors, const std::string& message,
@@ -539,8 +543,8 @@ class SafetensorsWriter : public Safetensors {
 
 TEST_F(SafetensorsWriter, RefusesNamesThatCannotBeInAFile) {
   expect_refusal({{"w", at::ones({1})}, {"w", at::ones({2}, at::kLong)}},
-                 "model.safetensors: there are two tensors of the name 'w'.");
-  expect_refusal({{"__metadata__", at::ones({1})}}, "no tensor can have the name '__metadata__'.");
+                 "model.safetensors: there are two tensors named 'w'.");
+  expect_refusal({{"__metadata__", at::ones({1})}}, "a tensor cannot be named '__metadata__'.");
   expect_refusal({{"a\xFF", at::ones({1})}}, "the name of tensor 'a\xEF\xBF\xBD' is not UTF-8.");
   expect_refusal({}, "metadata 'a\xEF\xBF\xBD' is not UTF-8.", {{"a\xFF", "b"}});
   expect_refusal({}, "metadata 'a' is not UTF-8.", {{"a", "\xC3"}});
@@ -551,9 +555,10 @@ TEST_F(SafetensorsWriter, RefusesTensorsThatCannotBeInAFile) {
   expect_refusal({{"w", at::ones({2, 2}).to_sparse()}},
                  "tensor 'w' is not strided, as safetensors are.\n  Hint: to_dense");
   expect_refusal({{"w", at::empty({2}, at::kMeta)}}, "tensor 'w' has no memory: it is on meta.");
-  expect_refusal({{"w", at::ones({2}, at::kComplexDouble)}},
-                 "tensor 'w': its dtype is ComplexDouble, which safetensors do not have.\n  Hint: the dtypes are bool, "
-                 "float4_e2m1fn_x2, uint8, ");
+  expect_refusal(
+      {{"w", at::ones({2}, at::kComplexDouble)}},
+      "tensor 'w': its dtype is ComplexDouble, which safetensors do not support.\n  Hint: the dtypes are bool, "
+      "float4_e2m1fn_x2, uint8, ");
   expect_refusal({{"w", at::empty({}, at::kFloat4_e2m1fn_x2)}},
                  "tensor 'w': a float4_e2m1fn_x2 should have a dimension, along which its values are packed.");
   expect_refusal({{"w", at::ones({1}).expand({1LL << 61})}},
@@ -567,14 +572,14 @@ TEST_F(SafetensorsWriter, RefusesTensorsThatCannotBeInAFile) {
                  "tensor 'w' has no memory: its storage has 0 of 24 bytes. Was it freed?");
 }
 
-TEST_F(SafetensorsWriter, RefusesAHeaderThatNoneWouldRead) {
+TEST_F(SafetensorsWriter, RefusesAHeaderThatIsTooLarge) {
   std::string text;
   text.resize(100'000'000, 'x');
-  expect_refusal({}, "model.safetensors: its header would have 100000032 bytes, which may have 100000000 at most.",
+  expect_refusal({}, "model.safetensors: its header would have 100000032 bytes; at most 100000000 are allowed.",
                  {{"a", text}});
 }
 
-TEST_F(SafetensorsWriter, RefusesWhatIsNoFile) {
+TEST_F(SafetensorsWriter, RefusesAnythingButRegularFiles) {
   expect_error([&] { write_safetensors(folder_, {}); }, ": is a directory; give the name of a file.");
   expect_error([&] { write_safetensors("", {}); }, ": could not be written: it names no file.");
   expect_error([&] { write_safetensors(path("new/"), {}); }, "new/: could not be written: it names no file.");
@@ -584,7 +589,7 @@ TEST_F(SafetensorsWriter, RefusesWhatIsNoFile) {
                "/dev/null: is not a regular file, and is not replaced by one.");
 }
 
-// For a while, files may have so many bytes, and writing more is an error.
+// Limits the size of files in a scope, so that writing more is an error.
 class SmallDisk {
  public:
   explicit SmallDisk(rlim_t bytes) : handler_(std::signal(SIGXFSZ, SIG_IGN)) {
@@ -612,7 +617,7 @@ TEST_F(SafetensorsWriter, LeavesTheOldFileWhenTheDiskIsFull) {
   expect_refusal({}, message, {{"a", std::string(5000, 'x')}});
 }
 
-// For a while, permissions hold for this process too, should it be root's.
+// Makes file permissions apply in a scope even if this process runs as root.
 class Unprivileged {
  public:
   Unprivileged() {
@@ -702,8 +707,8 @@ TEST_F(SafetensorsWriter, GivesReadersAWholeFileWhileManyWrite) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// Reads the files that safetensors_reference.py has written into the folder that PENSTOCK_SAFETENSORS names.
-class SafetensorsReference : public testing::Test {
+// Reads the files that safetensors_reference.py has written into the directory $PENSTOCK_SAFETENSORS.
+class SafetensorsReference : public ::testing::Test {
  protected:
   void SetUp() override {
     const char* const folder = std::getenv("PENSTOCK_SAFETENSORS");
@@ -777,11 +782,12 @@ TEST_F(SafetensorsReference, ReadsTheirFilesAndWritesThemAgain) {
   EXPECT_GT(files, 0);
 }
 
-// Why we may refuse what they accept.
+// Reasons for which we may refuse a file that the Python package accepts.
 bool stricter(const std::string& message) {
-  for (const char* words : {"is twice in its header", "__metadata__ has ", "unknown field", "should begin with '{'",
-                            "its dtype is 'F6_", "cannot be that of a float4", "it should be an object, but is a list",
-                            "which takes more than a file has", "should be a size, but is 9999999999999999999."}) {
+  for (const char* words :
+       {"appears twice in its header", "__metadata__ has ", "unknown field", "should begin with '{'",
+        "its dtype is 'F6_", "cannot be that of a float4", "it should be an object, but is a list",
+        "which takes more than a file has", "should be a size, but is 9999999999999999999."}) {
     if (message.find(words) != std::string::npos) return true;
   }
   return false;
@@ -804,4 +810,4 @@ TEST_F(SafetensorsReference, RefusesWhatTheyRefuse) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::testing

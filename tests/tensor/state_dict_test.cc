@@ -1,4 +1,4 @@
-// What a model's tensors have in common with those of a file, and what not.
+// Tests how the tensors of a file are compared with those of a model.
 #include "penstock/tensor/state_dict.h"
 
 #include <ATen/ATen.h>
@@ -14,6 +14,10 @@
 
 namespace penstock::testing {
 namespace {
+
+using internal::load_state;
+using internal::ModelTensor;
+using internal::state_differences;
 
 using Found = std::map<std::string, at::Tensor>;
 
@@ -109,7 +113,7 @@ TEST(StateDict, ListsAtMostTenLinesWithSomeOfEachKind) {
             "  tensor 'c0' is unexpected: found float32[1].\n"
             "  tensor 'c1' is unexpected: found float32[1].\n"
             "  … and 28 more are unexpected.");
-  // Ten of one kind have ten lines.
+  // Ten differences of one kind have ten lines.
   const std::vector<ModelTensor> ten(model.begin(), model.begin() + 10);
   const std::string missing = state_differences(ten, {});
   EXPECT_EQ(std::ranges::count(missing, '\n'), 9);

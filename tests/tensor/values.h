@@ -1,5 +1,5 @@
-// What the tests of this room share: nested values made by hand and at random, what differs between two of them, and
-// checks of error messages.
+// Fixtures for nested values, shared by the tests of all layers: values built by hand and at random, comparison of two
+// values, and checks of error messages.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -43,19 +43,19 @@ inline c10::IValue dict(const Items& items) {
   return values;
 }
 
-// A named tuple. Its fields are called tensors, whatever they are: a name is all that matters here.
+// Returns a named tuple. All fields are declared as tensors, as only their names matter here.
 inline c10::IValue named_tuple(const std::string& name, const std::vector<std::string>& fields,
                                std::vector<c10::IValue> elements) {
   const std::vector<c10::TypePtr> types(elements.size(), c10::TensorType::get());
   return c10::ivalue::Tuple::createNamed(std::move(elements), c10::TupleType::createNamed(name, fields, types));
 }
 
-// 0, 1, 2, … in the shape.
+// Returns 0, 1, 2, … in the shape.
 inline at::Tensor counting(at::IntArrayRef shape, at::ScalarType dtype = at::kFloat) {
   return at::arange(c10::multiply_integers(shape), dtype).view(shape);
 }
 
-// A tensor in a line, with all that the tests compare.
+// Returns all properties of a tensor that tests compare, in one line.
 inline std::string text(const at::Tensor& tensor) {
   if (!tensor.defined()) return "undefined tensor";
   constexpr std::int64_t kShown = 32;
@@ -99,9 +99,9 @@ inline bool identical(const at::Tensor& one, const at::Tensor& other) {
          one.requires_grad() == other.requires_grad() && same_bits(one, other);
 }
 
-// The names of a named tuple's fields after its own; none for any other tuple.
+// Returns the name of a named tuple and the names of its fields, or nothing for any other tuple.
 inline std::vector<std::string> names_of(const c10::IValue& tuple) {
-  // To ask for the type asks for that of each tensor inside, which an undefined one does not have.
+  // type() needs the type of each tensor inside, which an undefined tensor does not have.
   for (const at::Tensor& tensor : extract_tensor_args(tuple)) {
     if (!tensor.defined()) return {};
   }
@@ -112,18 +112,19 @@ inline std::vector<std::string> names_of(const c10::IValue& tuple) {
   return names;
 }
 
-// The first difference between two values, with the way to it; empty when there is none. Keys of dicts have no order,
-// NaN is NaN, and tensors are compared with their strides and requires_grad.
-inline std::string difference(const c10::IValue& expected, const c10::IValue& found, const std::string& way = "") {
+// Returns the first difference between two values with its path, or an empty text. Compares dicts without regard to
+// order, NaN as equal to NaN, and tensors with their strides and requires_grad.
+inline std::string difference(const c10::IValue& expected, const c10::IValue& found, const std::string& path = "") {
   const auto differ = [&] {
-    return (way.empty() ? "all of it" : way) + "\nexpected: " + text(expected) + "\nfound:    " + text(found) + "\n";
+    return (path.empty() ? "the whole value" : path) + "\nexpected: " + text(expected) + "\nfound:    " + text(found) +
+           "\n";
   };
   if (expected.tagKind() != found.tagKind()) return differ();
   if (expected.isTensor()) return identical(expected.toTensor(), found.toTensor()) ? "" : differ();
   const auto first_of = [&](const auto& one, const auto& other) -> std::string {
     if (one.size() != other.size()) return differ();
     for (std::size_t i = 0; i < one.size(); ++i) {
-      std::string inside = difference(one[i], other[i], way + "[" + std::to_string(i) + "]");
+      std::string inside = difference(one[i], other[i], path + "[" + std::to_string(i) + "]");
       if (!inside.empty()) return inside;
     }
     return "";
@@ -140,7 +141,7 @@ inline std::string difference(const c10::IValue& expected, const c10::IValue& fo
     for (const auto& item : one) {
       const auto same_key = other.find(item.key());
       if (same_key == other.end()) return differ();
-      std::string inside = difference(item.value(), same_key->value(), way + "[" + text(item.key()) + "]");
+      std::string inside = difference(item.value(), same_key->value(), path + "[" + text(item.key()) + "]");
       if (!inside.empty()) return inside;
     }
     return "";
@@ -152,13 +153,13 @@ inline std::string difference(const c10::IValue& expected, const c10::IValue& fo
   return expected == found ? "" : differ();
 }
 
-// For EXPECT_TRUE: no difference.
+// For EXPECT_TRUE: succeeds if there is no difference.
 inline ::testing::AssertionResult same(const c10::IValue& expected, const c10::IValue& found) {
-  const std::string what = difference(expected, found);
-  return what.empty() ? ::testing::AssertionSuccess() : ::testing::AssertionFailure() << "they differ in " << what;
+  const std::string first = difference(expected, found);
+  return first.empty() ? ::testing::AssertionSuccess() : ::testing::AssertionFailure() << "they differ in " << first;
 }
 
-// `act` throws an Error with just this message.
+// Expects that `act` throws an Error with exactly this message.
 template <class Error, class Act>
 void expect_error(const Act& act, const std::string& message) {
   try {
@@ -169,18 +170,18 @@ void expect_error(const Act& act, const std::string& message) {
   }
 }
 
-inline std::uint64_t from_environment(const char* name, std::uint64_t otherwise) {
-  const char* words = std::getenv(name);
-  return words == nullptr ? otherwise : std::strtoull(words, nullptr, 10);
+inline std::uint64_t from_environment(const char* name, std::uint64_t default_value) {
+  const char* text = std::getenv(name);
+  return text == nullptr ? default_value : std::strtoull(text, nullptr, 10);
 }
 
-// The same numbers with every standard library, which its distributions would not give.
+// Random numbers that are the same with every standard library, unlike those of its distributions.
 class Random {
  public:
-  // A case has numbers of its own, so that it is the same in a run of more cases.
+  // Each case has its own stream, so that it does not depend on the number of cases in a run.
   Random(std::uint64_t seed, std::uint64_t number) : engine_(seed * 1'000'003 + number) {}
 
-  // From `low` to `high`, both included.
+  // Returns a number in [low, high].
   std::int64_t between(std::int64_t low, std::int64_t high) {
     return low + static_cast<std::int64_t>(engine_() % static_cast<std::uint64_t>(high - low + 1));
   }
@@ -194,12 +195,12 @@ class Random {
   std::mt19937_64 engine_;
 };
 
-// All that tensors on the CPU can be made of by at::empty and filled by conversion.
+// All dtypes of CPU tensors that at::empty can create and a conversion can fill.
 inline constexpr std::array kDtypes = {at::kFloat, at::kDouble, at::kHalf,         at::kBFloat16,
                                        at::kLong,  at::kInt,    at::kShort,        at::kChar,
                                        at::kByte,  at::kBool,   at::kComplexFloat, at::kComplexDouble};
 
-// Of numbers from -20 to 19, of any layout; most often with `rows` rows.
+// Returns a tensor of numbers from -20 to 19, with any strides, and most often with `rows` rows.
 inline at::Tensor random_tensor(Random& random, std::int64_t rows) {
   std::vector<std::int64_t> shape;
   for (std::int64_t rank = random.element_of(std::array{0, 1, 2, 2, 3, 3, 4, 5}); rank > 0; --rank) {
@@ -230,7 +231,7 @@ inline c10::IValue random_plain(Random& random) {
   }
 }
 
-// Tuples, named or not, lists and dicts up to `depth` deep, with tensors and plain leaves.
+// Returns tuples, named or not, lists and dicts, nested up to `depth`, with tensors and other leaves.
 inline c10::IValue random_value(Random& random, std::int64_t rows, int depth) {  // NOLINT(misc-no-recursion): a tree
   if (depth == 0 || random.percent(40)) {
     return random.percent(70) ? c10::IValue(random_tensor(random, rows)) : random_plain(random);

@@ -80,7 +80,7 @@ TEST(WeightFiles, SayWhatIsWrongWithThem) {
                                  "model.safetensors.index.json.\n  Hint: in Python, "
                                  "model.save_pretrained(DIRECTORY) or safetensors.torch.save_file writes them.");
   expect_error<WeightsError>([&] { read_weight_files(folder.write("text", "short")); },
-                             folder / "text" + ": is 5 bytes long, and so no safetensors file, which has 8 at least.");
+                             folder / "text" + ": is 5 bytes long; a safetensors file has at least 8.");
   const std::string no_index =
       index + ": is not an index of weights: expected JSON with a \"weight_map\" from tensor names to file names.";
   for (const std::string text : {"{", "[]", "{}", R"({"weight_map": []})"}) {

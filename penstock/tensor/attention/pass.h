@@ -1,5 +1,5 @@
-// The two passes of attention over a plan, below autograd. Work is shared among the threads of the caller, unless there
-// is a score_mod, which is only ever called on the caller's own.
+// The forward and the backward pass of attention over a plan, below autograd. Both run on the intra-op threads, unless
+// there is a score_mod, which is only called on the calling thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +13,7 @@
 namespace penstock::internal {
 
 struct AttentionProblem {
-  // All of the type that is computed in, and without autograd.
+  // Detached, in the dtype of the computation.
   at::Tensor query;
   at::Tensor key;
   at::Tensor value;
@@ -24,8 +24,8 @@ struct AttentionProblem {
 
 struct AttentionOutput {
   at::Tensor out;
-  // log Σ exp(score) of each query, [batch, heads, queries]; +∞ for one with nothing to attend to.
-  at::Tensor log_sum;
+  // log Σ exp(score) of each query, [batch, heads, queries]; +∞ for a query that attends to nothing.
+  at::Tensor logsumexp;
 };
 
 AttentionOutput attention_forward(const AttentionProblem& problem);
@@ -37,8 +37,8 @@ struct AttentionGradients {
   std::vector<at::Tensor> captured;
 };
 
-// Gradients that are not wanted, of query, key and value, stay undefined; so do those of captured tensors that need
-// none.
+// Computes the gradients of query, key and value as far as `wanted` asks for them, and of the captured tensors that
+// require grad. The others stay undefined.
 AttentionGradients attention_backward(const AttentionProblem& problem, const AttentionOutput& output,
                                       const at::Tensor& grad_out, at::TensorList captured, std::array<bool, 3> wanted);
 

@@ -14,14 +14,14 @@ namespace penstock::internal {
 namespace {
 
 constexpr std::int64_t kBits = 32;
-// Of queries and keys that the mask function is asked about.
+// Number of (query, key) pairs on which the mask function is evaluated in one call.
 constexpr std::int64_t kPairsAtOnce = 1 << 20;
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
   return (a + b - 1) / b;
 }
 
-// The bits that a row of `columns` has in its word number `word`.
+// Returns the bits of word number `word` that belong to a row of `columns`.
 std::uint32_t used_bits(std::int64_t columns, std::int64_t word) {
   const std::int64_t bits = std::min(kBits, columns - word * kBits);
   return bits == kBits ? ~std::uint32_t{0} : (std::uint32_t{1} << bits) - 1;
@@ -29,7 +29,7 @@ std::uint32_t used_bits(std::int64_t columns, std::int64_t word) {
 
 enum class Block : std::uint8_t { None, Partial, Full };
 
-// The blocks of each row of a mask, [batch * heads][row][column].
+// The kind of each block of a mask, [batch * heads][row][column].
 class Grid {
  public:
   explicit Grid(const BlockMask& mask)
@@ -53,10 +53,10 @@ class Grid {
     const auto* const column = columns.const_data_ptr<std::int64_t>();
     for (std::size_t row = 0; row < static_cast<std::size_t>(counts.numel()); ++row) {
       for (std::size_t i = 0; i < static_cast<std::size_t>(count[row]); ++i) {
-        const auto at = static_cast<std::size_t>(column[row * columns_ + i]);
+        const auto position = static_cast<std::size_t>(column[row * columns_ + i]);
         // The lists were checked when the mask was made, but their tensors may have changed since.
-        if (i >= columns_ || at >= columns_) throw BlockMaskError("BlockMask: its lists of blocks have changed.");
-        blocks_[row * columns_ + at] = block;
+        if (i >= columns_ || position >= columns_) throw BlockMaskError("BlockMask: its lists of blocks have changed.");
+        blocks_[row * columns_ + position] = block;
       }
     }
   }
@@ -66,7 +66,7 @@ class Grid {
   std::vector<Block> blocks_;
 };
 
-// Sets the bits of one tile's row from the answers for the row.
+// Packs a row of bools into bits.
 void pack(const bool* allowed, std::int64_t columns, std::uint32_t* words) {
   for (std::int64_t first = 0; first < columns; first += kBits) {
     std::uint32_t word = 0;
@@ -78,7 +78,7 @@ void pack(const bool* allowed, std::int64_t columns, std::uint32_t* words) {
 
 }  // namespace
 
-// Asks the mask function about tiles, and keeps each distinct answer once.
+// Evaluates the mask function on tiles, and stores each distinct bit mask once.
 class AttentionPlan::Tiles {
  public:
   Tiles(const BlockMask& mask, std::vector<std::uint32_t>& words)
@@ -87,9 +87,9 @@ class AttentionPlan::Tiles {
         kv_(at::arange(mask.seq_lengths().kv, at::kLong)),
         words_(words) {}
 
-  // Adjacent tiles of some queries: keys [first_key, end_key), in tiles of `width` of which the last may be narrower.
-  void ask(std::int64_t batch, std::int64_t head, std::int64_t first_row, std::int64_t end_row, std::int64_t first_key,
-           std::int64_t end_key, std::int64_t width, std::vector<Piece>& pieces) {
+  // Appends a piece for each tile of `width` keys in [first_key, end_key), of which the last may be narrower.
+  void evaluate(std::int64_t batch, std::int64_t head, std::int64_t first_row, std::int64_t end_row,
+                std::int64_t first_key, std::int64_t end_key, std::int64_t width, std::vector<Piece>& pieces) {
     const std::int64_t rows = end_row - first_row;
     const std::int64_t keys = end_key - first_key;
     const auto tiles = static_cast<std::size_t>(ceil_div(keys, width));
@@ -100,8 +100,8 @@ class AttentionPlan::Tiles {
     for (std::int64_t done = 0; done < rows; done += rows_at_once) {
       const std::int64_t now = std::min(rows_at_once, rows - done);
       const at::Tensor allowed =
-          ask_mask_mod(mask_mod_, at::arange(batch, batch + 1, at::kLong), at::arange(head, head + 1, at::kLong),
-                       q_.narrow(0, first_row + done, now), kv_.narrow(0, first_key, keys))
+          evaluate_mask_mod(mask_mod_, at::arange(batch, batch + 1, at::kLong), at::arange(head, head + 1, at::kLong),
+                            q_.narrow(0, first_row + done, now), kv_.narrow(0, first_key, keys))
               .expand({1, 1, now, keys})
               .contiguous();
       const bool* const answers = allowed.const_data_ptr<bool>();
@@ -118,14 +118,14 @@ class AttentionPlan::Tiles {
       pieces.push_back({.first_key = first_key + column,
                         .keys = std::min(width, keys - column),
                         .masked = true,
-                        .words = keep(packed[tile]),
+                        .words = intern(packed[tile]),
                         .words_per_row = words_per_row});
     }
   }
 
  private:
-  // Where the words stand, among them from now on if they were not.
-  std::size_t keep(const std::vector<std::uint32_t>& tile) {
+  // Returns the position of the words in words_, and appends them if they are not there yet.
+  std::size_t intern(const std::vector<std::uint32_t>& tile) {
     const auto bytes_of = [](std::span<const std::uint32_t> words) {
       const auto bytes = std::as_bytes(words);
       return std::string_view(reinterpret_cast<const char*>(bytes.data()), bytes.size());
@@ -133,15 +133,15 @@ class AttentionPlan::Tiles {
     const std::size_t hash = std::hash<std::string_view>{}(bytes_of(tile));
     const auto [begin, end] = known_.equal_range(hash);
     for (auto known = begin; known != end; ++known) {
-      const std::size_t at = known->second;
-      if (at + tile.size() <= words_.size() &&
-          std::equal(tile.begin(), tile.end(), words_.begin() + static_cast<std::ptrdiff_t>(at)))
-        return at;
+      const std::size_t position = known->second;
+      if (position + tile.size() <= words_.size() &&
+          std::equal(tile.begin(), tile.end(), words_.begin() + static_cast<std::ptrdiff_t>(position)))
+        return position;
     }
-    const std::size_t at = words_.size();
+    const std::size_t position = words_.size();
     words_.insert(words_.end(), tile.begin(), tile.end());
-    known_.emplace(hash, at);
-    return at;
+    known_.emplace(hash, position);
+    return position;
   }
 
   MaskMod mask_mod_;
@@ -162,15 +162,15 @@ AttentionPlan::AttentionPlan(const BlockMask& mask) : batch_(mask.batch()), head
   const auto [q_block, kv_block] = mask.block_size();
   const auto [q_len, kv_len] = mask.seq_lengths();
   std::vector<Piece> pieces;
-  for (std::int64_t each = 0; each < batch_ * heads_; ++each) {
+  for (std::int64_t index = 0; index < batch_ * heads_; ++index) {
     for (std::size_t row = 0; row < grid.rows(); ++row) {
       const std::int64_t first_row = static_cast<std::int64_t>(row) * q_block;
       const std::int64_t end_row = std::min(first_row + q_block, q_len);
-      const std::span<const Block> blocks = grid.row(static_cast<std::size_t>(each), row);
+      const std::span<const Block> blocks = grid.row(static_cast<std::size_t>(index), row);
       pieces.clear();
       for (std::size_t column = 0; column < blocks.size();) {
         const Block kind = blocks[column];
-        // Adjacent blocks of a kind go together, as far as they can be asked about at once.
+        // Join adjacent blocks of a kind, up to the limit of one call of the mask function.
         std::size_t end = column + 1;
         const auto limit =
             static_cast<std::size_t>(kPairsAtOnce / (std::min(kv_block, kv_len) * (end_row - first_row)));
@@ -179,7 +179,7 @@ AttentionPlan::AttentionPlan(const BlockMask& mask) : batch_(mask.batch()), head
         const std::int64_t end_key = std::min(static_cast<std::int64_t>(end) * kv_block, kv_len);
         if (kind == Block::Full) pieces.push_back({.first_key = first_key, .keys = end_key - first_key});
         if (kind == Block::Partial) {
-          tiles.ask(each / heads_, each % heads_, first_row, end_row, first_key, end_key, kv_block, pieces);
+          tiles.evaluate(index / heads_, index % heads_, first_row, end_row, first_key, end_key, kv_block, pieces);
         }
         column = end;
       }
@@ -188,7 +188,8 @@ AttentionPlan::AttentionPlan(const BlockMask& mask) : batch_(mask.batch()), head
   }
 }
 
-// The part of a tile that some of its rows use, with bits only if not all of them do. Begins at a whole word.
+// Returns the keys of a tile that some of its rows use, beginning at a multiple of 32, and without bits if all pairs
+// are allowed.
 AttentionPlan::Piece AttentionPlan::trimmed(const Piece& tile, std::int64_t first_row, std::int64_t rows) const {
   std::int64_t begin = tile.words_per_row;
   std::int64_t end = 0;
@@ -218,10 +219,10 @@ AttentionPlan::Piece AttentionPlan::trimmed(const Piece& tile, std::int64_t firs
           .words_per_row = tile.words_per_row};
 }
 
-// Strips of about equal height for some rows that have the same pieces.
+// Adds strips of about equal height for rows that have the same pieces.
 void AttentionPlan::add_strips(std::int64_t first_row, std::int64_t end_row, std::span<const Piece> pieces) {
   const std::int64_t all_rows = end_row - first_row;
-  const std::int64_t count = ceil_div(all_rows, kMostRows);
+  const std::int64_t count = ceil_div(all_rows, kMaxRows);
   for (std::int64_t i = 0; i < count; ++i) {
     const std::int64_t begin = all_rows * i / count;
     const std::int64_t end = all_rows * (i + 1) / count;
@@ -231,14 +232,14 @@ void AttentionPlan::add_strips(std::int64_t first_row, std::int64_t end_row, std
   }
 }
 
-// Puts a piece into the strip's last run if it continues that, and into as many new ones as it needs.
+// Appends a piece to the strip's last run if it is adjacent and fits, and to as many new runs as needed otherwise.
 void AttentionPlan::add_piece(Strip& strip, const Piece& piece) {
-  static_assert(kMostKeys % kBits == 0);
+  static_assert(kMaxKeys % kBits == 0);
   for (std::int64_t done = 0; done < piece.keys;) {
     const std::int64_t first_key = piece.first_key + done;
-    std::int64_t now = std::min(piece.keys - done, kMostKeys);
+    std::int64_t now = std::min(piece.keys - done, kMaxKeys);
     const bool continues = strip.runs > 0 && runs_.back().first_key + runs_.back().keys == first_key;
-    if (!continues || runs_.back().keys + now > kMostKeys) {
+    if (!continues || runs_.back().keys + now > kMaxKeys) {
       runs_.push_back({.first_key = first_key, .first_part = parts_.size()});
       ++strip.runs;
     }
@@ -257,8 +258,8 @@ void AttentionPlan::add_piece(Strip& strip, const Piece& piece) {
 
 std::span<const AttentionPlan::Strip> AttentionPlan::strips(std::int64_t batch, std::int64_t head) const {
   const std::size_t count = strips_.size() / static_cast<std::size_t>(batch_ * heads_);
-  const std::int64_t each = (batch_ == 1 ? 0 : batch) * heads_ + (heads_ == 1 ? 0 : head);
-  return std::span(strips_).subspan(static_cast<std::size_t>(each) * count, count);
+  const std::int64_t index = (batch_ == 1 ? 0 : batch) * heads_ + (heads_ == 1 ? 0 : head);
+  return std::span(strips_).subspan(static_cast<std::size_t>(index) * count, count);
 }
 
 RowBits AttentionPlan::part(const Run& run, std::size_t i) const {

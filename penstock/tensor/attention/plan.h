@@ -1,6 +1,5 @@
-// How attention walks through a mask: strips of queries, for each the runs of adjacent keys that some query of the
-// strip may attend to, and for each run the parts of it in which not every query may. Made once for a mask. Equal parts
-// of a mask are kept once, a bit for each pair of query and key, so that a plan grows with the number of blocks.
+// The order in which attention visits a mask: strips of adjacent queries; for each strip the runs of adjacent keys that
+// some query of the strip may attend to; and for each run the parts in which only some pairs are allowed, as bit masks.
 #pragma once
 
 #include <cstddef>
@@ -16,11 +15,13 @@ class BlockMask;
 
 namespace penstock::internal {
 
+// Computed once for a mask, and immutable afterwards. Equal bit masks are stored once, so that the memory of a plan
+// grows with the number of blocks and not with the square of the sequence length.
 class AttentionPlan {
  public:
-  // No strip has more rows, no run more keys: so much of the scores exists at a time.
-  static constexpr std::int64_t kMostRows = 64;
-  static constexpr std::int64_t kMostKeys = 512;
+  // Limits of a strip and of a run, which bound the scores in memory at a time.
+  static constexpr std::int64_t kMaxRows = 64;
+  static constexpr std::int64_t kMaxKeys = 512;
 
   struct Strip {
     std::int64_t first_row = 0;
@@ -35,20 +36,20 @@ class AttentionPlan {
     std::size_t parts = 0;
   };
 
-  // Every query attends to every key.
+  // Plans attention without a mask.
   AttentionPlan(std::int64_t q_len, std::int64_t kv_len);
-  // Asks the mask's function about each partial block. Throws what that throws, and BlockMaskError.
+  // Evaluates the mask function on each partial block. Throws BlockMaskError, and what the function throws.
   explicit AttentionPlan(const BlockMask& mask);
 
-  // All queries of a batch row and a head, in order.
+  // Returns the strips of a batch row and a head, in the order of queries.
   std::span<const Strip> strips(std::int64_t batch, std::int64_t head) const;
   std::span<const Run> runs(const Strip& strip) const { return std::span(runs_).subspan(strip.first_run, strip.runs); }
-  // What to keep of a run's columns, where that is not everything.
+  // Number of parts of a run, and the bit mask of one of them.
   std::size_t parts(const Run& run) const { return run.parts; }
   RowBits part(const Run& run, std::size_t i) const;
 
  private:
-  // Keys of a strip, or of one tile of it; with bits, unless all count.
+  // Adjacent keys of a strip, with a bit mask unless every query may attend to all of them.
   struct Piece {
     std::int64_t first_key = 0;
     std::int64_t keys = 0;

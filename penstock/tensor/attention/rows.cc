@@ -10,13 +10,13 @@
 namespace penstock::internal {
 namespace {
 
-// Every function here is inlined into one of the entries at the end, which are compiled for different processors. So
-// vectors go by reference: by value they would go differently for each.
+// Every function here is inlined into the entries at the end, which are compiled for different processors. Vectors are
+// passed by reference, as the calling convention for vectors by value differs between processors.
 #define PENSTOCK_INLINE inline __attribute__((always_inline))
 
 constexpr std::size_t kVectorBytes = 64;
 
-// Vectors of reals and of integers of the same width, and what exp needs to know of the real type.
+// Vectors of reals and of integers of the same width, and constants of the real type for exp.
 template <class Real>
 struct Of;
 template <>
@@ -27,7 +27,7 @@ struct Of<float> {
   static constexpr int kMantissa = 23;
   static constexpr int kBias = 127;
   static constexpr int kDegree = 7;
-  // ln 2 in two parts, the first short enough that a whole multiple of it is exact.
+  // ln 2 in two parts, the first short enough that an integer multiple of it is exact.
   static constexpr float kLn2High = 0.693359375F;  // NOLINT(modernize-use-std-numbers): a part of it
   static constexpr float kLn2Low = -2.12194440e-4F;
   static constexpr float kSmallest = -87.0F;
@@ -67,7 +67,7 @@ PENSTOCK_INLINE void store(Real* to, const Vector<Real>& vector) {
   std::memcpy(to, &vector, sizeof(vector));
 }
 
-// The coefficients of exp's Taylor series, from the highest.
+// Returns the coefficients of exp's Taylor series, from the highest.
 template <class Real>
 constexpr auto taylor_coefficients() {
   std::array<Real, Of<Real>::kDegree + 1> coefficients{};
@@ -79,13 +79,13 @@ constexpr auto taylor_coefficients() {
   return coefficients;
 }
 
-// x := exp(x) = 2^n exp(r), with n whole and |r| at most ln(2) / 2. For x up to a little above 0. What would be below
-// the smallest normal number is 0; NaN stays.
+// Replaces x by exp(x) = 2^n exp(r), with n an integer and |r| at most ln(2) / 2. Valid for x up to a little above 0.
+// Results below the smallest normal number become 0; NaN stays NaN.
 template <class Real>
 PENSTOCK_INLINE void exponentiate(Vector<Real>& x) {
   using Type = Of<Real>;
   constexpr auto kCoefficients = taylor_coefficients<Real>();
-  // Adding it rounds to a whole number, which then stands in the lowest bits.
+  // Adding this number rounds to an integer, which is then in the lowest bits.
   constexpr Real kRound = static_cast<Real>(3LL << (Type::kMantissa - 1));
   Vector<Real> round = {};
   round += kRound;
@@ -134,7 +134,7 @@ PENSTOCK_INLINE void mask_scores_with(Rows<Real> scores, RowBits bits) {
   }
 }
 
-// Fills a row's padding with what counts for nothing, and gives where it ends.
+// Fills a row's padding with -∞, and returns the end of the padding.
 template <class Real>
 PENSTOCK_INLINE std::int64_t pad(Real* row, std::int64_t columns) {
   const std::int64_t end = (columns + kRowPadding - 1) / kRowPadding * kRowPadding;
@@ -155,7 +155,7 @@ PENSTOCK_INLINE Real largest_of(const Real* row, std::int64_t end, Real largest)
   return largest;
 }
 
-// row := exp(row - shift); gives the sum.
+// Replaces a row by exp(row - shift), and returns the sum.
 template <class Real>
 PENSTOCK_INLINE Real exponentiate_row(Real* row, std::int64_t end, Real shift) {
   Vector<Real> sums = {};
@@ -173,7 +173,7 @@ PENSTOCK_INLINE Real exponentiate_row(Real* row, std::int64_t end, Real shift) {
 }
 
 template <class Real>
-PENSTOCK_INLINE void softmax_step_with(Rows<Real> scores, Real* maximum, Real* sum, Real* rescale) {
+PENSTOCK_INLINE void online_softmax_step_with(Rows<Real> scores, Real* maximum, Real* sum, Real* rescale) {
   for (std::int64_t row = 0; row < scores.rows; ++row) {
     Real* at = scores.data + row * scores.stride;
     const std::int64_t end = pad(at, scores.columns);
@@ -181,17 +181,17 @@ PENSTOCK_INLINE void softmax_step_with(Rows<Real> scores, Real* maximum, Real* s
     const Real largest = largest_of(at, end, before);
     rescale[row] = before == largest ? 1 : std::exp(before - largest);
     maximum[row] = largest;
-    // With nothing to attend to, the shift is to be finite, so that -∞ becomes 0; NaN still becomes NaN.
+    // A row without an allowed score needs a finite shift, so that -∞ becomes 0; NaN still becomes NaN.
     const Real shift = largest == kNothing<Real> ? 0 : largest;
     sum[row] = sum[row] * rescale[row] + exponentiate_row(at, end, shift);
   }
 }
 
 template <class Real>
-PENSTOCK_INLINE void softmax_again_with(Rows<Real> scores, const Real* log_sum) {
+PENSTOCK_INLINE void recompute_softmax_with(Rows<Real> scores, const Real* logsumexp) {
   for (std::int64_t row = 0; row < scores.rows; ++row) {
     Real* at = scores.data + row * scores.stride;
-    exponentiate_row(at, pad(at, scores.columns), log_sum[row]);
+    exponentiate_row(at, pad(at, scores.columns), logsumexp[row]);
   }
 }
 
@@ -200,7 +200,7 @@ PENSTOCK_INLINE void softmax_backward_with(Rows<Real> gradients, const Real* pro
   for (std::int64_t row = 0; row < gradients.rows; ++row) {
     Real* at = gradients.data + row * gradients.stride;
     const Real* p = probabilities + row * gradients.stride;
-    // What stands in the padding is never used.
+    // The results in the padding are never used.
     for (std::int64_t column = 0; column < gradients.columns; column += kLanes<Real>) {
       Vector<Real> gradient;
       Vector<Real> probability;
@@ -214,29 +214,30 @@ PENSTOCK_INLINE void softmax_backward_with(Rows<Real> gradients, const Real* pro
 template <class Real>
 struct Entries {
   void (*mask_scores)(Rows<Real>, RowBits);
-  void (*softmax_step)(Rows<Real>, Real*, Real*, Real*);
-  void (*softmax_again)(Rows<Real>, const Real*);
+  void (*online_softmax_step)(Rows<Real>, Real*, Real*, Real*);
+  void (*recompute_softmax)(Rows<Real>, const Real*);
   void (*softmax_backward)(Rows<Real>, const Real*, const Real*);
 };
 
-// The entries, compiled for one kind of processor.
+// Defines the entries, compiled for one kind of processor.
 // NOLINTBEGIN(bugprone-macro-parentheses): an attribute cannot have any
-#define PENSTOCK_ENTRIES(Processor, target)                                                                     \
-  template <class Real>                                                                                         \
-  struct Processor {                                                                                            \
-    target static void mask_scores(Rows<Real> scores, RowBits bits) {                                           \
-      mask_scores_with(scores, bits);                                                                           \
-    }                                                                                                           \
-    target static void softmax_step(Rows<Real> scores, Real* maximum, Real* sum, Real* rescale) {               \
-      softmax_step_with(scores, maximum, sum, rescale);                                                         \
-    }                                                                                                           \
-    target static void softmax_again(Rows<Real> scores, const Real* log_sum) {                                  \
-      softmax_again_with(scores, log_sum);                                                                      \
-    }                                                                                                           \
-    target static void softmax_backward(Rows<Real> gradients, const Real* probabilities, const Real* delta) {   \
-      softmax_backward_with(gradients, probabilities, delta);                                                   \
-    }                                                                                                           \
-    static constexpr Entries<Real> kEntries = {&mask_scores, &softmax_step, &softmax_again, &softmax_backward}; \
+#define PENSTOCK_ENTRIES(Processor, target)                                                                   \
+  template <class Real>                                                                                       \
+  struct Processor {                                                                                          \
+    target static void mask_scores(Rows<Real> scores, RowBits bits) {                                         \
+      mask_scores_with(scores, bits);                                                                         \
+    }                                                                                                         \
+    target static void online_softmax_step(Rows<Real> scores, Real* maximum, Real* sum, Real* rescale) {      \
+      online_softmax_step_with(scores, maximum, sum, rescale);                                                \
+    }                                                                                                         \
+    target static void recompute_softmax(Rows<Real> scores, const Real* logsumexp) {                          \
+      recompute_softmax_with(scores, logsumexp);                                                              \
+    }                                                                                                         \
+    target static void softmax_backward(Rows<Real> gradients, const Real* probabilities, const Real* delta) { \
+      softmax_backward_with(gradients, probabilities, delta);                                                 \
+    }                                                                                                         \
+    static constexpr Entries<Real> kEntries = {&mask_scores, &online_softmax_step, &recompute_softmax,        \
+                                               &softmax_backward};                                            \
   }
 // NOLINTEND(bugprone-macro-parentheses)
 
@@ -270,18 +271,18 @@ void mask_scores(Rows<double> scores, RowBits bits) {
   entries<double>().mask_scores(scores, bits);
 }
 
-void softmax_step(Rows<float> scores, float* maximum, float* sum, float* rescale) {
-  entries<float>().softmax_step(scores, maximum, sum, rescale);
+void online_softmax_step(Rows<float> scores, float* maximum, float* sum, float* rescale) {
+  entries<float>().online_softmax_step(scores, maximum, sum, rescale);
 }
-void softmax_step(Rows<double> scores, double* maximum, double* sum, double* rescale) {
-  entries<double>().softmax_step(scores, maximum, sum, rescale);
+void online_softmax_step(Rows<double> scores, double* maximum, double* sum, double* rescale) {
+  entries<double>().online_softmax_step(scores, maximum, sum, rescale);
 }
 
-void softmax_again(Rows<float> scores, const float* log_sum) {
-  entries<float>().softmax_again(scores, log_sum);
+void recompute_softmax(Rows<float> scores, const float* logsumexp) {
+  entries<float>().recompute_softmax(scores, logsumexp);
 }
-void softmax_again(Rows<double> scores, const double* log_sum) {
-  entries<double>().softmax_again(scores, log_sum);
+void recompute_softmax(Rows<double> scores, const double* logsumexp) {
+  entries<double>().recompute_softmax(scores, logsumexp);
 }
 
 void softmax_backward(Rows<float> gradients, const float* probabilities, const float* delta) {
