@@ -1,10 +1,10 @@
-// Our side of bench/attention.py: reads what to measure from standard input, a line each, and answers with a line. One
-// thread, 1 × 8 heads × LENGTH × 64 in float32, causal within a window of 256.
+// The Penstock side of bench/attention.py. Reads one request per line from standard input, and answers each with a line.
+// Uses one thread, 1 × 8 heads × LENGTH × 64 in float32, and a causal mask with a window of 256.
 //
 //   forward LENGTH   seconds for a forward
 //   both LENGTH      seconds for a forward and a backward
-//   mask LENGTH      seconds to make the block mask
-//   memory LENGTH    bytes that a forward and a backward hold at most, besides their inputs and the mask
+//   mask LENGTH      seconds to create the block mask
+//   memory LENGTH    peak bytes of a forward and a backward, without their inputs and the mask
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
@@ -33,7 +33,7 @@ at::Tensor in_window(const at::Tensor& /*b*/, const at::Tensor& /*h*/, const at:
 struct Problem {
   explicit Problem(std::int64_t length) : mask(create_block_mask(in_window, {}, {}, length, length)) {
     for (at::Tensor* tensor : {&query, &key, &value, &seed}) *tensor = at::randn({1, kHeads, length, kSize});
-    // What is made on first use is made now.
+    // Compute the mask's plan before the clock starts.
     flex_attention(query, key, value, nullptr, mask);
   }
 
@@ -50,7 +50,7 @@ struct Problem {
   at::Tensor seed;
 };
 
-// A line of the kernel's report on this process, in bytes.
+// Returns a value of /proc/self/status in bytes.
 std::int64_t status(const std::string& name) {
   std::ifstream in("/proc/self/status");
   for (std::string word; in >> word;) {
@@ -61,8 +61,8 @@ std::int64_t status(const std::string& name) {
 }
 
 template <class Act>
-std::int64_t most_memory(const Act& act) {
-  // The kernel starts anew with the peak.
+std::int64_t peak_memory(const Act& act) {
+  // Reset the peak, VmHWM.
   std::ofstream("/proc/self/clear_refs") << 5;
   const std::int64_t before = status("VmRSS");
   act();
@@ -83,7 +83,7 @@ int answer_questions() {
     } else if (what == "mask") {
       std::cout << seconds([&] { create_block_mask(in_window, {}, {}, length, length); }) << std::endl;
     } else if (what == "memory") {
-      std::cout << most_memory([&] { problem.both(); }) << std::endl;
+      std::cout << peak_memory([&] { problem.both(); }) << std::endl;
     } else {
       std::cerr << "'" << what << "' is none of forward, both, mask and memory\n";
       return 2;

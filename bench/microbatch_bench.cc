@@ -1,4 +1,4 @@
-// Our side of bench/microbatch.py: reads what to measure from standard input, a line each, and answers with a line.
+// The Penstock side of bench/microbatch.py. Reads one request per line from standard input, and answers each with a line.
 //
 //   TENSORS ROWS COLUMNS GRAD CHUNKS REPEATS   seconds to split the tensors by their rows, and to merge the chunks again,
 //                                              the medians of REPEATS; GRAD is 1 if they are leaves that require grad
@@ -40,7 +40,7 @@ void answer(std::size_t tensors, std::int64_t rows, std::int64_t columns, bool g
   for (int i = 0; i < repeats; ++i) {
     SplitArgs split;
     splitting.push_back(seconds([&] { split = split_args_kwargs_into_chunks(args, {}, chunks, spec); }));
-    // What a stage gives back: a tuple for each chunk.
+    // Merge tuples, as stages return them.
     std::vector<c10::IValue> outputs;
     outputs.reserve(split.args.size());
     for (Args& chunk : split.args) outputs.emplace_back(c10::ivalue::Tuple::create(std::move(chunk)));
@@ -52,7 +52,7 @@ void answer(std::size_t tensors, std::int64_t rows, std::int64_t columns, bool g
 
 int answer_questions() {
   at::set_num_threads(1);
-  // As in microbatch.py: freed memory is kept, or the pages of what is merged would be most of the time.
+  // As in microbatch.py: keep freed memory, as page faults of merged tensors would dominate otherwise.
   ::mallopt(M_MMAP_THRESHOLD, 1 << 30);
   ::mallopt(M_TRIM_THRESHOLD, 1 << 30);
   std::size_t tensors = 0;
