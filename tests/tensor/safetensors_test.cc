@@ -797,12 +797,12 @@ TEST_F(SafetensorsReference, RefusesWhatTheyRefuse) {
   std::ifstream in(folder_ / "mutations.txt");
   std::map<std::string, int> agreed;
   std::string bytes;
-  for (std::string verdict; in >> verdict >> bytes; ++agreed[verdict]) {
+  for (std::string outcome; in >> outcome >> bytes; ++agreed[outcome]) {
     try {
       parse_safetensors_header(decoded(bytes), "mutation");
-      EXPECT_EQ(verdict, "accepted") << decoded(bytes);
+      EXPECT_EQ(outcome, "accepted") << decoded(bytes);
     } catch (const SafetensorsError& error) {
-      EXPECT_TRUE(verdict == "refused" || stricter(error.what())) << error.what() << "\n" << decoded(bytes);
+      EXPECT_TRUE(outcome == "refused" || stricter(error.what())) << error.what() << "\n" << decoded(bytes);
     }
   }
   EXPECT_GT(agreed["accepted"], 100);
