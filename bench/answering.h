@@ -5,7 +5,7 @@
 #include <exception>
 #include <iostream>
 
-namespace penstock::bench {
+namespace penstock::internal::bench {
 
 template <class Act>
 double seconds(const Act& act) {
@@ -25,4 +25,4 @@ int run(const Answer& answer_questions) {
   }
 }
 
-}  // namespace penstock::bench
+}  // namespace penstock::internal::bench

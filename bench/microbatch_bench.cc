@@ -17,7 +17,7 @@
 #include "bench/answering.h"
 #include "penstock/tensor/microbatch.h"
 
-namespace penstock {
+namespace penstock::internal::bench {
 namespace {
 
 using bench::seconds;
@@ -68,8 +68,8 @@ int answer_questions() {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::internal::bench
 
 int main() {
-  return penstock::bench::run(penstock::answer_questions);
+  return penstock::internal::bench::run(penstock::internal::bench::answer_questions);
 }

@@ -19,7 +19,7 @@
 #include "penstock/schedule/costs.h"
 #include "penstock/schedule/generators.h"
 
-namespace penstock {
+namespace penstock::internal::bench {
 namespace {
 
 constexpr std::int64_t kBytes = 256;
@@ -93,8 +93,8 @@ int answer_questions() {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::internal::bench
 
 int main() {
-  return penstock::bench::run(penstock::answer_questions);
+  return penstock::internal::bench::run(penstock::internal::bench::answer_questions);
 }

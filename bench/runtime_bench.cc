@@ -35,7 +35,7 @@
 #include "penstock/transport/c10d.h"
 #include "penstock/transport/processes.h"
 
-namespace penstock {
+namespace penstock::internal::bench {
 namespace {
 
 using bench::seconds;
@@ -299,10 +299,10 @@ int be_a_rank(const std::vector<std::string>& words) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::internal::bench
 
 int main(int argc, char** argv) {
-  if (argc == 1) return penstock::bench::run(penstock::answer_questions);
+  if (argc == 1) return penstock::internal::bench::run(penstock::internal::bench::answer_questions);
   const std::vector<std::string> words(argv + 1, argv + argc);
-  return penstock::bench::run([&] { return penstock::be_a_rank(words); });
+  return penstock::internal::bench::run([&] { return penstock::internal::bench::be_a_rank(words); });
 }

@@ -13,7 +13,7 @@
 #include "penstock/schedule/passes.h"
 #include "penstock/schedule/simulate.h"
 
-namespace penstock {
+namespace penstock::internal::bench {
 namespace {
 
 using bench::seconds;
@@ -45,8 +45,8 @@ int answer_questions() {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::internal::bench
 
 int main() {
-  return penstock::bench::run(penstock::answer_questions);
+  return penstock::internal::bench::run(penstock::internal::bench::answer_questions);
 }

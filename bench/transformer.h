@@ -13,7 +13,7 @@
 
 #include "penstock/stage/module.h"
 
-namespace penstock::bench {
+namespace penstock::internal::bench {
 
 constexpr std::int64_t kBytes = 256;
 constexpr std::int64_t kLength = 128;
@@ -88,4 +88,4 @@ inline StageModule half_a_transformer(bool first) {
   return module;
 }
 
-}  // namespace penstock::bench
+}  // namespace penstock::internal::bench

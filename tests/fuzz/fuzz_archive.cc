@@ -26,7 +26,7 @@
 #include "tests/program/archives.h"
 #include "tests/tensor/values.h"
 
-namespace penstock {
+namespace penstock::internal::testing {
 namespace {
 
 void require(bool holds) {
@@ -117,14 +117,14 @@ void try_archive(std::string_view bytes) {
 
 // Replaces a record of a valid archive.
 void try_record(std::string_view name, std::string_view bytes) {
-  static const auto* const kRecords = new std::vector<testing::Record>(testing::small_records());
-  std::vector<testing::Record> records = *kRecords;
+  static const auto* const kRecords = new std::vector<::testing::Record>(testing::small_records());
+  std::vector<::testing::Record> records = *kRecords;
   testing::find(records, name)->bytes = bytes;
   try_archive(testing::zipped(records));
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::internal::testing
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   const std::string_view bytes(reinterpret_cast<const char*>(data), size);

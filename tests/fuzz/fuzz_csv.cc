@@ -11,7 +11,7 @@
 #include "penstock/schedule/simulate.h"
 #include "penstock/schedule/verify.h"
 
-namespace penstock {
+namespace penstock::internal::testing {
 namespace {
 
 void try_text(std::string_view text) {
@@ -36,7 +36,7 @@ void try_text(std::string_view text) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::internal::testing
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   try {

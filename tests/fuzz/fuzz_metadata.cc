@@ -9,7 +9,7 @@
 
 #include "penstock/tensor/metadata.h"
 
-namespace penstock {
+namespace penstock::internal::testing {
 namespace {
 
 void try_bytes(std::string_view bytes) {
@@ -27,7 +27,7 @@ void try_bytes(std::string_view bytes) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::internal::testing
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   try {

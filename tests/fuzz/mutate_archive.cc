@@ -20,7 +20,7 @@
 
 extern "C" std::size_t LLVMFuzzerMutate(std::uint8_t* data, std::size_t size, std::size_t max_size);
 
-namespace penstock {
+namespace penstock::internal::testing {
 
 using internal::Archive;
 
@@ -114,17 +114,17 @@ class Mutation {
   }
 
   std::string archive(const std::string& bytes) {
-    std::vector<testing::Record> records;
+    std::vector<::testing::Record> records;
     try {
       const Archive archive(bytes, "fuzz");
       for (const std::string& name : archive.records()) records.push_back({.name = name, .bytes = archive.text(name)});
     } catch (const ProgramError&) {
       return changed_bytes(bytes);
     }
-    testing::Record& record = one_of(records);
+    ::testing::Record& record = one_of(records);
     switch (below(8)) {
       case 0: {
-        testing::Record copy = record;
+        ::testing::Record copy = record;
         records.push_back(std::move(copy));
         break;
       }
@@ -225,7 +225,7 @@ class Mutation {
 };
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::internal::testing
 
 extern "C" std::size_t LLVMFuzzerCustomMutator(std::uint8_t* data, std::size_t size, std::size_t max_size,
                                                unsigned seed) {

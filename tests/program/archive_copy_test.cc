@@ -13,7 +13,7 @@
 #include "tests/tensor/folder.h"
 #include "tests/tensor/values.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 
 using internal::checksum_offsets;
 using internal::ChecksumOffsets;
@@ -151,4 +151,4 @@ TEST(ArchiveCopy, RefusesARecordThatOverlapsAChecksum) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

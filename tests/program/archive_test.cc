@@ -24,7 +24,7 @@
 #include "tests/tensor/folder.h"
 #include "tests/tensor/values.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 const std::string kHint = "\n  Hint: write the .pt2 with torch.export.save.";
@@ -313,4 +313,4 @@ TEST(Archive, RefusesRecordsThatOverlap) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

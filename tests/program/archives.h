@@ -18,7 +18,7 @@
 
 #include "penstock/program/reader/archive.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 
 using internal::Archive;
 
@@ -238,4 +238,4 @@ inline json& nodes_of(json& model) {
   return graph_of(model)["nodes"];
 }
 
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -28,7 +28,7 @@
 #include "tests/program/zoo.h"
 #include "tests/tensor/values.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 
 using internal::find_function;
 
@@ -174,4 +174,4 @@ TEST(Arithmetic, RefusesWhatPythonRefusesAndWhatIsTooLarge) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

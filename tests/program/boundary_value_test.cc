@@ -11,7 +11,7 @@
 #include "tests/program/piped.h"
 #include "tests/tensor/values.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 TEST(BoundaryValues, DoNotIncludeWhatIsCheapToRecompute) {
@@ -312,4 +312,4 @@ TEST(MultiUse, BySendingGivesTheGradientsOfOneProcessBitwise) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -9,7 +9,7 @@
 #include "tests/program/programs.h"
 #include "tests/program/zoo.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 
 constexpr SplitPoint kBegin = SplitPoint::BEGINNING;
 constexpr SplitPoint kEnd = SplitPoint::END;
@@ -42,4 +42,4 @@ inline std::vector<std::string> boundary_values_of(const Pipe& pipe) {
 
 using Words = std::vector<std::string>;
 
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -9,7 +9,7 @@
 #include "tests/program/refused.h"
 #include "tests/tensor/values.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 TEST(Reading, NamesAValueThatIsUsedBeforeItIsMade) {
@@ -322,4 +322,4 @@ TEST(Reading, TakesOperatorsThatTheUserAllows) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

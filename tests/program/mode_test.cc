@@ -28,7 +28,7 @@
 #include "tests/program/zoo.h"
 #include "tests/tensor/values.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 class Modes : public ::testing::TestWithParam<std::string> {};
@@ -242,4 +242,4 @@ TEST(Autocast, OfTheModelsOwnHoldsInside) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

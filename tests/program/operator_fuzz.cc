@@ -34,7 +34,7 @@
 #include "penstock/program/interpreter/operator_checks.h"
 #include "penstock/program/reader/allowed_operators.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 
 using internal::AllowedOperators;
 using internal::ArgumentCheck;
@@ -341,8 +341,8 @@ int run(int argc, char** argv) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing
 
 int main(int argc, char** argv) {
-  return penstock::testing::run(argc, argv);
+  return penstock::internal::testing::run(argc, argv);
 }

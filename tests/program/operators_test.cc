@@ -22,7 +22,7 @@
 #include "penstock/program/interpreter/operator_checks.h"
 #include "penstock/program/reader/allowed_operators.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 
 using internal::AllowedOperators;
 using internal::ArgumentCheck;
@@ -366,4 +366,4 @@ TEST(ArgumentChecks, GiveTheMedianOfAnExpandedTensor) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

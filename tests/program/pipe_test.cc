@@ -13,7 +13,7 @@
 #include "tests/program/piped.h"
 #include "tests/tensor/values.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 TEST(Pipe, SendsANumberToTheStageThatUsesIt) {
@@ -221,4 +221,4 @@ TEST(RandomNumbers, AreOthersWithAnotherSeedAndInTheNextStep) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

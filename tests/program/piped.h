@@ -24,7 +24,7 @@
 #include "penstock/tensor/nested.h"
 #include "tests/tensor/values.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 
 using internal::ReferenceRun;
 using internal::run_reference;
@@ -157,4 +157,4 @@ inline Schedule in_a_row(const std::string& name, int ranks, int stages_per_rank
   return generate(name, {.ranks = ranks, .stages_per_rank = stages_per_rank, .microbatches = kMicrobatches});
 }
 
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -14,7 +14,7 @@
 #include "penstock/tensor/safetensors.h"
 #include "tests/tensor/values.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 
 inline std::string program_path(const std::string& file) {
   const char* const folder = std::getenv("PENSTOCK_PROGRAMS");
@@ -67,4 +67,4 @@ inline void expect_equal(const NamedTensors& expected, const NamedTensors& found
   }
 }
 
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

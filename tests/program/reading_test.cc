@@ -25,7 +25,7 @@
 #include "tests/tensor/folder.h"
 #include "tests/tensor/values.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 
 using internal::parse_exported_json;
 using internal::TreeSpec;
@@ -358,4 +358,4 @@ TEST(Tree, NamesItsLeavesAndPutsThemBack) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -11,7 +11,7 @@
 #include "tests/program/archives.h"
 #include "tests/program/programs.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 
 inline Program read(const std::string& bytes) {
   return Program::from_bytes(bytes, "small");
@@ -31,4 +31,4 @@ inline void expect_weights_refused(const json& weights, const std::string& words
                          "small: data/weights/model_weights_config.json" + words);
 }
 
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

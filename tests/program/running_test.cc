@@ -28,7 +28,7 @@
 #include "tests/program/zoo.h"
 #include "tests/tensor/values.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 // Arguments of the program "inputs".
@@ -439,4 +439,4 @@ TEST(Costs, AreMeasuredWithoutTouchingTheProgram) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 
 using internal::read_size_expression;
 
@@ -54,4 +54,4 @@ TEST(SizeExpression, IsAMultipleOfASymbolAndANumberOrNot) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

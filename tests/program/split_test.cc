@@ -13,7 +13,7 @@
 #include "tests/program/refused.h"
 #include "tests/tensor/values.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 TEST(SplitAt, NamesTheNearestModule) {
@@ -316,4 +316,4 @@ TEST(SplitBy, NamesAValueThatIsUsedBeforeItsStage) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <memory>
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 
 // Counts the bytes of CPU tensors that this thread allocates and frees during its lifetime.
 class TensorBytes {
@@ -36,4 +36,4 @@ class TensorBytes {
   c10::DebugInfoGuard guard_;
 };
 
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -15,7 +15,7 @@
 #include "tests/program/zoo.h"
 #include "tests/tensor/values.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 
 using internal::IntraOpThreads;
 
@@ -177,4 +177,4 @@ TEST(TorchRegressions, SizesThatTheExportDoesNotAllowAreRefused) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

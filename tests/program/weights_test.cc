@@ -13,7 +13,7 @@
 #include "tests/program/tensor_bytes.h"
 #include "tests/tensor/values.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 
 using internal::read_weights;
 
@@ -131,4 +131,4 @@ TEST(Reading, GivesWeightsThatAreOneTensorUnderAllNames) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

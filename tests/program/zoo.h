@@ -18,7 +18,7 @@
 #include "penstock/tensor/nested.h"
 #include "penstock/tensor/safetensors.h"
 
-namespace penstock {
+namespace penstock::internal::testing {
 
 struct ZooCut {
   SplitSpec at = {};
@@ -81,4 +81,4 @@ inline std::vector<Arguments> microbatches_of(const ZooModel& model, const Progr
   return split_arguments(program, tensors_of(model.path(".inputs.safetensors")), model.microbatches);
 }
 
-}  // namespace penstock
+}  // namespace penstock::internal::testing

@@ -9,7 +9,7 @@
 #include "penstock/schedule/generators.h"
 #include "tests/program/piped.h"
 
-namespace penstock {
+namespace penstock::internal::testing {
 
 using internal::sum_of_means;
 
@@ -69,7 +69,7 @@ TEST_P(Zoo, RunsAsEagerPyTorchDoes) {
 // A step is bitwise identical to one process; gradients of shared parameters agree to 1e-6 of the largest.
 void expect_what_one_process_gives(const ZooModel& model, const std::function<Pipe(const Program&)>& cut,
                                    const Schedule& schedule) {
-  penstock::testing::expect_what_one_process_gives([&] { return cut(model.program()); }, schedule,
+  penstock::internal::testing::expect_what_one_process_gives([&] { return cut(model.program()); }, schedule,
                                                    tensors_of(model.path(".inputs.safetensors")));
 }
 
@@ -113,4 +113,4 @@ GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(Zoo);
 INSTANTIATE_TEST_SUITE_P(All, Zoo, ::testing::ValuesIn(zoo_names()), [](const auto& one) { return one.param; });
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::internal::testing

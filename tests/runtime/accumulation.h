@@ -21,7 +21,7 @@
 #include "penstock/schedule/generators.h"
 #include "tests/runtime/models.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 
 enum class Sharing { None, Copies, OneTensor };
 
@@ -204,4 +204,4 @@ inline void expect_accumulation_of_one_process(const AccumulationCase& config, u
   }
 }
 
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

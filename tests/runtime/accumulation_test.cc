@@ -21,7 +21,7 @@
 #include "penstock/tensor/chunk_spec.h"
 #include "tests/runtime/models.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 class EveryAccumulation : public ::testing::TestWithParam<AccumulationCase> {};
@@ -201,4 +201,4 @@ TEST(Accumulation, IsRestoredWhenAStepFailsAfterItsReduction) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -12,7 +12,7 @@
 #include "penstock/schedule/generators.h"
 #include "tests/runtime/models.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 std::string error_of(const std::function<void()>& act) {
@@ -135,4 +135,4 @@ TEST(Construction, ThatFailsLeavesTheWeightsOfAllReplicas) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -18,7 +18,7 @@
 #include "penstock/schedule/generators.h"
 #include "tests/runtime/models.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 template <class Error = PipelineError, class Act>
@@ -262,4 +262,4 @@ TEST(Pipelines, RefuseStagesThatAreNotInOrder) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -13,7 +13,7 @@
 
 #include "penstock/runtime/rank_threads.h"
 
-namespace penstock {
+namespace penstock::internal::testing {
 namespace {
 
 constexpr int kProcesses = 100;
@@ -40,7 +40,7 @@ bool ranks_agree() {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::internal::testing
 
 int main(int count, char** arguments) {
   if (count > 1) return penstock::ranks_agree() ? 0 : 1;

@@ -17,7 +17,7 @@
 #include "tests/runtime/accumulation.h"
 #include "tests/runtime/models.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 const Rendezvous& meeting_place() {
@@ -325,4 +325,4 @@ TEST_F(Gloo, DynamicShapesMayChangeWithEveryMicrobatch) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -13,7 +13,7 @@
 #include "tests/runtime/models.h"
 #include "tests/tensor/values.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 struct Handwritten {
@@ -155,4 +155,4 @@ TEST(AnyScheduleAtAll, GivesTheLossesOutputsAndGradientsOfOneProcess) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

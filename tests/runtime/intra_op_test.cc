@@ -13,7 +13,7 @@
 #include "penstock/tensor/intra_op_threads.h"
 #include "tests/runtime/models.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 // Returns the number of intra-op threads on a new thread of the program.
@@ -67,4 +67,4 @@ TEST(IntraOpThreads, OfAPipelineAreNotThoseOfTheProgram) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

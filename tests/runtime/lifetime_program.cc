@@ -26,7 +26,7 @@
 #include "penstock/transport/c10d.h"
 #include "tests/runtime/models.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 constexpr int kRanks = 2;
@@ -146,11 +146,11 @@ int main(const std::vector<std::string>& words) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing
 
 int main(int argc, char** argv) {
   try {
-    return penstock::testing::main(std::vector<std::string>(argv + 1, argv + argc));
+    return penstock::internal::testing::main(std::vector<std::string>(argv + 1, argv + argc));
   } catch (const std::exception& error) {
     std::cerr << error.what() << "\n";
     return 3;

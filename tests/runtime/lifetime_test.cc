@@ -10,7 +10,7 @@
 
 #include "penstock/transport/processes.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 int times(int otherwise) {
@@ -70,4 +70,4 @@ INSTANTIATE_TEST_SUITE_P(Carriers, LifetimeOfThreadRanks, ::testing::Values("thr
                          [](const auto& one) { return std::string(one.param); });
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

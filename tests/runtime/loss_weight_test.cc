@@ -18,7 +18,7 @@
 #include "tests/runtime/models.h"
 #include "tests/transport/ranks.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 constexpr std::int64_t kRows = 13;
@@ -320,4 +320,4 @@ TEST(LossWeight, OfZeroLeavesAMicrobatchOut) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

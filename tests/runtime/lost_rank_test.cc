@@ -16,7 +16,7 @@
 #include "penstock/transport/processes.h"
 #include "tests/runtime/victim.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 int number_from(const char* variable, int otherwise) {
@@ -67,4 +67,4 @@ TEST(LostRank, IsNoticedByAllOthersWhateverItWasDoing) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -15,7 +15,7 @@
 #include "penstock/schedule/generators.h"
 #include "tests/runtime/models.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 // Tensors of a forward y = tanh(2 x W) + b and its backward.
@@ -212,4 +212,4 @@ TEST_P(EveryScheduleWatched, KeepsNothingInEvaluation) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

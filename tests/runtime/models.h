@@ -28,7 +28,7 @@
 #include "penstock/tensor/microbatch.h"
 #include "penstock/tensor/random_scope.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 
 struct Model {
   explicit Model(int count) : wiring(count), stages(static_cast<std::size_t>(count)) {}
@@ -391,4 +391,4 @@ inline void expect_what_one_process_gives(const NamedModel& named, const Schedul
   }
 }
 
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -22,7 +22,7 @@
 #include "penstock/schedule/generators.h"
 #include "tests/runtime/models.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 using Names = std::vector<std::string>;
@@ -215,4 +215,4 @@ TEST(Record, ShowsReductionsUnderWayWhileOtherStagesCompute) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

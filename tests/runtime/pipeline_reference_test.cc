@@ -16,7 +16,7 @@
 #include "tests/runtime/models.h"
 #include "tests/tensor/pickled.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 constexpr double kRate = 0.5;
@@ -126,4 +126,4 @@ TEST(PipelineReference, HasTheSameLossesAndGradientsOverFiveOptimizerSteps) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

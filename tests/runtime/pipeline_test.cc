@@ -10,7 +10,7 @@
 #include "penstock/schedule/passes.h"
 #include "tests/runtime/models.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 struct GridCase {
@@ -91,4 +91,4 @@ TEST(PipelineErrors, OfAStageNameWhereItFailedAndTheOthers) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

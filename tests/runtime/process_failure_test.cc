@@ -23,7 +23,7 @@
 #include "tests/runtime/models.h"
 #include "tests/transport/ranks.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 constexpr int kRanks = 4;
@@ -514,4 +514,4 @@ TEST(Cancel, AtAnyMomentEndsOneStepOrNone) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

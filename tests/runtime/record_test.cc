@@ -14,7 +14,7 @@
 #include "penstock/schedule/generators.h"
 #include "penstock/schedule/passes.h"
 
-namespace penstock {
+namespace penstock::internal::testing {
 namespace {
 
 constexpr double kMillisecond = 1e6;
@@ -232,4 +232,4 @@ TEST(CommonClock, LeavesRanksAloneThatOnlySend) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::internal::testing

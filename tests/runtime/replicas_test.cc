@@ -19,7 +19,7 @@
 #include "penstock/schedule/generators.h"
 #include "tests/runtime/models.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 struct ReplicaCase {
@@ -311,4 +311,4 @@ TEST(SharedParameters, AreRestoredAfterAFailedStep) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -18,7 +18,7 @@
 #include "penstock/tensor/chunk_spec.h"
 #include "tests/runtime/models.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 // A loss that throws at its n-th call from now, counted from 0. It never throws while n is negative.
@@ -298,4 +298,4 @@ TEST(Rollback, OfAMergeThatFailsAfterTheBackwardsRestoresGradients) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -19,7 +19,7 @@
 #include "penstock/torch_names.h"
 #include "tests/runtime/models.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 TEST(Step, WeighsMicrobatchesAndScalesGradients) {
@@ -306,4 +306,4 @@ TEST(ScheduleClasses, RefuseStagesThatCannotBeDividedEvenly) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

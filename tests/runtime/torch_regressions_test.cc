@@ -19,7 +19,7 @@
 #include "tests/runtime/models.h"
 #include "tests/tensor/values.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 TEST(TorchRegressions, TwoAccumulatedStepsAreTheSum) {
@@ -411,4 +411,4 @@ TEST(TorchRegressions, GradientsOfTheArgumentsAreKept) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -21,7 +21,7 @@
 #include "penstock/transport/c10d.h"
 #include "tests/runtime/models.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 struct Plan {
@@ -84,13 +84,13 @@ int run(const Plan& plan) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing
 
 int main(int argc, char** argv) {
   const std::vector<std::string> words(argv + 1, argv + argc);
   if (words.size() != 7) return 2;
   try {
-    return penstock::testing::run({.signal = std::stoi(words[0]),
+    return penstock::internal::testing::run({.signal = std::stoi(words[0]),
                                    .rank = std::stoi(words[1]),
                                    .step = std::stoi(words[2]),
                                    .action = std::stoi(words[3]),

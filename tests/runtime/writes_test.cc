@@ -12,7 +12,7 @@
 #include "penstock/tensor/chunk_spec.h"
 #include "tests/runtime/models.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 constexpr int kStages = 3;
@@ -174,4 +174,4 @@ TEST(Writes, IntoAChunkCopyThatChunkAlone) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -4,7 +4,7 @@
 
 #include "tests/schedule/expect.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 TEST(Action, IsSmall) {
@@ -85,4 +85,4 @@ TEST(Action, RefusesWhatIsNoActionAndSaysWhy) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 // Computation, stage, microbatch and other stage, or kNone.
@@ -357,4 +357,4 @@ std::string brute_force(const Schedule& schedule, const Features& expected, std:
   return Machine(schedule, expected).run(seed);
 }
 
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

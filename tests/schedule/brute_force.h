@@ -8,11 +8,11 @@
 
 #include "penstock/schedule/schedule.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 
 // Runs all ranks action by action with blocking sends. Returns an empty text if they complete and have computed the
 // right thing, else a short description of the failure. `seed` determines the order in which ranks run; the result is
 // the same for every seed.
 std::string brute_force(const Schedule& schedule, const Features& expected, std::uint64_t seed = 0);
 
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -10,7 +10,7 @@
 #include "penstock/schedule/verify.h"
 #include "tests/schedule/expect.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 TEST(ScheduleCsv, ComesBackAsItWas) {
@@ -125,4 +125,4 @@ TEST(ScheduleCsv, LoadsMoreThanAMillionActions) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

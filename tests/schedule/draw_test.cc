@@ -10,7 +10,7 @@
 #include "penstock/schedule/generators.h"
 #include "penstock/schedule/passes.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 using Draw = std::function<void(std::ostream&, const Drawing&)>;
@@ -156,4 +156,4 @@ TEST(Table, ShowsTheSurroundingsOfAMark) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -5,7 +5,7 @@
 #include <iostream>
 #include <vector>
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 
 Random seeded(unsigned default_seed) {
   const char* const wanted = std::getenv("PENSTOCK_SEED");
@@ -37,4 +37,4 @@ Placement random_placement(Random& random, int ranks, int stages) {
   return Placement(std::move(rank_of_stage), ranks);
 }
 
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -9,7 +9,7 @@
 #include "penstock/schedule/error.h"
 #include "penstock/schedule/schedule.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 
 // Expects that `act` throws a ScheduleError whose message contains `words`.
 template <class Act>
@@ -37,4 +37,4 @@ StageGraph random_graph(Random& random, int stages);
 // Returns a random placement in which each rank has a stage if there are enough.
 Placement random_placement(Random& random, int ranks, int stages);
 
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

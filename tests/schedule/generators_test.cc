@@ -7,7 +7,7 @@
 #include "penstock/schedule/verify.h"
 #include "tests/schedule/expect.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 TEST(Generators, AreFoundByNameWithoutRegardToCase) {
@@ -75,4 +75,4 @@ TEST(Generators, GiveTheirOwnScheduleOnTheirOwnPlacement) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -5,7 +5,7 @@
 #include "penstock/schedule/placement.h"
 #include "tests/schedule/expect.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 std::vector<int> ranks_of(const Placement& placement) {
@@ -87,4 +87,4 @@ TEST(StageGraph, RefusesEdgesAndGroupsThatCannotBe) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

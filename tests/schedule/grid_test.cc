@@ -10,7 +10,7 @@
 #include "penstock/schedule/verify.h"
 #include "tests/schedule/expect.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 std::vector<int> stages_per_rank_of(const Generator& generator) {
@@ -163,4 +163,4 @@ TEST(PeakActivations, AreAsThePapersSay) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -24,7 +24,7 @@
 #include "penstock/schedule/verify.h"
 #include "tests/schedule/brute_force.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 std::uint64_t from_environment(const char* name, std::uint64_t otherwise) {
@@ -531,4 +531,4 @@ TEST(BruteForce, FindsCollectivesInDifferentOrders) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -10,7 +10,7 @@
 #include "penstock/schedule/verify.h"
 #include "tests/schedule/expect.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 TEST(Evaluation, KeepsForwardsAndTheirMessages) {
@@ -179,4 +179,4 @@ TEST(Lowering, AddsOnlyWhatTheOptionsSelect) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

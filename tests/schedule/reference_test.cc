@@ -16,7 +16,7 @@
 #include "penstock/schedule/verify.h"
 #include "tests/schedule/expect.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 // A line "case NAME RANKS STAGES_PER_RANK MICROBATCHES WORD", and rows of CSV below it.
@@ -209,4 +209,4 @@ TEST(ReferenceFiles, LoadAsTheSameSchedules) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

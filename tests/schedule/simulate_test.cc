@@ -12,7 +12,7 @@
 #include "penstock/schedule/passes.h"
 #include "tests/schedule/expect.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 Costs with_link(double latency, double bandwidth = 0) {
@@ -271,4 +271,4 @@ TEST(Costs, OfARankAreSplitOverItsStages) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -12,7 +12,7 @@
 #include "penstock/schedule/verify.h"
 #include "tests/schedule/expect.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 TEST(TorchRegressions, EvaluationOfVSchedulesIsValid) {
@@ -79,4 +79,4 @@ TEST(TorchRegressions, MessagesAreMatchedByTheirMicrobatch) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

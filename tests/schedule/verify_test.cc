@@ -10,7 +10,7 @@
 #include "penstock/schedule/simulate.h"
 #include "tests/schedule/expect.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 void expect_violation(const std::string& csv, int rank, int position, const std::string& words,
@@ -213,4 +213,4 @@ TEST(Verifier, AcceptsMoreThanAMillionActions) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -16,7 +16,7 @@
 #include "tests/stage/functions.h"
 #include "tests/stage/stages.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 // Number of cases with each feature.
@@ -260,4 +260,4 @@ TEST(StageBackward, GivesTheSameInHalvesOfRandomGraphs) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

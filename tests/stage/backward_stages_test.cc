@@ -9,7 +9,7 @@
 #include "tests/stage/functions.h"
 #include "tests/stage/stages.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 struct Case {
@@ -355,4 +355,4 @@ INSTANTIATE_TEST_SUITE_P(WithAnRnn, EveryStage, ::testing::ValuesIn(rnns()), nam
 INSTANTIATE_TEST_SUITE_P(WithAGraph, EveryStage, ::testing::ValuesIn(graphs()), name_of);
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

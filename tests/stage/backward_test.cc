@@ -21,7 +21,7 @@
 #include "tests/stage/functions.h"
 #include "tests/stage/stages.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 at::Tensor parameter(at::IntArrayRef shape, std::int64_t seed = 1) {
@@ -485,4 +485,4 @@ TEST(StageBackward, IsAsDeepAsAGraphMayBe) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

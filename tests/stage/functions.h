@@ -6,7 +6,7 @@
 
 #include <stdexcept>
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 
 // Returns x * w and 2 * x * w as two outputs of one node, and counts its backwards.
 class TwoProducts : public torch::autograd::Function<TwoProducts> {
@@ -58,4 +58,4 @@ class Failing : public torch::autograd::Function<Failing> {
   }
 };
 
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -17,7 +17,7 @@
 
 #include "tests/stage/stages.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 using internal::SavedState;
@@ -218,4 +218,4 @@ TEST(SavedState, RestoresAParameterThatSeveralThreadsAddTo) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

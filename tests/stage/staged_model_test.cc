@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 PipelineStage stage_with(NamedTensors parameters, int index, int stages) {
@@ -60,4 +60,4 @@ TEST(StagedModel, NeedsAStageToKnowTheNumberOfStages) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -22,7 +22,7 @@
 #include "penstock/stage/backward.h"
 #include "tests/tensor/values.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 
 using internal::StageBackward;
 using internal::StageInputs;
@@ -302,4 +302,4 @@ inline Gradients expect_same_in_halves(const Stage& stage) {
   return halves;
 }
 
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

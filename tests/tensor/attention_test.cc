@@ -12,7 +12,7 @@
 #include "penstock/tensor/attention/plan.h"
 #include "tests/tensor/masks.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 using internal::AttentionPlan;
@@ -549,4 +549,4 @@ TEST(AttentionReference, GivesTheSameResults) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -7,7 +7,7 @@
 
 #include "tests/tensor/masks.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 using at::indexing::Slice;
@@ -390,4 +390,4 @@ TEST(BlockMaskReference, SplitsIntoTheSameChunks) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -10,7 +10,7 @@
 #include "penstock/tensor/microbatch.h"
 #include "tests/tensor/values.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 
 // Sets the debug mode of splitting in a scope.
 class DebugMask {
@@ -56,4 +56,4 @@ inline const c10::IValue& replicate() {
   return kSpec;
 }
 
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

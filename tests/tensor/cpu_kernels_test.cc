@@ -10,7 +10,7 @@
 
 #include "penstock/tensor/cpu_instructions.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 // Returns a copy whose first element lies `offset` elements after the start of its memory.
@@ -61,4 +61,4 @@ TEST(CpuKernels, OneDnnIsLimitedWhereAmxIsReportedAndTraps) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

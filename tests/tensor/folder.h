@@ -7,7 +7,7 @@
 #include <iterator>
 #include <string>
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 
 class Folder {
  public:
@@ -34,4 +34,4 @@ class Folder {
   std::filesystem::path path_;
 };
 
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

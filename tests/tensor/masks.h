@@ -12,7 +12,7 @@
 #include "penstock/tensor/block_mask.h"
 #include "tests/tensor/pickled.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 
 inline at::Tensor causal(const at::Tensor& /*b*/, const at::Tensor& /*h*/, const at::Tensor& q, const at::Tensor& kv) {
   return q >= kv;
@@ -84,4 +84,4 @@ inline std::vector<Case> reference_cases(const std::string& file) {
   return cases;
 }
 
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -17,7 +17,7 @@
 
 #include "tests/tensor/values.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 using Metas = std::vector<std::optional<TensorMeta>>;
@@ -327,4 +327,4 @@ TEST_F(EncodedMetadata, ThatPromisesTooMuchIsAnErrorAndTakesNoMemory) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

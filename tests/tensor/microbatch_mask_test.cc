@@ -15,7 +15,7 @@
 #include "tests/tensor/masks.h"
 #include "tests/tensor/values.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 constexpr std::int64_t kLength = 32;
@@ -134,4 +134,4 @@ TEST(MicrobatchMask, ThatCannotBeMergedSaysWhere) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

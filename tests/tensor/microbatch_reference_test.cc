@@ -18,7 +18,7 @@
 #include "tests/tensor/pickled.h"
 #include "tests/tensor/values.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 // Cases written by tests/tensor/microbatch_reference.py, which documents their format.
@@ -276,4 +276,4 @@ TEST(MicrobatchReference, AndOursReadTheGradientsOfALeafsChunks) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

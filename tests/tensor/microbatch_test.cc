@@ -21,7 +21,7 @@
 #include "tests/tensor/chunks.h"
 #include "tests/tensor/values.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 // Specs
@@ -628,4 +628,4 @@ TEST(Microbatch, MergesAnyValueThatItSplits) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -13,7 +13,7 @@
 
 #include "tests/tensor/values.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 TEST(Path, IsPrintedAsInPython) {
@@ -270,4 +270,4 @@ TEST(NestedValues, DetachToTheSameValues) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

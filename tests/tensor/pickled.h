@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 
 // Returns the elements of a list, which outlive it.
 inline std::vector<c10::IValue> items(const c10::IValue& list) {
@@ -30,4 +30,4 @@ inline std::vector<c10::IValue> read_pickled(const char* variable, const std::st
   return items(torch::jit::pickle_load(bytes));
 }
 
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -27,7 +27,7 @@
 
 #include "penstock/tensor/intra_op_threads.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 using internal::IntraOpThreads;
@@ -782,4 +782,4 @@ TEST(EveryRandomOperator, DrawsFromAnExplicitGenerator) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -27,7 +27,7 @@
 
 #include "penstock/tensor/safetensors/header.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 using internal::parse_safetensors_header;
@@ -810,4 +810,4 @@ TEST_F(SafetensorsReference, RefusesWhatTheyRefuse) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -12,7 +12,7 @@
 
 #include "tests/tensor/values.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 using internal::load_state;
@@ -125,4 +125,4 @@ TEST(StateDict, EscapesNamesOfAFile) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -24,7 +24,7 @@
 
 #include "penstock/tensor/nested.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 
 inline c10::IValue tuple(std::vector<c10::IValue> elements) {
   return c10::ivalue::Tuple::create(std::move(elements));
@@ -256,4 +256,4 @@ inline c10::IValue random_value(Random& random, std::int64_t rows, int depth) { 
   return dict(items);
 }
 
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -11,7 +11,7 @@
 
 #include "tests/transport/ranks.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 constexpr int kRanks = 3;
@@ -93,4 +93,4 @@ TEST(Agreement, OfOneProcessRethrowsItsError) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

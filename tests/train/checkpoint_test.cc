@@ -24,7 +24,7 @@
 #include "tests/tensor/folder.h"
 #include "tests/tensor/values.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 namespace fs = std::filesystem;
@@ -363,4 +363,4 @@ TEST_F(Checkpoints, ThatCannotBeWrittenLeaveTheOlderOnes) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

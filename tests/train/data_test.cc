@@ -12,7 +12,7 @@
 #include "tests/tensor/folder.h"
 #include "tests/tensor/values.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 std::string row_text(const at::Tensor& ids, std::int64_t row) {
@@ -139,4 +139,4 @@ TEST(TextData, NamesAMissingOrTooShortFile) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -12,7 +12,7 @@
 #include "penstock/tensor/random_scope.h"
 #include "tests/tensor/values.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 const GptOptions kSmall{.layers = 3, .width = 16, .heads = 2, .length = 8, .dropout = 0.25};
@@ -84,4 +84,4 @@ TEST(Gpt, RefusesInvalidOptions) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -17,7 +17,7 @@
 #include "tests/tensor/folder.h"
 #include "tests/tensor/values.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 constexpr int kMicrobatches = 4;
@@ -323,4 +323,4 @@ TEST(NonFinite, EvaluationStopsOrReportsTheMicrobatch) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -19,7 +19,7 @@
 #include "penstock/train/trainer.h"
 #include "tests/tensor/folder.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 // The batches that the Python script has trained on.
@@ -183,4 +183,4 @@ TEST(TrainerReference, StepsComplexAndSparseGradientsAsPlainPyTorch) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -25,7 +25,7 @@
 #include "tests/tensor/folder.h"
 #include "tests/tensor/values.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 constexpr int kMicrobatches = 8;
@@ -382,4 +382,4 @@ TEST(Trainer, HasTheRecordsOfTheLastSteps) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -22,7 +22,7 @@
 #include "tests/tensor/values.h"
 #include "tests/transport/ranks.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 using internal::BlockPool;
@@ -391,4 +391,4 @@ TEST(C10dTransport, LeavesNoThreadAndNoSocket) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -13,7 +13,7 @@
 #include "tests/tensor/values.h"
 #include "tests/transport/ranks.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 class EveryGroup : public ::testing::TestWithParam<WorldCase> {
@@ -246,4 +246,4 @@ TEST(C10dGroup, CanBeDestroyedWithACollectiveInFlight) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -24,7 +24,7 @@
 #include "penstock/transport/deadline_timer.h"
 #include "penstock/transport/monitor.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 using internal::CollectiveRound;
@@ -430,4 +430,4 @@ TEST(DeadlineTimer, FiresEachAlarmOnceForManyThreads) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

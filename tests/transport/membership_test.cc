@@ -16,7 +16,7 @@
 #include "tests/tensor/values.h"
 #include "tests/transport/ranks.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 using internal::JobToken;
@@ -280,4 +280,4 @@ TEST(Membership, IsRequiredByATransport) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

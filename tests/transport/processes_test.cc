@@ -20,7 +20,7 @@
 #include "tests/transport/rank_program.h"
 #include "tests/transport/ranks.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 
 // GoogleTest finds it here.
 void PrintTo(const ProcessEnd& end, std::ostream* out) {
@@ -190,4 +190,4 @@ TEST(LostRank, EndsAllOthersWhenItIsStopped) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

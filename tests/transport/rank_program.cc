@@ -16,7 +16,7 @@
 #include "penstock/transport/rendezvous.h"
 #include "penstock/transport/transport.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 constexpr Tag kTag{.channel = 0, .number = 0};
@@ -131,13 +131,13 @@ int main(int argc, char** argv) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing
 
 int main(int argc, char** argv) {
   try {
-    return penstock::testing::main(argc, argv);
+    return penstock::internal::testing::main(argc, argv);
   } catch (const std::exception& error) {
     std::cerr << "a rank has failed: " << error.what() << "\n";
-    return penstock::testing::kWrong;
+    return penstock::internal::testing::kWrong;
   }
 }

@@ -1,7 +1,7 @@
 // Exit codes of rank_program.cc.
 #pragma once
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 
 inline constexpr int kWrong = 2;
 inline constexpr int kNothing = 4;
@@ -12,4 +12,4 @@ inline constexpr int kAbortedByOther = 7;
 inline constexpr int kTimeout = 20;
 inline constexpr int kPeerLost = 40;
 
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

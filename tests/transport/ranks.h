@@ -21,7 +21,7 @@
 #include "penstock/transport/threads.h"
 #include "penstock/transport/transport.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 
 enum class Carrier { Threads, Gloo };
 
@@ -147,4 +147,4 @@ inline Thrown aborted(const std::string& what) {
   return {.threw = true, .why = TransportError::Why::Aborted, .peer = TransportError::kNoPeer, .what = what};
 }
 
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -19,7 +19,7 @@
 #include "tests/tensor/values.h"
 #include "tests/transport/ranks.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 using internal::Descriptor;
@@ -428,4 +428,4 @@ TEST(Sockets, FindTheLocalAddressOfARoute) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing

@@ -14,7 +14,7 @@
 #include "tests/tensor/values.h"
 #include "tests/transport/ranks.h"
 
-namespace penstock::testing {
+namespace penstock::internal::testing {
 namespace {
 
 constexpr Tag kActivation{.channel = 2, .number = 0};
@@ -381,4 +381,4 @@ TEST_P(EveryWorld, CanBeDestroyedWithReceivesPostedAndMessagesInFlight) {
 }
 
 }  // namespace
-}  // namespace penstock::testing
+}  // namespace penstock::internal::testing
