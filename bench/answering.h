@@ -1,4 +1,4 @@
-// What the programs of bench/ share: each reads what to measure from standard input, a line each, and answers with a line.
+// Runs a program of bench/: it reads what to measure from standard input, one question a line, and answers each with a line.
 #pragma once
 
 #include <chrono>

@@ -1,16 +1,15 @@
 # Installation: headers under include/penstock, the libraries, the command, and a package for find_package(penstock).
 include(CMakePackageConfigHelpers)
 
-set(penstock_layers "${PROJECT_SOURCE_DIR}/penstock/schedule")
-if(PENSTOCK_TORCH)
-  foreach(layer tensor transport stage program runtime train)
-    list(APPEND penstock_layers "${PROJECT_SOURCE_DIR}/penstock/${layer}")
-  endforeach()
-endif()
-# What lies in folders inside a layer is its own.
-install(DIRECTORY ${penstock_layers} DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/penstock"
-        FILES_MATCHING PATTERN "*.h" PATTERN "generators" EXCLUDE PATTERN "passes" EXCLUDE PATTERN "draw" EXCLUDE
-        PATTERN "verify" EXCLUDE PATTERN "attention" EXCLUDE PATTERN "gloo_headers" EXCLUDE)
+# Public headers are an explicit list; without libtorch those of the schedule component.
+file(STRINGS "${PROJECT_SOURCE_DIR}/penstock/public_headers.txt" penstock_public_headers)
+foreach(header IN LISTS penstock_public_headers)
+  if(PENSTOCK_TORCH OR header MATCHES "^(base|schedule)/")
+    get_filename_component(folder "penstock/${header}" DIRECTORY)
+    install(FILES "${PROJECT_SOURCE_DIR}/penstock/${header}" DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/${folder}")
+  endif()
+endforeach()
+
 # One set of targets for each component, so that the one without libtorch can be found alone.
 set(penstock_package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/penstock")
 install(TARGETS penstock_schedule EXPORT penstock-schedule-targets)

@@ -91,6 +91,9 @@ endif()
 
 try_consumer(installed "consumer;consumer_torch" "-DCMAKE_PREFIX_PATH=${prefix}" "-DTorch_DIR=${cached_Torch_DIR}"
              -DCMAKE_BUILD_TYPE=Release)
+file(STRINGS "${SOURCE_DIR}/penstock/public_headers.txt" public_headers)
+list(LENGTH public_headers count)
+require_words("Configuring the consumer" "${configured}" "-- ${count} installed headers")
 
 # Without libtorch, penstock::penstock is left out, and a project that requires it gets a hint.
 set(no_torch "-DCMAKE_PREFIX_PATH=${prefix}" -DCMAKE_DISABLE_FIND_PACKAGE_Torch=ON)

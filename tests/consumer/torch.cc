@@ -5,7 +5,7 @@
 #include <iostream>
 #include <vector>
 
-#include "penstock/tensor/microbatch.h"
+#include <penstock/penstock.h>
 
 int main() {
   try {

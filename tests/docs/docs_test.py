@@ -75,6 +75,13 @@ class Documents(unittest.TestCase):
                 if "int main()" in block:
                     self.assertIn(block, examples, f"{path.name} shows a program that is not a file of examples/")
 
+    def test_the_tutorial_shows_parts_of_examples(self):
+        examples = [path.read_text() for path in (ROOT / "examples").glob("*.cc")]
+        parts = blocks(ROOT / "docs" / "tutorial.md", "cpp")
+        self.assertTrue(parts)
+        for block in parts:
+            self.assertTrue(any(block in example for example in examples), f"no example contains\n{block}")
+
     def test_commands_print_the_quoted_output(self):
         shown = 0
         for path in DOCUMENTS:
