@@ -117,8 +117,8 @@ void try_archive(std::string_view bytes) {
 
 // Replaces a record of a valid archive.
 void try_record(std::string_view name, std::string_view bytes) {
-  static const auto* const kRecords = new std::vector<::testing::Record>(testing::small_records());
-  std::vector<::testing::Record> records = *kRecords;
+  static const auto* const kRecords = new std::vector<Record>(testing::small_records());
+  std::vector<Record> records = *kRecords;
   testing::find(records, name)->bytes = bytes;
   try_archive(testing::zipped(records));
 }
@@ -129,11 +129,11 @@ void try_record(std::string_view name, std::string_view bytes) {
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   const std::string_view bytes(reinterpret_cast<const char*>(data), size);
   if (bytes.starts_with("PK")) {
-    penstock::try_archive(bytes);
+    penstock::internal::testing::try_archive(bytes);
   } else if (bytes.starts_with("{\"config\"")) {
-    penstock::try_record("data/weights/model_weights_config.json", bytes);
+    penstock::internal::testing::try_record("data/weights/model_weights_config.json", bytes);
   } else {
-    penstock::try_record("models/model.json", bytes);
+    penstock::internal::testing::try_record("models/model.json", bytes);
   }
   return 0;
 }

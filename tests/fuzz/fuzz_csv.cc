@@ -40,7 +40,7 @@ void try_text(std::string_view text) {
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   try {
-    penstock::try_text({reinterpret_cast<const char*>(data), size});
+    penstock::internal::testing::try_text({reinterpret_cast<const char*>(data), size});
   } catch (const penstock::ScheduleError&) {
     return 0;
   }

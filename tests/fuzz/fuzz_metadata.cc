@@ -31,7 +31,7 @@ void try_bytes(std::string_view bytes) {
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   try {
-    penstock::try_bytes({reinterpret_cast<const char*>(data), size});
+    penstock::internal::testing::try_bytes({reinterpret_cast<const char*>(data), size});
   } catch (const penstock::PipeliningShapeError&) {
     return 0;
   }

@@ -114,17 +114,17 @@ class Mutation {
   }
 
   std::string archive(const std::string& bytes) {
-    std::vector<::testing::Record> records;
+    std::vector<Record> records;
     try {
       const Archive archive(bytes, "fuzz");
       for (const std::string& name : archive.records()) records.push_back({.name = name, .bytes = archive.text(name)});
     } catch (const ProgramError&) {
       return changed_bytes(bytes);
     }
-    ::testing::Record& record = one_of(records);
+    Record& record = one_of(records);
     switch (below(8)) {
       case 0: {
-        ::testing::Record copy = record;
+        Record copy = record;
         records.push_back(std::move(copy));
         break;
       }

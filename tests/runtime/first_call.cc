@@ -43,9 +43,9 @@ bool ranks_agree() {
 }  // namespace penstock::internal::testing
 
 int main(int count, char** arguments) {
-  if (count > 1) return penstock::ranks_agree() ? 0 : 1;
+  if (count > 1) return penstock::internal::testing::ranks_agree() ? 0 : 1;
   int wrong = 0;
-  for (int i = 0; i < penstock::kProcesses; ++i) {
+  for (int i = 0; i < penstock::internal::testing::kProcesses; ++i) {
     const pid_t process = fork();
     if (process == 0) {
       execl("/proc/self/exe", arguments[0], "once", nullptr);
@@ -58,6 +58,6 @@ int main(int count, char** arguments) {
     }
     wrong += WEXITSTATUS(status);
   }
-  std::cout << wrong << " of " << penstock::kProcesses << " processes had another result on one of their ranks\n";
+  std::cout << wrong << " of " << penstock::internal::testing::kProcesses << " processes had another result on one of their ranks\n";
   return wrong == 0 ? 0 : 1;
 }
