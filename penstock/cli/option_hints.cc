@@ -33,8 +33,11 @@ constexpr OptionHint kOptionHints[] = {
 }  // namespace
 
 std::string with_option_hints(std::string message) {
+  // Names of the user's own, such as paths, come before the hint and are left alone.
+  const std::size_t begin = message.rfind("\n  Hint: ");
+  if (begin == std::string::npos) return message;
   for (const OptionHint& hint : kOptionHints) {
-    const std::size_t found = message.find(hint.advice);
+    const std::size_t found = message.find(hint.advice, begin);
     if (found == std::string::npos) continue;
     message.insert(found + hint.advice.size(), concat(" (", hint.option, ")"));
   }

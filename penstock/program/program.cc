@@ -1,7 +1,9 @@
 #include "penstock/program/program.h"
 
 #include <algorithm>
+#include <filesystem>
 #include <set>
+#include <system_error>
 #include <utility>
 
 #include "penstock/base/text.h"
@@ -49,7 +51,8 @@ Program::Program(std::shared_ptr<ProgramState> state) : state_(std::move(state))
 Program::Program(const std::string& path, const ProgramOptions& options) {
   const internal::Archive archive(path);
   state_ = internal::read_program_state(archive, options);
-  state_->archive_checksum = archive.checksum();
+  state_->source =
+      internal::ProgramState::Source{.path = std::filesystem::absolute(path).string(), .checksum = archive.checksum()};
 }
 
 Program Program::from_bytes(std::string_view bytes, const std::string& name, const ProgramOptions& options) {
@@ -162,14 +165,19 @@ NamedTensors Program::mutated_tensors() const {
 }
 
 void Program::save(const std::string& path) const {
-  if (!state_->archive_checksum) {
+  if (!state_->source) {
     throw ProgramError(name() + ": was read from memory, so there is no file to copy.\n  Hint: read it from a file.");
   }
-  const internal::Archive archive(name());
-  if (archive.checksum() != *state_->archive_checksum) {
+  const internal::Archive archive(state_->source->path);
+  if (archive.checksum() != state_->source->checksum) {
     throw ProgramError(name() + ": has changed since the program was read.\n  Hint: read it again.");
   }
   archive.write_copy(path, state_->weight_records);
+  // A copy that has replaced the file is the source of the next one.
+  std::error_code ignored;
+  if (std::filesystem::equivalent(path, state_->source->path, ignored)) {
+    state_->source->checksum = internal::Archive(path).checksum();
+  }
 }
 
 const Graph& Program::graph() const {

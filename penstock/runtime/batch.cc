@@ -75,7 +75,7 @@ void require_rows_fit(const Batch& batch, const BatchSpecs& specs, int count, co
   throw PipelineError(concat(described("the target", target), " has ", rows, " rows, and ",
                              described(tensors.front().name, tensors.front().tensor), " has ",
                              tensors.front().tensor.size(0), ": they cannot be split into the same ", parts,
-                             ".\n  Hint: give a target for each row, or set BatchSpecs::target."));
+                             ".\n  Hint: give a target for each row, or say how this one is split."));
 }
 
 }  // namespace

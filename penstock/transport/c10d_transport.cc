@@ -173,7 +173,7 @@ class C10dTransport : public Transport {
   std::map<std::vector<int>, std::size_t> group_counts_;
   const std::shared_ptr<ControlChannel> control_;
   const DataBackends data_;
-  Step step_;
+  TransportStep step_;
   // Declared after the backends: messages in flight are destroyed before their process groups.
   ReceiveQueue receives_;
   SendQueue sends_;

@@ -20,7 +20,7 @@ namespace penstock::internal {
 class ReceiveQueue {
  public:
   // `control` and `step` must outlive the queue. Both belong to the transport that the queue is a member of.
-  ReceiveQueue(ControlChannel& control, DataBackends backends, Step& step, std::shared_ptr<BlockPool> pool)
+  ReceiveQueue(ControlChannel& control, DataBackends backends, TransportStep& step, std::shared_ptr<BlockPool> pool)
       : control_(control), backends_(std::move(backends)), step_(step), pool_(std::move(pool)) {}
 
   void post(int from, Tag tag);
@@ -68,7 +68,7 @@ class ReceiveQueue {
 
   ControlChannel& control_;
   DataBackends backends_;
-  Step& step_;
+  TransportStep& step_;
   std::shared_ptr<BlockPool> pool_;
   // Completed receives, kept until the next call. Gloo's thread releases a receive shortly after it has completed it; a
   // destructor that runs in that moment yields the core, and gets it back much later on a busy machine.

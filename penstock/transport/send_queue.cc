@@ -54,7 +54,7 @@ std::vector<Packed> packed(const Message& message) {
 
 }  // namespace
 
-SendQueue::SendQueue(ControlChannel& control, DataBackends backends, Step& step)
+SendQueue::SendQueue(ControlChannel& control, DataBackends backends, TransportStep& step)
     : control_(control), backends_(std::move(backends)), step_(step), reaper_(start_thread([this] { reap(); })) {}
 
 SendQueue::~SendQueue() {

@@ -32,7 +32,7 @@ class SendQueue {
   static constexpr std::size_t kReapBytes = std::size_t{4} << 20U;
 
   // `control` and `step` must outlive the queue. Both belong to the transport that the queue is a member of.
-  SendQueue(ControlChannel& control, DataBackends backends, Step& step);
+  SendQueue(ControlChannel& control, DataBackends backends, TransportStep& step);
   // Drops what is in flight.
   ~SendQueue();
   SendQueue(const SendQueue&) = delete;
@@ -77,7 +77,7 @@ class SendQueue {
   // Owned by the rank's thread.
   ControlChannel& control_;
   DataBackends backends_;
-  Step& step_;
+  TransportStep& step_;
   // Channels by receiver and number.
   std::map<std::pair<int, std::uint32_t>, Channel> channels_;
   // True if a message of this step has been sent with a header.

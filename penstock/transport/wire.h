@@ -53,7 +53,7 @@ enum class Headers : std::uint8_t {
 };
 
 // State of the current step that the send and receive queues share. Used by the rank's thread, except for waiting_for.
-struct Step {
+struct TransportStep {
   // 0 until begin_step is called. Headers are on until then and in the first step.
   std::uint64_t number = 0;
   std::uint64_t signature = 0;

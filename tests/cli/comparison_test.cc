@@ -33,8 +33,8 @@ TEST(Comparison, ToleratesOtherNoiseInAGradientThatIsRoundingOfTheModels) {
   EXPECT_FALSE(comparison.is_identical());
   EXPECT_EQ(
       line(comparison),
-      "  gradients: 2, of which 1 are bitwise identical; the largest difference is 5e-15 in grad.bias (1.25 of its "
-      "own scale, 2.5e-15 of the largest of all gradients)\n");
+      "  gradients: 2, of which 1 are bitwise identical; the largest difference is 5e-15 in grad.bias (1.25 relative to its "
+      "own scale, 2.5e-15 relative to the largest of all gradients)\n");
 }
 
 TEST(Comparison, RefusesAWrongGradientThatIsSmallAndNotNoise) {
@@ -94,8 +94,8 @@ TEST(Comparison, NamesATensorThatOnlyOneSideHas) {
     }
     return "";
   };
-  EXPECT_EQ(message(one, {}), "grad.x is missing from what the pipeline gave.");
-  EXPECT_EQ(message({}, one), "grad.x came out of the pipeline, and not out of one process.");
+  EXPECT_EQ(message(one, {}), "grad.x is missing from the results of the pipeline.");
+  EXPECT_EQ(message({}, one), "grad.x is a result of the pipeline, but not of one process.");
 }
 
 }  // namespace

@@ -302,7 +302,7 @@ class Compare(Case):
         uneven = self.write("uneven.csv", "0F0,1F0,1B0,0B0\n2F0,2B0\n")
         self.assertIn("1 to 2", self.answers("compare", "--csv", uneven))
         self.refuses("schedule", "compare", "--csv", first, "--microbatches", 4,
-                     message="first.csv: found 2 ranks, 2 stages, 3 microbatches, but what it is compared with has 2 ranks and 4 microbatches.\n  Hint: ")
+                     message="first.csv: found 2 ranks, 2 stages, 3 microbatches, but the schedules it is compared with have 2 ranks and 4 microbatches.\n  Hint: ")
         self.refuses("schedule", "compare", "--csv", self.write("forwards.csv", "0F0\n1F0\n"),
                      message="forwards.csv: has forwards alone")
 

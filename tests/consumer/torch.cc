@@ -1,11 +1,10 @@
 // Splits a tensor and merges the chunks again.
 #include <ATen/ATen.h>
+#include <penstock/penstock.h>
 
 #include <cstdlib>
 #include <iostream>
 #include <vector>
-
-#include <penstock/penstock.h>
 
 int main() {
   try {

@@ -99,6 +99,18 @@ TEST(ProgramSave, RefusesAFileThatHasChanged) {
   EXPECT_EQ(folder.files(), 2U);
 }
 
+TEST(ProgramSave, ReplacesItsOwnFileAsOftenAsItIsAsked) {
+  const Folder folder;
+  const std::string path = folder.write("small.pt2", zipped(small_records()));
+  const Program program(path);
+  for (int round = 1; round <= 2; ++round) {
+    for (const auto& [name, tensor] : program.state_dict()) tensor.detach().fill_(round);
+    program.save(path);
+    for (const auto& [name, tensor] : Program(path).state_dict())
+      EXPECT_TRUE(tensor.eq(round).all().item<bool>()) << name;
+  }
+}
+
 TEST(ArchiveCopy, RefusesOtherSizesAndUnknownRecords) {
   const Folder folder;
   const std::string bytes = zipped(small_records());

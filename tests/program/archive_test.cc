@@ -160,7 +160,7 @@ TEST(Archive, SaysWhatIsWrongInItsDirectory) {
       {entry, "KP", "is damaged: an entry of its directory is not where it should be."},
       {entry + 30, {'\xff', '\xff'}, "is damaged: its directory ends in the middle of an entry."},
       {entry + 46, "\n", "is damaged: the name of a record is empty or has control characters."},
-      {end + 10, {'\7', '\0'}, "is damaged: its directory has 8 records, and should have 7."},
+      {end + 10, {'\7', '\0'}, "is damaged: found 8 records in its directory, expected 7."},
       {end + 19, "\x7f", "is damaged: its directory is not where it should be."},
       {end - 20, {'P', 'K', '\6', '\7'}, "is damaged: the end of its directory is not where it should be."},
   };

@@ -27,8 +27,8 @@ TEST(Pipe, SendsANumberToTheStageThatUsesIt) {
     expect_error<ProgramError>([&] { arguments_from(program, {{"args.0", counting({3, 4})}, {"args.1", number}}); },
                                message);
   };
-  expect_error_for(at::arange(4), "args.1: is a number, the same for all microbatches; found several.");
-  expect_error_for(at::empty({0}, at::kLong), "args.1: is a number, the same for all microbatches; found none.");
+  expect_error_for(at::arange(4), "args.1: found several numbers, expected one, the same for all microbatches.");
+  expect_error_for(at::empty({0}, at::kLong), "args.1: found no number, expected one, the same for all microbatches.");
   expect_error_for(at::ones({1}), "args.1: found float32, expected an integer.");
 }
 

@@ -28,7 +28,7 @@ TEST(SplitAt, NamesTheNearestModule) {
 TEST(SplitAt, SuggestsAModuleInAContainer) {
   const Program program = exported("dropouts");
   expect_error<ProgramError>([&] { split_at(program, {{"blocks", kBegin}}); },
-                             "there is no module 'blocks' that computes something: it has modules in it, and is not "
+                             "there is no module 'blocks' that computes something: it contains modules and is not "
                              "called itself.\n  Hint: name one of those, such as blocks.0.");
 }
 
@@ -312,7 +312,7 @@ TEST(SplitBy, NamesAValueThatIsUsedBeforeItsStage) {
   expect_error<ProgramError>(
       [&] { pipeline(program, [](const Node& node) { return node.name == "relu" ? 0 : 1; }); },
       "node 'relu' (torch.ops.aten.relu.default) of the model itself (__main__.Pair) is in stage 0 and uses 'linear', "
-      "which stage 1 makes; a stage can only use values of earlier stages.");
+      "which stage 1 produces; a stage can only use values of earlier stages.");
 }
 
 }  // namespace

@@ -70,7 +70,7 @@ TEST_P(Zoo, RunsAsEagerPyTorchDoes) {
 void expect_what_one_process_gives(const ZooModel& model, const std::function<Pipe(const Program&)>& cut,
                                    const Schedule& schedule) {
   penstock::internal::testing::expect_what_one_process_gives([&] { return cut(model.program()); }, schedule,
-                                                   tensors_of(model.path(".inputs.safetensors")));
+                                                             tensors_of(model.path(".inputs.safetensors")));
 }
 
 TEST_P(Zoo, GivesTheSameInStagesWhereverItIsCut) {

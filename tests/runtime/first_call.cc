@@ -58,6 +58,7 @@ int main(int count, char** arguments) {
     }
     wrong += WEXITSTATUS(status);
   }
-  std::cout << wrong << " of " << penstock::internal::testing::kProcesses << " processes had another result on one of their ranks\n";
+  std::cout << wrong << " of " << penstock::internal::testing::kProcesses
+            << " processes had another result on one of their ranks\n";
   return wrong == 0 ? 0 : 1;
 }

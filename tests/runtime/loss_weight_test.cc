@@ -246,10 +246,9 @@ TEST(LossWeight, IsAFiniteNumberOfAtLeastZero) {
     }
     return "";
   };
-  EXPECT_EQ(
-      error_with(-1),
-      "the loss weight of microbatch 0 is -1.000000, expected a finite number of at least 0.\n  Hint: it counts the "
-      "rows or targets that the loss is the mean of.");
+  EXPECT_EQ(error_with(-1),
+            "the loss weight of microbatch 0 is -1.000000, expected a finite number of at least 0.\n  Hint: let "
+            "PipelineOptions::loss_weight count the rows or targets that the loss is the mean of.");
   EXPECT_NE(error_with(std::numeric_limits<double>::infinity()).find("is inf, expected"), std::string::npos);
   PipelineOptions options{.loss = squared_error, .loss_weight = count_rows()};
   Schedule1F1B pipeline(model.build(), 2, options);

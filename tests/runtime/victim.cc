@@ -91,12 +91,12 @@ int main(int argc, char** argv) {
   if (words.size() != 7) return 2;
   try {
     return penstock::internal::testing::run({.signal = std::stoi(words[0]),
-                                   .rank = std::stoi(words[1]),
-                                   .step = std::stoi(words[2]),
-                                   .action = std::stoi(words[3]),
-                                   .timeout = std::chrono::milliseconds(std::stoi(words[4])),
-                                   .file = words[5],
-                                   .schedule = words[6]});
+                                             .rank = std::stoi(words[1]),
+                                             .step = std::stoi(words[2]),
+                                             .action = std::stoi(words[3]),
+                                             .timeout = std::chrono::milliseconds(std::stoi(words[4])),
+                                             .file = words[5],
+                                             .schedule = words[6]});
   } catch (const std::exception& error) {
     std::cerr << error.what() << "\n";
     return 3;

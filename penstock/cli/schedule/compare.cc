@@ -169,7 +169,7 @@ void compare(CompareOptions options) {
   std::vector<Row> rows;
   for (std::size_t i = 0; i < from_files.size(); ++i) {
     rows.push_back(simulated(options.files[i], from_files[i], by_rank));
-  };
+  }
   for (const Generator& generator : generators()) {
     const int per_rank = generator.stages_per_rank == 0 ? options.size.stages_per_rank : 0;
     const Schedule schedule = generate(

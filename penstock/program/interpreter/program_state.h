@@ -21,8 +21,12 @@ namespace penstock::internal {
 struct ProgramState {
   // Path of the file, or the name that was given for bytes in memory.
   std::string name;
-  // Checksum of the file; none if the program was read from memory.
-  std::optional<std::uint32_t> archive_checksum;
+  // File that the program was read from, by its absolute path; none if it was read from memory.
+  struct Source {
+    std::string path;
+    std::uint32_t checksum = 0;
+  };
+  std::optional<Source> source;
   std::shared_ptr<const ExportedProgram> exported;
   // Parameters, buffers and constants by name. Names that are tied in the model share one tensor.
   std::map<std::string, at::Tensor> weights;

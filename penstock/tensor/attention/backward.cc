@@ -105,7 +105,7 @@ class Backward {
     if (heads.grad_key.defined()) add_product(keys(heads.grad_key), gradients.t(), query, 1, problem_.scale);
   }
 
-  // Recaptured_indices gradients of modified scores by gradients of the scores that score_mod was given.
+  // Replaces the gradients of modified scores by those of the scores that score_mod was given.
   void backward_score_mod(const at::Tensor& raw, const at::Tensor& modified, const at::Tensor& gradients) {
     if (!modified.requires_grad()) {
       gradients.zero_();
