@@ -193,8 +193,20 @@ void StepRunner::run(std::shared_ptr<Step> step, const std::function<void()>& co
   require_not_cancelled();
   if (!broken_.empty()) throw PipelineError(broken_);
   begin_step(*step);
-  report_on_abort(true);
-  start_ranks(step);
+  try {
+    report_on_abort(true);
+    start_ranks(step);
+  } catch (const std::exception& error) {
+    needs_rollback_ = true;
+    refuse(reason_of(error));
+    const MutexLock lock(end_mutex_);
+    {
+      const MutexLock call_lock(call_mutex_);
+      running_ = step;
+    }
+    finish_rollback();
+    throw;
+  }
   threads_.wait();
   if (ExitHook::is_exiting()) {
     // Operators no longer work, so nothing is rolled back.
@@ -300,7 +312,13 @@ void StepRunner::rollback_step(Step& step) {
 
 void StepRunner::finish_rollback() {
   rollback_failed_step();
-  if (ranks_.are_threads()) connect();
+  if (!ranks_.are_threads()) return;
+  try {
+    connect();
+  } catch (const std::exception& error) {
+    broken_ = concat("the ranks could not be connected again after a failed step: ", reason_of(error));
+    throw;
+  }
 }
 
 void StepRunner::rollback_failed_step() {

@@ -90,6 +90,8 @@ void AccumulatedGradients::begin_step() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) left.push_back(left_of(i));
   was_reduced_ = false;
   before_.clear();
+  // Nothing below allocates for the list, so that every gradient that is moved out is in it.
+  before_.reserve(parameters_.size());
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const Parameter& parameter = parameters_[i];
     Before& before =

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <iterator>
+#include <new>
 #include <unordered_set>
 
 #include "penstock/base/mutex.h"
@@ -9,7 +11,7 @@
 namespace penstock::internal {
 namespace {
 
-// Process-wide, since any two pipelines may have a parameter in common. No other lock is acquired while this one is
+// Process-wide, since thread ranks of different stages may have a parameter in common. No other lock is acquired while this one is
 // held.
 struct Registry {
   Mutex mutex;
@@ -35,10 +37,14 @@ FirstGradients::FirstGradients(const std::vector<at::Tensor>& parameters) {
   Registry& all = registry();
   const MutexLock lock(all.mutex);
   while (all.is_busy(parameters)) all.changed.wait(all.mutex);
-  for (const at::Tensor& parameter : parameters) {
-    if (parameter.grad().defined()) continue;
-    parameters_.push_back(parameter);
-    all.busy.insert(parameter.unsafeGetTensorImpl());
+  std::ranges::copy_if(parameters, std::back_inserter(parameters_),
+                       [](const at::Tensor& parameter) { return !parameter.grad().defined(); });
+  try {
+    for (const at::Tensor& parameter : parameters_) all.busy.insert(parameter.unsafeGetTensorImpl());
+  } catch (const std::bad_alloc&) {
+    // Nobody else has seen them, as the lock is held: they must not stay busy.
+    for (const at::Tensor& parameter : parameters_) all.busy.erase(parameter.unsafeGetTensorImpl());
+    throw;
   }
 }
 

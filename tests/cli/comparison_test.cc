@@ -31,10 +31,10 @@ TEST(Comparison, ToleratesOtherNoiseInAGradientThatIsRoundingOfTheModels) {
                                           {{"grad.bias", at::full({3}, -4e-15)}, {"grad.weight", weight}});
   EXPECT_TRUE(comparison.is_tolerable());
   EXPECT_FALSE(comparison.is_identical());
-  EXPECT_EQ(
-      line(comparison),
-      "  gradients: 2, of which 1 are bitwise identical; the largest difference is 5e-15 in grad.bias (1.25 relative to its "
-      "own scale, 2.5e-15 relative to the largest of all gradients)\n");
+  EXPECT_EQ(line(comparison),
+            "  gradients: 2, of which 1 are bitwise identical; the largest difference is 5e-15 in grad.bias (1.25 "
+            "relative to its "
+            "own scale, 2.5e-15 relative to the largest of all gradients)\n");
 }
 
 TEST(Comparison, RefusesAWrongGradientThatIsSmallAndNotNoise) {
