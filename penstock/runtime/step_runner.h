@@ -34,6 +34,13 @@ struct StepRunnerOptions {
   int intra_op_threads = 1;
 };
 
+// State of the call that a thread is in.
+struct CallState {
+  enum class Phase { Preparing, Running, Done } phase = Phase::Preparing;
+  // Reason of the cancellation, if there was one.
+  std::optional<std::string> cancelled;
+};
+
 // One thread at a time runs steps; any other thread may cancel the step in flight. When the process exits, a step in
 // flight is cancelled and the threads end.
 class StepRunner {
@@ -70,13 +77,6 @@ class StepRunner {
   void refuse(const std::string& reason);
 
  private:
-  // State of the call that a thread is in.
-  struct CallState {
-    enum class Phase { Preparing, Running, Done } phase = Phase::Preparing;
-    // Reason of the cancellation, if there was one.
-    std::optional<std::string> cancelled;
-  };
-
   void connect();
   // Registers functions with the transports that report where a rank is when the step is aborted.
   void report_on_abort(bool enabled);

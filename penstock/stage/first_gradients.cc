@@ -20,9 +20,11 @@ struct Registry {
   std::unordered_set<const void*> busy PENSTOCK_GUARDED_BY(mutex);
 
   bool is_busy(const std::vector<at::Tensor>& parameters) const PENSTOCK_REQUIRES(mutex) {
-    return !busy.empty() && std::ranges::any_of(parameters, [&busy = busy](const at::Tensor& parameter) {
-      return busy.contains(parameter.unsafeGetTensorImpl());
-    });
+    if (busy.empty()) return false;
+    for (const at::Tensor& parameter : parameters) {
+      if (busy.contains(parameter.unsafeGetTensorImpl())) return true;
+    }
+    return false;
   }
 };
 

@@ -304,7 +304,7 @@ class Compare(Case):
         self.refuses("schedule", "compare", "--csv", first, "--microbatches", 4,
                      message="first.csv: found 2 ranks, 2 stages, 3 microbatches, but the schedules it is compared with have 2 ranks and 4 microbatches.\n  Hint: ")
         self.refuses("schedule", "compare", "--csv", self.write("forwards.csv", "0F0\n1F0\n"),
-                     message="forwards.csv: has forwards alone")
+                     message="forwards.csv: has no backwards, and only schedules of whole steps can be compared")
 
     def test_memory_marks_what_fits(self):
         size = ("--ranks", 4, "--microbatches", 8)
