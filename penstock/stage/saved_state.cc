@@ -43,11 +43,18 @@ void overwrite(const at::Tensor& tensor, const at::Tensor& values) {
   tensor.copy_(values);
 }
 
-// True if the tensor is plain and covers exactly a storage that libtorch has allocated. Memory from elsewhere
-// (from_blob, NumPy, a mapped file) can be observed by its owner.
+// Returns the number of references to the storage that come from the tensor itself. A view keeps its base alive, as the
+// gradient of a linear layer's weight does, which is computed transposed; nobody else can reach that base.
+std::size_t own_references(const at::Tensor& tensor) {
+  return tensor.is_view() && tensor._base().use_count() == 1 ? 2 : 1;
+}
+
+// True if the tensor is plain and covers exactly a storage that libtorch has allocated and nothing else refers to. Memory
+// from elsewhere (from_blob, NumPy, a mapped file) can be observed by its owner.
 bool covers_own_storage(const at::Tensor& tensor) {
-  return is_plain(tensor) && tensor.is_non_overlapping_and_dense() && tensor.storage().use_count() == 1 &&
-         tensor.storage().resizable() && tensor.storage().nbytes() == tensor.nbytes();
+  return is_plain(tensor) && tensor.is_non_overlapping_and_dense() &&
+         tensor.storage().use_count() <= own_references(tensor) && tensor.storage().resizable() &&
+         tensor.storage().nbytes() == tensor.nbytes();
 }
 
 }  // namespace

@@ -76,6 +76,40 @@ TEST(SavedState, KeepsAGradientWithoutACopy) {
   EXPECT_TRUE(same_bits(before, weight.grad()));
 }
 
+// The gradient of a linear layer's weight is a view: it is computed transposed.
+TEST(SavedState, AddsInTheMemoryOfAViewThatNobodyElseHas) {
+  const at::Tensor weight = numbers({kColumns, kColumns}, 1).requires_grad_();
+  const auto backward = [&] { at::linear(numbers({kRows, kColumns}, 2), weight).sin().sum().backward(); };
+  backward();
+  const void* incoming = nullptr;
+  bool is_view = false;
+  weight.register_hook([&](const at::Tensor& gradient) {
+    incoming = gradient.data_ptr();
+    is_view = gradient.is_view();
+  });
+  SavedState saved;
+  saved.add_accumulated_gradient(weight);
+  backward();
+  EXPECT_TRUE(is_view);
+  EXPECT_EQ(weight.grad().data_ptr(), incoming);
+}
+
+// One tensor as the gradient of two parameters: what the first adds is not taken for what was there before.
+TEST(SavedState, RestoresAGradientThatTwoParametersHave) {
+  const at::Tensor first = parameter_with_gradient();
+  const at::Tensor second = numbers({kColumns, kColumns}, 5).requires_grad_();
+  second.mutable_grad() = first.grad();
+  const at::Tensor before = first.grad().clone();
+  SavedState saved;
+  saved.add_accumulated_gradient(first);
+  saved.add_accumulated_gradient(second);
+  run_backward(first, 3);
+  run_backward(second, 4);
+  saved.restore();
+  EXPECT_TRUE(same_bits(before, first.grad()));
+  EXPECT_TRUE(first.grad().is_same(second.grad()));
+}
+
 TEST(SavedState, RestoresTheSameTensorForWhoeverRefersToIt) {
   const at::Tensor weight = parameter_with_gradient();
   const at::Tensor gradient = weight.grad();
