@@ -45,14 +45,12 @@ void make_products_reproducible() {
 
 }  // namespace
 
-// The build passes this symbol to the linker as undefined, so that every program that links the static library contains
-// this object and runs its preparations.
-extern "C" const bool penstock_cpu_kernels_prepared;
-const bool penstock_cpu_kernels_prepared = [] {
+// Runs before the static objects of a program are constructed, as these may call operators. The build passes this symbol
+// to the linker as undefined, so that every program that links the static library contains this object.
+extern "C" [[gnu::constructor(101)]] void penstock_prepare_cpu_kernels() {
   make_products_reproducible();
   internal::limit_onednn_instructions();
-  return true;
-}();
+}
 
 std::optional<std::string> why_not_reproducible() {
   if (!has_mkl() || mkl_ignores_alignment()) return std::nullopt;
