@@ -163,8 +163,7 @@ class SavedState::AccumulationHook final : public torch::autograd::FunctionPreHo
 void SavedState::Gradient::save_on_first_addition() {
   if (!gradient_.defined()) return;
   // A gradient that others refer to changes in place, perhaps also by the gradient of another parameter.
-  const bool is_exclusive =
-      gradient_.use_count() <= 2 && gradient_.has_storage() && gradient_.storage().use_count() == 1;
+  const bool is_exclusive = covers_own_storage(gradient_) && gradient_.use_count() <= 2;
   if (!is_exclusive || !tensor_.is_leaf() || !tensor_.requires_grad()) {
     save_values();
     return;

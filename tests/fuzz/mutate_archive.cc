@@ -22,8 +22,6 @@ extern "C" std::size_t LLVMFuzzerMutate(std::uint8_t* data, std::size_t size, st
 
 namespace penstock::internal::testing {
 
-using internal::Archive;
-
 namespace {
 
 using nlohmann::json;

@@ -15,12 +15,6 @@
 
 namespace penstock::internal::testing {
 
-using internal::checksum_offsets;
-using internal::ChecksumOffsets;
-using internal::read_zip_directory;
-using internal::state_of;
-using internal::ZipRecord;
-
 namespace {
 
 NamedTensors doubled(const NamedTensors& tensors) {

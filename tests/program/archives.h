@@ -20,8 +20,6 @@
 
 namespace penstock::internal::testing {
 
-using internal::Archive;
-
 using nlohmann::json;
 
 struct Record {

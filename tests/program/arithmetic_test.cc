@@ -30,8 +30,6 @@
 
 namespace penstock::internal::testing {
 
-using internal::find_function;
-
 namespace {
 
 TEST(Arithmetic, OfAProgramIsPythons) {

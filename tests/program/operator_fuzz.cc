@@ -36,10 +36,6 @@
 
 namespace penstock::internal::testing {
 
-using internal::AllowedOperators;
-using internal::ArgumentCheck;
-using internal::find_argument_check;
-
 namespace {
 
 using c10::IValue;

@@ -24,11 +24,6 @@
 
 namespace penstock::internal::testing {
 
-using internal::AllowedOperators;
-using internal::ArgumentCheck;
-using internal::find_argument_check;
-using internal::judged_operators;
-
 namespace {
 
 constexpr std::string_view kHeader =

@@ -26,10 +26,6 @@
 
 namespace penstock::internal::testing {
 
-using internal::ReferenceRun;
-using internal::run_reference;
-using internal::sum_of_means;
-
 // Reads a program and splits it.
 using MakePipe = std::function<Pipe()>;
 

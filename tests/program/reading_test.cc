@@ -27,9 +27,6 @@
 
 namespace penstock::internal::testing {
 
-using internal::parse_exported_json;
-using internal::TreeSpec;
-
 namespace {
 
 namespace fs = std::filesystem;

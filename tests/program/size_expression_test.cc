@@ -4,8 +4,6 @@
 
 namespace penstock::internal::testing {
 
-using internal::read_size_expression;
-
 namespace {
 
 const std::string kLength = "Symbol('s77', positive=True, integer=True)";

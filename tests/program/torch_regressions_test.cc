@@ -17,8 +17,6 @@
 
 namespace penstock::internal::testing {
 
-using internal::IntraOpThreads;
-
 namespace {
 
 constexpr SplitPoint kBegin = SplitPoint::BEGINNING;

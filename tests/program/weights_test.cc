@@ -15,8 +15,6 @@
 
 namespace penstock::internal::testing {
 
-using internal::read_weights;
-
 namespace {
 
 TEST(Reading, NamesAWeightThatIsMissing) {

@@ -11,8 +11,6 @@
 
 namespace penstock::internal::testing {
 
-using internal::sum_of_means;
-
 namespace {
 
 // Returns the largest difference, relative to the largest element or to 1.

@@ -20,8 +20,6 @@
 namespace penstock::internal::testing {
 namespace {
 
-using internal::SavedState;
-
 constexpr std::int64_t kRows = 5;
 constexpr std::int64_t kColumns = 3;
 

@@ -24,9 +24,6 @@
 
 namespace penstock::internal::testing {
 
-using internal::StageBackward;
-using internal::StageInputs;
-
 using Tensors = std::vector<at::Tensor>;
 using Operators = std::map<std::string, int>;
 

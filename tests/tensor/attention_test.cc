@@ -15,8 +15,6 @@
 namespace penstock::internal::testing {
 namespace {
 
-using internal::AttentionPlan;
-
 ScoreMod alibi(const at::Tensor& slopes) {
   return [slopes](const at::Tensor& score, const at::Tensor& /*b*/, const at::Tensor& h, const at::Tensor& q,
                   const at::Tensor& kv) { return score + slopes.index({h}) * (kv - q); };

@@ -30,8 +30,6 @@
 namespace penstock::internal::testing {
 namespace {
 
-using internal::IntraOpThreads;
-
 // The bytes of tensors, for comparison.
 struct Bits {
   std::string bytes;

@@ -30,8 +30,6 @@
 namespace penstock::internal::testing {
 namespace {
 
-using internal::parse_safetensors_header;
-
 namespace fs = std::filesystem;
 
 constexpr at::ScalarType kEveryDtype[] = {at::kBool,

@@ -15,10 +15,6 @@
 namespace penstock::internal::testing {
 namespace {
 
-using internal::load_state;
-using internal::ModelTensor;
-using internal::state_differences;
-
 using Found = std::map<std::string, at::Tensor>;
 
 std::vector<ModelTensor> small_model() {

@@ -25,12 +25,6 @@
 namespace penstock::internal::testing {
 namespace {
 
-using internal::BlockPool;
-using internal::HeaderBytes;
-using internal::kHeaderBytes;
-using internal::MessageKind;
-using internal::Metas;
-
 constexpr Tag kTag{.channel = 4, .number = 2};
 constexpr const char* kHint =
     "\n  Hint: set dynamic_shapes to send shapes with every message; otherwise they may change only when the batch's "

@@ -27,12 +27,6 @@
 namespace penstock::internal::testing {
 namespace {
 
-using internal::CollectiveRound;
-using internal::DeadlineTimer;
-using internal::Mailbox;
-using internal::Monitor;
-using internal::MonitorLock;
-using internal::WaitResult;
 using namespace std::chrono_literals;  // NOLINT(google-build-using-namespace): made for it
 
 constexpr Mailbox<int>::Key kKey = 7;

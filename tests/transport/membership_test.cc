@@ -19,12 +19,6 @@
 namespace penstock::internal::testing {
 namespace {
 
-using internal::JobToken;
-using internal::join_texts;
-using internal::Membership;
-using internal::RankOptions;
-using internal::require_all_ranks;
-using internal::split_texts;
 using std::chrono::milliseconds;
 
 // Connects the first `present` of `ranks` ranks, each with its own options, and returns what they throw.

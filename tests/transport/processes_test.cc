@@ -29,8 +29,6 @@ void PrintTo(const ProcessEnd& end, std::ostream* out) {
 
 namespace {
 
-using internal::Descriptor;
-
 using Ends = std::vector<ProcessEnd>;
 
 // Returns the path of the program, which is in the directory of the test.

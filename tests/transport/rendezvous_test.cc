@@ -22,10 +22,6 @@
 namespace penstock::internal::testing {
 namespace {
 
-using internal::Descriptor;
-using internal::listen_on;
-using internal::port_of;
-
 using Values = std::map<std::string, std::string>;
 
 // Returns the variables of a rank, with some added or replaced.
