@@ -10,6 +10,7 @@
 #include <set>
 #include <utility>
 
+#include "penstock/base/index.h"
 #include "penstock/base/text.h"
 #include "penstock/program/error.h"
 #include "penstock/program/interpreter/program_state.h"
@@ -22,15 +23,12 @@ namespace penstock {
 
 using internal::concat;
 using internal::ExportedProgram;
+using internal::index;
 using internal::StagePartition;
 using internal::state_of;
 using internal::Subgraph;
 
 namespace {
-
-std::size_t index(int number) {
-  return static_cast<std::size_t>(number);
-}
 
 // Numbers are sent as tensors without dimensions.
 c10::IValue as_tensor(c10::IValue value) {

@@ -5,6 +5,7 @@
 #include <set>
 #include <utility>
 
+#include "penstock/base/index.h"
 #include "penstock/base/nearest.h"
 #include "penstock/base/text.h"
 #include "penstock/program/interpreter/program_state.h"
@@ -13,18 +14,15 @@
 
 namespace penstock {
 
+using internal::call_ranges;
+using internal::CallRange;
 using internal::computes;
 using internal::concat;
+using internal::index;
 using internal::nearest;
-using internal::Span;
-using internal::spans_of;
 using internal::state_of;
 
 namespace {
-
-std::size_t index(int number) {
-  return static_cast<std::size_t>(number);
-}
 
 // Returns the stage of each node, given the nodes at which stages start. A stage without tensors to compute is merged
 // into the one before it.
@@ -68,14 +66,14 @@ std::vector<int> stages_from(const Graph& graph, const std::set<int>& starts) {
 
 std::vector<int> split_at(const Program& program, const SplitSpec& spec) {
   const Graph& graph = program.graph();
-  const std::vector<Span> spans = spans_of(graph);
+  const std::vector<CallRange> ranges = call_ranges(graph);
   std::set<int> starts(graph.marks.begin(), graph.marks.end());
   for (const auto& [name, point] : spec) {
     bool found = false;
     for (std::size_t call = 0; call < graph.calls.size(); ++call) {
-      if (graph.calls[call].path != name || spans[call].first < 0) continue;
+      if (graph.calls[call].path != name || ranges[call].first < 0) continue;
       found = true;
-      starts.insert(point == SplitPoint::BEGINNING ? spans[call].first : spans[call].last + 1);
+      starts.insert(point == SplitPoint::BEGINNING ? ranges[call].first : ranges[call].last + 1);
     }
     if (!found || name.empty()) fail_unknown(program, name);
   }

@@ -2,16 +2,10 @@
 
 #include <algorithm>
 
+#include "penstock/base/index.h"
 #include "penstock/program/partition/colocation.h"
 
 namespace penstock::internal {
-namespace {
-
-std::size_t index(int number) {
-  return static_cast<std::size_t>(number);
-}
-
-}  // namespace
 
 bool computes(const Graph& graph, const Node& node) {
   bool tensors = false;
@@ -20,16 +14,16 @@ bool computes(const Graph& graph, const Node& node) {
   return handle != nullptr && (tensors || handle->schema().is_mutable());
 }
 
-std::vector<Span> spans_of(const Graph& graph) {
-  std::vector<Span> spans(graph.calls.size());
+std::vector<CallRange> call_ranges(const Graph& graph) {
+  std::vector<CallRange> ranges(graph.calls.size());
   for (int number = 0; number < static_cast<int>(graph.nodes.size()); ++number) {
     for (int call = graph.nodes[index(number)].call; call >= 0; call = graph.calls[index(call)].parent) {
-      Span& span = spans[index(call)];
-      if (span.first < 0) span.first = number;
-      span.last = number;
+      CallRange& range = ranges[index(call)];
+      if (range.first < 0) range.first = number;
+      range.last = number;
     }
   }
-  return spans;
+  return ranges;
 }
 
 std::vector<Boundary> boundaries_of(const ExportedProgram& exported) {
@@ -64,10 +58,10 @@ std::vector<Boundary> boundaries_of(const ExportedProgram& exported) {
   for (const ProgramInput& input : exported.inputs) {
     if (input.kind == ProgramInput::Kind::User) add(input.value, -1);
   }
-  for (const Span& span : spans_of(graph)) {
-    if (span.first < 0) continue;
-    ++change[index(span.first + 1)].calls;
-    --change[index(span.last + 1)].calls;
+  for (const CallRange& range : call_ranges(graph)) {
+    if (range.first < 0) continue;
+    ++change[index(range.first + 1)].calls;
+    --change[index(range.last + 1)].calls;
   }
   std::vector<Boundary> boundaries(count);
   Boundary so_far{.seconds = kPerMessage};

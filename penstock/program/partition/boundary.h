@@ -12,12 +12,12 @@ namespace penstock::internal {
 bool computes(const Graph& graph, const Node& node);
 
 // First and last node of a module call, with the calls nested in it; -1 for a call without nodes.
-struct Span {
+struct CallRange {
   int first = -1;
   int last = -1;
 };
-// Returns the span of each module call.
-std::vector<Span> spans_of(const Graph& graph);
+// Returns the range of nodes of each module call.
+std::vector<CallRange> call_ranges(const Graph& graph);
 
 // Cost of starting a stage with a node.
 struct Boundary {

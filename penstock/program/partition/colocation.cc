@@ -2,14 +2,11 @@
 
 #include <array>
 
+#include "penstock/base/index.h"
 #include "penstock/base/text.h"
 
 namespace penstock::internal {
 namespace {
-
-std::size_t index(int number) {
-  return static_cast<std::size_t>(number);
-}
 
 // Constrains the users of a weight before its last write in place. Users after that receive what was written.
 void add_mutated_in_place(const ExportedProgram& exported, const ProgramInput& weight,

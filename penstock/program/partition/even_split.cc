@@ -8,16 +8,13 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/index.h"
 #include "penstock/base/text.h"
 #include "penstock/program/error.h"
 #include "penstock/program/partition/boundary.h"
 
 namespace penstock::internal {
 namespace {
-
-std::size_t index(int number) {
-  return static_cast<std::size_t>(number);
-}
 
 // Two passes of dynamic programming over (stages, boundary): the first finds the least time of the slowest stage, the
 // second the best boundaries among the splits that come close to it. Both are quadratic in the number of boundaries, so

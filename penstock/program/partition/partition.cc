@@ -5,6 +5,7 @@
 #include <set>
 #include <utility>
 
+#include "penstock/base/index.h"
 #include "penstock/base/text.h"
 #include "penstock/program/error.h"
 #include "penstock/program/partition/recomputable.h"
@@ -12,10 +13,6 @@
 
 namespace penstock::internal {
 namespace {
-
-std::size_t index(int number) {
-  return static_cast<std::size_t>(number);
-}
 
 class Partitioner {
  public:

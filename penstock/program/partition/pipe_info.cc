@@ -8,15 +8,12 @@
 #include <sstream>
 #include <utility>
 
+#include "penstock/base/index.h"
 #include "penstock/base/text.h"
 #include "penstock/program/interpreter/program_state.h"
 
 namespace penstock::internal {
 namespace {
-
-std::size_t index(int number) {
-  return static_cast<std::size_t>(number);
-}
 
 std::string type_text(const Value& value) {
   switch (value.kind) {

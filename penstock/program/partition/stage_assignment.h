@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "penstock/base/index.h"
 #include "penstock/program/partition/colocation.h"
 #include "penstock/program/reader/exported_program.h"
 
@@ -44,7 +45,6 @@ class StageAssignment {
   bool is_detached_view(int value) const;
 
  private:
-  static std::size_t index(int number) { return static_cast<std::size_t>(number); }
   std::string describe_node(int node) const;
   // Returns the value at which the gradients of a value and its views meet: the value whose memory they share, or a
   // detached view of it.

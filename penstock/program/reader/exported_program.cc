@@ -10,6 +10,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "penstock/base/index.h"
 #include "penstock/base/text.h"
 #include "penstock/program/error.h"
 #include "penstock/program/reader/graph_reader.h"
@@ -260,7 +261,6 @@ const ProgramInput* assigned_last(const ExportedProgram& exported) {
     return nullptr;
   const int to = last.operands[0].value;
   const int from = effects.root_of(last.operands[1].value);
-  const auto index = [](int number) { return static_cast<std::size_t>(number); };
   if (effects.writers[index(to)].size() != 1 || !effects.writers[index(from)].empty()) return nullptr;
   for (const ProgramOutput& output : exported.outputs) {
     if (output.operand.is_value() && effects.root_of(output.operand.value) == to) return nullptr;

@@ -89,10 +89,10 @@ class TreeSpecReader {
       context = parse_exported_json(text, where_);
     }
     if (context.is_object() && context.contains("dict_context")) context = context["dict_context"];
-    if (are_keys(context, count)) return context;
+    if (are_keys(context, count)) return std::make_optional(context);
     if (context.is_array()) {
       for (const json& part : context) {
-        if (are_keys(part, count) && count > 0) return part;
+        if (are_keys(part, count) && count > 0) return std::make_optional(part);
       }
     }
     return std::nullopt;
