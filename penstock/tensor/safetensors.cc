@@ -21,6 +21,7 @@ namespace penstock {
 
 using internal::AtomicFileWriter;
 using internal::concat;
+using internal::fail_safetensors;
 using internal::find_safetensors_dtype;
 using internal::join;
 using internal::lay_out_safetensors;
@@ -30,15 +31,9 @@ using internal::parse_safetensors_header;
 using internal::quoted_tensor;
 using internal::SafetensorsEntry;
 using internal::SafetensorsHeader;
-using internal::TextPart;
 using internal::to_bytes;
 
 namespace {
-
-template <TextPart... Parts>
-[[noreturn]] void fail(const std::string& path, const Parts&... problem) {
-  throw SafetensorsError(concat(path, ": ", problem...));
-}
 
 std::unique_ptr<MappedFile> mapped(const std::string& path, FileAccess access) {
   try {
@@ -50,16 +45,16 @@ std::unique_ptr<MappedFile> mapped(const std::string& path, FileAccess access) {
 
 // Requires that `path` names a regular file, or none yet.
 void require_target(const std::string& path) {
-  if (std::filesystem::path(path).filename().empty()) fail(path, "could not be written: it names no file.");
+  if (std::filesystem::path(path).filename().empty()) fail_safetensors(path, "could not be written: it names no file.");
   struct stat status = {};
   if (::stat(path.c_str(), &status) != 0) return;
-  if (S_ISDIR(status.st_mode)) fail(path, "is a directory; give the name of a file.");
-  if (!S_ISREG(status.st_mode)) fail(path, "is not a regular file, and is not replaced by one.");
+  if (S_ISDIR(status.st_mode)) fail_safetensors(path, "is a directory; give the name of a file.");
+  if (!S_ISREG(status.st_mode)) fail_safetensors(path, "is not a regular file, and is not replaced by one.");
 }
 
 // Requires a dense tensor whose storage has all bytes that its sizes and strides reach.
 void require_bytes(const std::string& path, const std::string& name, const at::Tensor& tensor) {
-  const auto refuse = [&](const auto&... problem) { fail(path, quoted_tensor(name), problem...); };
+  const auto refuse = [&](const auto&... problem) { fail_safetensors(path, quoted_tensor(name), problem...); };
   if (!tensor.defined()) refuse(" is undefined.");
   if (tensor.layout() != at::kStrided || tensor.is_nested()) {
     refuse(" is not strided, as safetensors are.\n  Hint: to_dense() or to_padded_tensor() makes it so.");
@@ -153,7 +148,8 @@ at::Tensor SafetensorsFile::tensor(std::string_view name) const {
     std::vector<std::string> shown;
     for (std::size_t i = 0; i < std::min(names().size(), kMaxNames); ++i) shown.push_back(quoted_tensor(names()[i]));
     const std::string hint = shown.empty() ? "" : concat("\n  Hint: it has ", join(shown));
-    fail(content_->path, "there is no ", quoted_tensor(name), ".", hint, names().size() > kMaxNames ? ", …" : "");
+    fail_safetensors(content_->path, "there is no ", quoted_tensor(name), ".", hint,
+                     names().size() > kMaxNames ? ", …" : "");
   }
   const SafetensorsEntry& entry = *found->second;
   const auto options = at::TensorOptions().dtype(entry.dtype);

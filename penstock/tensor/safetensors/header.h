@@ -17,6 +17,9 @@
 #include <string_view>
 #include <vector>
 
+#include "penstock/base/text.h"
+#include "penstock/tensor/safetensors.h"
+
 namespace penstock::internal {
 
 inline constexpr std::size_t kLengthBytes = 8;
@@ -44,6 +47,12 @@ struct SafetensorsHeader {
 
   bool operator==(const SafetensorsHeader&) const = default;
 };
+
+// Throws the error of a file.
+template <TextPart... Parts>
+[[noreturn]] void fail_safetensors(const std::string& source, const Parts&... problem) {
+  throw SafetensorsError(concat(source, ": ", problem...));
+}
 
 // Parses the header at the beginning of `file`, the bytes of a whole file, of which only the header is read. Guarantees
 // that the byte ranges of entries lie within the file, do not overlap, and have the sizes that dtypes and shapes need.

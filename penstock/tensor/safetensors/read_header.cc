@@ -20,11 +20,6 @@ using nlohmann::json;
 
 static_assert(std::endian::native == std::endian::little, "safetensors are little-endian, and are mapped as they are");
 
-template <TextPart... Parts>
-[[noreturn]] void fail(const std::string& source, const Parts&... problem) {
-  throw SafetensorsError(concat(source, ": ", problem...));
-}
-
 // Receives the events of nlohmann's SAX parser. Unlike a parsed document, events show duplicate keys, and a value that
 // is nested too deeply is refused before it is built.
 class HeaderReader {
@@ -83,7 +78,7 @@ class HeaderReader {
     switch (next_) {
       case Next::Name: begin_entry(std::move(key)); break;
       case Next::MetadataKey:
-        if (header_.metadata.contains(key)) fail(source_, "__metadata__ has ", quoted_text(key), " twice.");
+        if (header_.metadata.contains(key)) fail_safetensors(source_, "__metadata__ has ", quoted_text(key), " twice.");
         key_ = std::move(key);
         next_ = Next::MetadataValue;
         break;
@@ -114,7 +109,7 @@ class HeaderReader {
 
   bool parse_error(std::size_t position, const std::string& /*token*/, const json::exception& error) {
     const bool utf8 = std::string_view(error.what()).find("ill-formed UTF-8") == std::string_view::npos;
-    fail(source_, "its header ", (utf8 ? "is not valid JSON" : "is not UTF-8"), " at byte ", position, ".");
+    fail_safetensors(source_, "its header ", (utf8 ? "is not valid JSON" : "is not UTF-8"), " at byte ", position, ".");
   }
 
  private:
@@ -136,26 +131,27 @@ class HeaderReader {
 
   template <TextPart... Parts>
   [[noreturn]] void fail_tensor(const Parts&... problem) const {
-    fail(source_, quoted_tensor(header_.entries.back().name), ": ", problem...);
+    fail_safetensors(source_, quoted_tensor(header_.entries.back().name), ": ", problem...);
   }
 
   [[noreturn]] void refuse(const std::string& found) const {
     const std::string but = ", but is " + found + ".";
     switch (next_) {
-      case Next::Metadata: fail(source_, "__metadata__ should be an object", but);
-      case Next::MetadataValue: fail(source_, "__metadata__ ", quoted_text(key_), " should be a string", but);
+      case Next::Metadata: fail_safetensors(source_, "__metadata__ should be an object", but);
+      case Next::MetadataValue:
+        fail_safetensors(source_, "__metadata__ ", quoted_text(key_), " should be a string", but);
       case Next::Tensor: fail_tensor("it should be an object", but);
       case Next::Dtype: fail_tensor("its dtype should be a string", but);
       case Next::Shape: fail_tensor("its shape should be a list of sizes", but);
       case Next::Size: fail_tensor("its shape[", shape_.size(), "] should be a size", but);
       case Next::Offsets: fail_tensor("its data_offsets should be a list of two offsets", but);
       case Next::Offset: fail_tensor("its data_offsets[", offsets_.size(), "] should be an offset", but);
-      default: fail(source_, "its header should be an object", but);
+      default: fail_safetensors(source_, "its header should be an object", but);
     }
   }
 
   void begin_entry(std::string name) {
-    if (!names_.insert(name).second) fail(source_, quoted_text(name), " appears twice in its header.");
+    if (!names_.insert(name).second) fail_safetensors(source_, quoted_text(name), " appears twice in its header.");
     if (name == kMetadataKey) {
       next_ = Next::Metadata;
       return;
@@ -230,25 +226,25 @@ class HeaderReader {
 // Returns the JSON text of the header, whose length the first 8 bytes announce.
 std::string_view header_text(std::string_view file, const std::string& source) {
   if (file.size() < kLengthBytes) {
-    fail(source, "is ", file.size(), " bytes long; a safetensors file has at least 8.");
+    fail_safetensors(source, "is ", file.size(), " bytes long; a safetensors file has at least 8.");
   }
   std::uint64_t length = 0;
   std::memcpy(&length, file.data(), kLengthBytes);
   if (length > kMaxHeaderBytes) {
-    fail(source, "its first 8 bytes announce a header of ", length,
-         " bytes; at most 100000000 are allowed.\n  Hint: is it a safetensors file?");
+    fail_safetensors(source, "its first 8 bytes announce a header of ", length,
+                     " bytes; at most 100000000 are allowed.\n  Hint: is it a safetensors file?");
   }
   if (length > file.size() - kLengthBytes) {
-    fail(source, "its first 8 bytes announce a header of ", length, " bytes, but only ", file.size() - kLengthBytes,
-         " follow.\n  Hint: was it copied or downloaded to its end?");
+    fail_safetensors(source, "its first 8 bytes announce a header of ", length, " bytes, but only ",
+                     file.size() - kLengthBytes, " follow.\n  Hint: was it copied or downloaded to its end?");
   }
   const std::string_view text = file.substr(kLengthBytes, length);
-  if (text.empty()) fail(source, "its header is empty.");
+  if (text.empty()) fail_safetensors(source, "its header is empty.");
   if (!text.starts_with('{'))
-    fail(source, "its header should begin with '{', but begins with ", quoted_text(text.substr(0, 1)), ".");
+    fail_safetensors(source, "its header should begin with '{', but begins with ", quoted_text(text.substr(0, 1)), ".");
   // nlohmann's parser stops at a zero byte.
   if (const std::size_t zero = text.find('\0'); zero != std::string_view::npos) {
-    fail(source, "its header is not valid JSON at byte ", zero + 1, ".");
+    fail_safetensors(source, "its header is not valid JSON at byte ", zero + 1, ".");
   }
   return text;
 }
@@ -262,19 +258,19 @@ void require_gapless(const SafetensorsHeader& header, std::size_t data_size, con
   const SafetensorsEntry* before = nullptr;
   for (const SafetensorsEntry& entry : header.entries) {
     if (entry.begin < end) {
-      fail(source, quoted_tensor(entry.name), ": its data_offsets ", offsets(entry), " overlap those of ",
-           quoted_tensor(before->name), ", ", offsets(*before), ".");
+      fail_safetensors(source, quoted_tensor(entry.name), ": its data_offsets ", offsets(entry), " overlap those of ",
+                       quoted_tensor(before->name), ", ", offsets(*before), ".");
     }
     if (entry.begin > end) {
-      fail(source, quoted_tensor(entry.name), ": its data_offsets ", offsets(entry), " should begin at ", end,
-           ": the bytes before them belong to no tensor.");
+      fail_safetensors(source, quoted_tensor(entry.name), ": its data_offsets ", offsets(entry), " should begin at ",
+                       end, ": the bytes before them belong to no tensor.");
     }
     end = entry.end;
     before = &entry;
   }
   if (end < data_size) {
-    fail(source, "its data has ", data_size, " bytes, but its tensors end at ", end,
-         ": the bytes after that belong to no tensor.");
+    fail_safetensors(source, "its data has ", data_size, " bytes, but its tensors end at ", end,
+                     ": the bytes after that belong to no tensor.");
   }
 }
 

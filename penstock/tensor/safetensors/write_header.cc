@@ -18,16 +18,11 @@ using nlohmann::json;
 
 constexpr std::size_t kAlignment = 8;
 
-template <TextPart... Parts>
-[[noreturn]] void fail(const std::string& source, const Parts&... problem) {
-  throw SafetensorsError(concat(source, ": ", problem...));
-}
-
 std::string json_text(const std::string& text, const char* what, const std::string& name, const std::string& source) {
   try {
     return json(text).dump();
   } catch (const json::type_error&) {
-    fail(source, what, quoted_text(name), " is not UTF-8.");
+    fail_safetensors(source, what, quoted_text(name), " is not UTF-8.");
   }
 }
 
@@ -37,16 +32,17 @@ SafetensorsHeader lay_out_safetensors(std::vector<SafetensorsEntry> entries,
                                       std::map<std::string, std::string> metadata, const std::string& source) {
   std::unordered_set<std::string_view> names;
   for (const SafetensorsEntry& entry : entries) {
-    if (entry.name == kMetadataKey) fail(source, "a tensor cannot be named '__metadata__'.");
-    if (!names.insert(entry.name).second) fail(source, "there are two tensors named ", quoted_text(entry.name), ".");
+    if (entry.name == kMetadataKey) fail_safetensors(source, "a tensor cannot be named '__metadata__'.");
+    if (!names.insert(entry.name).second)
+      fail_safetensors(source, "there are two tensors named ", quoted_text(entry.name), ".");
     const SafetensorsDtype* const dtype = find_safetensors_dtype(entry.dtype);
     if (dtype == nullptr) {
-      fail(source, quoted_tensor(entry.name), ": its dtype is ", c10::toString(entry.dtype),
-           ", which safetensors do not support.", safetensors_name_hint());
+      fail_safetensors(source, quoted_tensor(entry.name), ": its dtype is ", c10::toString(entry.dtype),
+                       ", which safetensors do not support.", safetensors_name_hint());
     }
     if (dtype->packed != 1 && entry.shape.empty()) {
-      fail(source, quoted_tensor(entry.name), ": a ", dtype->name,
-           " should have a dimension, along which its values are packed.");
+      fail_safetensors(source, quoted_tensor(entry.name), ": a ", dtype->name,
+                       " should have a dimension, along which its values are packed.");
     }
   }
   std::sort(entries.begin(), entries.end(), [](const SafetensorsEntry& a, const SafetensorsEntry& b) {
@@ -57,8 +53,8 @@ SafetensorsHeader lay_out_safetensors(std::vector<SafetensorsEntry> entries,
   for (SafetensorsEntry& entry : entries) {
     const auto bytes = tensor_bytes(*find_safetensors_dtype(entry.dtype), entry.shape);
     if (!bytes || *bytes > std::numeric_limits<std::int64_t>::max() - end) {
-      fail(source, quoted_tensor(entry.name), ": its shape ", short_list_text(entry.shape),
-           " takes more bytes than a file has.");
+      fail_safetensors(source, quoted_tensor(entry.name), ": its shape ", short_list_text(entry.shape),
+                       " takes more bytes than a file has.");
     }
     entry.begin = end;
     entry.end = end += *bytes;
@@ -91,7 +87,7 @@ std::string to_bytes(const SafetensorsHeader& header, const std::string& source)
 
   const std::uint64_t length = text.size() - kLengthBytes;
   if (length > kMaxHeaderBytes) {
-    fail(source, "its header would have ", length, " bytes; at most 100000000 are allowed.");
+    fail_safetensors(source, "its header would have ", length, " bytes; at most 100000000 are allowed.");
   }
   std::memcpy(text.data(), &length, kLengthBytes);
   return text;
