@@ -8,6 +8,7 @@
 #include <string>
 
 #include "penstock/program/error.h"
+#include "tests/thrown.h"
 
 namespace penstock::internal::cli {
 namespace {
@@ -86,13 +87,8 @@ TEST(Comparison, OtherShapesAndDtypesAreNotTolerable) {
 
 TEST(Comparison, NamesATensorThatOnlyOneSideHas) {
   const TensorsByName one{{"grad.x", at::ones({2})}};
-  const auto message = [&](const TensorsByName& expected, const TensorsByName& found) -> std::string {
-    try {
-      gradients(expected, found);
-    } catch (const ProgramError& error) {
-      return error.what();
-    }
-    return "";
+  const auto message = [&](const TensorsByName& expected, const TensorsByName& found) {
+    return testing::message_of<ProgramError>([&] { gradients(expected, found); });
   };
   EXPECT_EQ(message(one, {}), "grad.x is missing from the results of the pipeline.");
   EXPECT_EQ(message({}, one), "grad.x is a result of the pipeline, but not of one process.");

@@ -20,6 +20,7 @@
 #include "penstock/schedule/generators.h"
 #include "penstock/tensor/chunk_spec.h"
 #include "tests/runtime/models.h"
+#include "tests/thrown.h"
 
 namespace penstock::internal::testing {
 namespace {
@@ -78,15 +79,6 @@ struct Adding {
   AccumulationCase config;
   std::unique_ptr<Pipeline> pipeline;
 };
-
-std::string error_of(const std::function<void()>& act) {
-  try {
-    act();
-  } catch (const PipelineError& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
-}
 
 TEST(Accumulation, OfCopiesKeepsTheReducedPartWhereAStepGivesNoGradient) {
   Adding adding({.replicas = 1, .sharing = Sharing::Copies});
@@ -149,7 +141,7 @@ TEST(Accumulation, RefusesAChangeOfASumOfBothParts) {
     const at::Tensor gradient = adding.parameter(1, name).grad();
     const at::Tensor before = gradient.clone();
     gradient.mul_(2);
-    EXPECT_EQ(error_of([&] { adding.step(name, {2, 2}); }),
+    EXPECT_EQ(message_of<PipelineError>([&] { adding.step(name, {2, 2}); }),
               "stage 1, parameter '" + name +
                   "': .grad was changed while it holds what a step without a reduction has contributed; expected it to "
                   "be as that step left it, none, or zero.\n"

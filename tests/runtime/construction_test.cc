@@ -11,18 +11,10 @@
 #include "penstock/runtime/pipeline.h"
 #include "penstock/schedule/generators.h"
 #include "tests/runtime/models.h"
+#include "tests/thrown.h"
 
 namespace penstock::internal::testing {
 namespace {
-
-std::string error_of(const std::function<void()>& act) {
-  try {
-    act();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
-}
 
 // Returns a model whose first stage has its weight under two names.
 Model with_two_names() {
@@ -71,7 +63,7 @@ TEST(Construction, TakesATensorUnderTwoNamesForOneParameter) {
 
 TEST(Construction, RefusesReplicasThatDifferInWiringOrSharedParameters) {
   const auto error_with = [](const Model& second) {
-    return error_of([&] { Pipeline(stages_of({perceptron(3), second}), generate("1F1B", {.ranks = 3})); });
+    return message_of([&] { Pipeline(stages_of({perceptron(3), second}), generate("1F1B", {.ranks = 3})); });
   };
   Model skip = perceptron(3);
   skip.wiring.connect(2, {{1, 0}, {0, 0}});
@@ -127,7 +119,7 @@ TEST(Construction, ThatFailsLeavesTheWeightsOfAllReplicas) {
     }
     const std::vector<at::Tensor> before = clones(weights);
     const std::string error =
-        error_of([&] { Pipeline(stages_of(models), schedule_of_two(), {.loss = squared_error, .sharded = true}); });
+        message_of([&] { Pipeline(stages_of(models), schedule_of_two(), {.loss = squared_error, .sharded = true}); });
     EXPECT_EQ(error, one.error);
     for (const at::Tensor& tensor : weights) ASSERT_EQ(tensor.storage().nbytes() >= tensor.nbytes(), true);
     expect_equal(before, weights);

@@ -17,19 +17,10 @@
 #include "penstock/schedule/error.h"
 #include "penstock/schedule/generators.h"
 #include "tests/runtime/models.h"
+#include "tests/thrown.h"
 
 namespace penstock::internal::testing {
 namespace {
-
-template <class Error = PipelineError, class Act>
-std::string error_of(const Act& act) {
-  try {
-    act();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
-}
 
 void expect_begins(const std::string& text, const std::string& beginning) {
   EXPECT_EQ(text.substr(0, beginning.size()), beginning) << text;
@@ -58,7 +49,7 @@ TEST(Failure, InAForwardNamesRankStageActionAndMicrobatchAndWhereTheOthersWere) 
   Failing failing([](const Args&, const c10::IValue&) -> c10::IValue { throw std::runtime_error("hot bearings"); });
   Pipeline pipeline = failing.pipeline();
   *failing.armed = true;
-  const std::string error = error_of([&] { pipeline.step({rows(8, "x")}, {}, rows(8, "y")); });
+  const std::string error = message_of<PipelineError>([&] { pipeline.step({rows(8, "x")}, {}, rows(8, "y")); });
   expect_begins(error, "rank 2, stage 2, 2F0 (microbatch 0): hot bearings\n  rank 0: was in ");
   EXPECT_NE(error.find("<-- here"), std::string::npos) << error;
   EXPECT_NE(error.find("2F0"), std::string::npos) << error;
@@ -70,7 +61,7 @@ TEST(Failure, NamesThePlaceInTheFileOfTheSchedule) {
       "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n\n# The third.\n 2F0,2F1,2B0,2B1\n3F0,3B0,3F1,3B1\n";
   Pipeline pipeline(failing.model.build(), parse_csv(rows_of_ranks, {.source = "own.csv"}), {.loss = squared_error});
   *failing.armed = true;
-  const std::string error = error_of([&] { pipeline.step({rows(8, "x")}, {}, rows(8, "y")); });
+  const std::string error = message_of<PipelineError>([&] { pipeline.step({rows(8, "x")}, {}, rows(8, "y")); });
   expect_begins(error, "rank 2, stage 2, 2F0 (microbatch 0), own.csv:5:2: hot bearings\n");
 }
 
@@ -114,7 +105,7 @@ TEST(Failure, WithoutAMessageIsReportedToo) {
     throw std::runtime_error("");
   }};
   Pipeline pipeline(model.build(), generate("GPipe", {.ranks = 1, .microbatches = 2}), options);
-  expect_begins(error_of([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y")); }),
+  expect_begins(message_of<PipelineError>([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y")); }),
                 "rank 0, stage 0, 0F0 (microbatch 0): \n");
 }
 
@@ -123,7 +114,7 @@ TEST(Failure, InABackwardIsNamedToo) {
       [](const Args&, const c10::IValue& output) -> c10::IValue { return ThrowsInBackward::apply(output.toTensor()); });
   Pipeline pipeline = failing.pipeline();
   *failing.armed = true;
-  const std::string error = error_of([&] { pipeline.step({rows(8, "x")}, {}, rows(8, "y")); });
+  const std::string error = message_of<PipelineError>([&] { pipeline.step({rows(8, "x")}, {}, rows(8, "y")); });
   expect_begins(error, "rank 2, stage 2, 2B0 (microbatch 0): no way back");
 }
 
@@ -132,7 +123,7 @@ TEST(Failure, InTheLossIsThatOfTheLastStage) {
   Pipeline pipeline(
       model.build(), generate("GPipe", {.ranks = 2, .microbatches = 2}),
       {.loss = [](const c10::IValue& output, const c10::IValue&, const Kwargs&) { return output.toTensor(); }});
-  expect_begins(error_of([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y")); }),
+  expect_begins(message_of<PipelineError>([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y")); }),
                 "rank 1, stage 1, 1F0 (microbatch 0): the loss of microbatch 0: found float32 tensor of shape [2, 8], "
                 "expected a tensor of one element.");
 }
@@ -146,7 +137,7 @@ TEST(Failure, OfAWrongShapeNamesTheStageAndBothShapes) {
     stages.emplace_back(model.stages[static_cast<std::size_t>(i)], i, 3, options);
   }
   Pipeline pipeline(std::move(stages), generate("1F1B", {.ranks = 3, .microbatches = 2}), {.loss = squared_error});
-  expect_begins(error_of([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y")); }),
+  expect_begins(message_of<PipelineError>([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y")); }),
                 "rank 1, stage 1, 1F0 (microbatch 0): stage 1, input[0]: its shape is [2, 8], expected [2, 9].");
 }
 
@@ -157,7 +148,7 @@ TEST(Failure, OfARankThatSleepsPastTheDeadlineEndsTheOthersInTime) {
   });
   Pipeline pipeline = failing.pipeline(std::chrono::seconds(1));
   *failing.armed = true;
-  const std::string error = error_of([&] { pipeline.step({rows(8, "x")}, {}, rows(8, "y")); });
+  const std::string error = message_of<PipelineError>([&] { pipeline.step({rows(8, "x")}, {}, rows(8, "y")); });
   // Rank 1 waits to send, rank 3 for an activation; either may be the first.
   EXPECT_NE(error.find("rank 2 within the deadline of 1.0 s."), std::string::npos) << error;
   EXPECT_NE(error.find("rank 2: was in 2F0 for "), std::string::npos) << error;
@@ -168,45 +159,45 @@ TEST(Failure, OfARankThatSleepsPastTheDeadlineEndsTheOthersInTime) {
 TEST(Step, RefusesWhatDoesNotFit) {
   const Model model = perceptron(2);
   Pipeline pipeline(model.build(), generate("1F1B", {.ranks = 2, .microbatches = 4}), {.loss = squared_error});
-  EXPECT_EQ(error_of([&] { pipeline.step({rows(3, "x")}, {}, rows(3, "y")); }),
+  EXPECT_EQ(message_of<PipelineError>([&] { pipeline.step({rows(3, "x")}, {}, rows(3, "y")); }),
             "the arguments can be split into 3 only, and there are 4 microbatches.\n  Hint: give at least 4 rows, or "
             "take fewer microbatches.");
   EXPECT_EQ(
-      error_of([&] { pipeline.step({rows(8, "x")}, {}, rows(6, "y")); }),
+      message_of<PipelineError>([&] { pipeline.step({rows(8, "x")}, {}, rows(6, "y")); }),
       "the target (float32 tensor of shape [6, 8]) has 6 rows, and args[0] (float32 tensor of shape [8, 8]) has 8: "
       "they cannot be split into the same microbatches.\n  Hint: give a target for each row, or say how this one is "
       "split.");
   EXPECT_EQ(
-      error_of([&] { pipeline.step({rows(8, "x")}, {}, at::ones({4}, at::kLong)); }),
+      message_of<PipelineError>([&] { pipeline.step({rows(8, "x")}, {}, at::ones({4}, at::kLong)); }),
       "the target (int64 tensor of shape [4]) has 4 rows, and args[0] (float32 tensor of shape [8, 8]) has 8: "
       "they cannot be split into the same microbatches.\n  Hint: give a target for each row, or say how this one is "
       "split.");
-  EXPECT_EQ(error_of([&] { pipeline.step({rows(8, "x")}, {}, at::ones({})); }),
+  EXPECT_EQ(message_of<PipelineError>([&] { pipeline.step({rows(8, "x")}, {}, at::ones({})); }),
             "the target (float32 tensor of shape []) has no rows, and cannot be split into 4 microbatches.\n  Hint: "
             "give a target for each row.");
   EXPECT_EQ(
-      error_of([&] { pipeline.step({rows(8, "x")}); }),
+      message_of<PipelineError>([&] { pipeline.step({rows(8, "x")}); }),
       "the target is missing: there is a loss function, and the arguments (args[0] is float32 tensor of shape "
       "[8, 8]) come without anything to compare the output with.\n  Hint: step(args, kwargs, target); at::Tensor() "
       "is the target of a loss that takes none.");
   StepOptions options;
   options.weights = {1, 2};
-  EXPECT_EQ(error_of([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y"), options); }),
+  EXPECT_EQ(message_of<PipelineError>([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y"), options); }),
             "there are 2 weights for 4 microbatches.");
   StepOptions kwargs;
   kwargs.stage_kwargs[2] = {};
-  EXPECT_EQ(error_of([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y"), kwargs); }),
+  EXPECT_EQ(message_of<PipelineError>([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y"), kwargs); }),
             "there are keyword arguments for stage 2; expected a stage from 1 to 1.\n  Hint: pass those of stage 0 as "
             "`kwargs`.");
   const c10::AutoGradMode off(false);
-  expect_begins(error_of([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y")); }),
+  expect_begins(message_of<PipelineError>([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y")); }),
                 "step computes gradients, which are disabled on this thread.");
 }
 
 TEST(Pipelines, RefuseAScheduleThatDeadlocksWithItsPlacesInTheFile) {
   const Model model = perceptron(2);
   const Schedule stuck = parse_csv("# Rank 0.\n0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n", {.source = "own.csv"});
-  const std::string error = error_of<ScheduleError>([&] { Pipeline(model.build(), stuck, {.loss = squared_error}); });
+  const std::string error = message_of<ScheduleError>([&] { Pipeline(model.build(), stuck, {.loss = squared_error}); });
   expect_begins(error,
                 "own.csv:2:5: rank 0, 0B0: deadlock, the ranks wait for each other in a cycle:\n"
                 "  rank 0, own.csv:2:5: 0B0 waits for 1B0 on rank 1\n"
@@ -222,7 +213,7 @@ TEST(Step, SplitsATargetThatWasFlattened) {
                     }});
   EXPECT_EQ(pipeline.step({rows(8, "x")}, {}, rows(8, "y").flatten()).losses.size(), 4U);
   // Uneven microbatches would get elements of other rows.
-  expect_begins(error_of([&] { pipeline.step({rows(9, "x")}, {}, rows(9, "y").flatten()); }),
+  expect_begins(message_of<PipelineError>([&] { pipeline.step({rows(9, "x")}, {}, rows(9, "y").flatten()); }),
                 "the target (float32 tensor of shape [72]) has 72 rows, and args[0] ");
 }
 
@@ -230,7 +221,7 @@ TEST(Step, RefusesATargetWithoutALoss) {
   const Model model = perceptron(2);
   Pipeline pipeline(model.build(), generate("1F1B", {.ranks = 2, .microbatches = 2}));
   EXPECT_EQ(
-      error_of([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y")); }),
+      message_of<PipelineError>([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y")); }),
       "there is a target, float32 tensor of shape [4, 8], and no loss function that compares the output with it.\n"
       "  Hint: set PipelineOptions::loss; eval needs neither.");
 }
@@ -239,7 +230,7 @@ TEST(Step, RefusesToComputeGradientsOfNothing) {
   const Model model = perceptron(2);
   Pipeline pipeline(model.build(), generate("1F1B", {.ranks = 2, .microbatches = 2}));
   EXPECT_EQ(
-      error_of([&] { pipeline.step({rows(4, "x")}); }),
+      message_of<PipelineError>([&] { pipeline.step({rows(4, "x")}); }),
       "the step has computed no gradients: there is no loss function, and no stage has added a loss term.\n  Hint: "
       "give PipelineOptions::loss, or call add_loss in a stage's forward; eval runs forwards alone.");
   for (const StageModule& stage : model.stages) EXPECT_FALSE(stage.parameters[0].second.grad().defined());
@@ -251,12 +242,13 @@ TEST(Pipelines, RefuseStagesThatAreNotInOrder) {
   const Schedule schedule = generate("1F1B", {.ranks = 2, .microbatches = 2});
   std::vector<PipelineStage> one;
   one.emplace_back(model.stages[0], 0, 1);
-  EXPECT_EQ(error_of([&] { Pipeline(std::move(one), schedule); }), "there are 1 stages, and the schedule is for 2.");
+  EXPECT_EQ(message_of<PipelineError>([&] { Pipeline(std::move(one), schedule); }),
+            "there are 1 stages, and the schedule is for 2.");
   std::vector<PipelineStage> turned;
   turned.emplace_back(model.stages[1], 1, 2);
   turned.emplace_back(model.stages[0], 0, 2);
   EXPECT_EQ(
-      error_of([&] { Pipeline(std::move(turned), schedule); }),
+      message_of<PipelineError>([&] { Pipeline(std::move(turned), schedule); }),
       "element 0 of the list of stages is stage 1 of 2, and the schedule is for 2 stages.\n  Hint: list the stages in "
       "ascending order of stage_index.");
 }

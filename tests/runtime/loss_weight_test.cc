@@ -16,6 +16,7 @@
 #include "penstock/torch_names.h"
 #include "penstock/transport/c10d.h"
 #include "tests/runtime/models.h"
+#include "tests/thrown.h"
 #include "tests/transport/ranks.h"
 
 namespace penstock::internal::testing {
@@ -236,15 +237,11 @@ TEST(LossWeight, IsGivenByAllProcessesOrByNone) {
 
 TEST(LossWeight, IsAFiniteNumberOfAtLeastZero) {
   const Model model = perceptron(2);
-  const auto error_with = [&](double weight) -> std::string {
+  const auto error_with = [&](double weight) {
     PipelineOptions options{.loss = squared_error};
     options.loss_weight = [weight](const c10::IValue&, const Kwargs&) { return weight; };
-    try {
-      Schedule1F1B(model.build(), 2, options).step({rows(4, "x")}, {}, rows(4, "y"));
-    } catch (const PipelineError& error) {
-      return error.what();
-    }
-    return "";
+    return message_of<PipelineError>(
+        [&] { Schedule1F1B(model.build(), 2, options).step({rows(4, "x")}, {}, rows(4, "y")); });
   };
   EXPECT_EQ(error_with(-1),
             "the loss weight of microbatch 0 is -1.000000, expected a finite number of at least 0.\n  Hint: let "

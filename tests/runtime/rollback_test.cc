@@ -17,6 +17,7 @@
 #include "penstock/schedule/generators.h"
 #include "penstock/tensor/chunk_spec.h"
 #include "tests/runtime/models.h"
+#include "tests/thrown.h"
 
 namespace penstock::internal::testing {
 namespace {
@@ -212,15 +213,6 @@ TEST(Rollback, RestoresGradientsOfInputs) {
   EXPECT_FALSE(behind.grad().defined());
 }
 
-std::string error_of(const std::function<void()>& act) {
-  try {
-    act();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
-}
-
 // The last stage returns `output` of its result.
 Pipeline pipeline_with_output(const std::function<c10::IValue(const at::Tensor&)>& output,
                               std::optional<c10::IValue> spec = std::nullopt, int replicas = 1) {
@@ -243,7 +235,7 @@ Pipeline pipeline_with_output(const std::function<c10::IValue(const at::Tensor&)
 TEST(Rollback, OfOutputsThatCannotBeMergedComesBeforeTheFirstBackward) {
   Pipeline pipeline = pipeline_with_output(
       [](const at::Tensor& y) -> c10::IValue { return c10::ivalue::Tuple::create({y, y.detach().mean()}); });
-  const std::string error = error_of([&] { pipeline.step({rows(8, "x")}, {}, rows(8, "y")); });
+  const std::string error = message_of([&] { pipeline.step({rows(8, "x")}, {}, rows(8, "y")); });
   const std::string expected =
       "rank 1, stage 1, 1F0 (microbatch 0): the outputs of the microbatches cannot be merged: chunks[0][1]: found "
       "float32 tensor of shape [], which has no dimension 0 to join along.\n"
@@ -261,7 +253,7 @@ TEST(Rollback, OfOutputsThatDoNotFitEachOtherRestoresGradients) {
   Pipeline pipeline = pipeline_with_output([count](const at::Tensor& y) -> c10::IValue {
     return c10::ivalue::Tuple::create({y, (*count)++ == 2 ? y.detach().narrow(1, 0, 3) : y.detach()});
   });
-  const std::string error = error_of([&] { pipeline.step({rows(8, "x")}, {}, rows(8, "y")); });
+  const std::string error = message_of([&] { pipeline.step({rows(8, "x")}, {}, rows(8, "y")); });
   const std::string expected =
       "rank 1, stage 1, 1F3 (microbatch 3): the outputs of the microbatches cannot be merged: chunks[2][1]: found "
       "float32 tensor of shape [2, 3], which cannot follow chunks[0][1], float32 tensor of shape [2, 8], along "

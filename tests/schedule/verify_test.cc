@@ -9,6 +9,7 @@
 #include "penstock/schedule/passes.h"
 #include "penstock/schedule/simulate.h"
 #include "tests/schedule/expect.h"
+#include "tests/thrown.h"
 
 namespace penstock::internal::testing {
 namespace {
@@ -186,24 +187,17 @@ TEST(Verifier, ExplainsWhatIsMissingWithTheLineOfTheRank) {
 
 TEST(Verifier, GivesTheSamePlacesBeforeAndAfterLowering) {
   const Schedule stuck = parse_csv("# Stuck.\n0F0,,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n", {.source = "own.csv"});
-  const auto message_of = [](const std::function<void()>& act) -> std::string {
-    try {
-      act();
-      return "no error";
-    } catch (const ScheduleError& error) {
-      return error.what();
-    }
-  };
   const std::string expected = explain(stuck, *verify(stuck));
   EXPECT_NE(expected.find("own.csv:2:6: rank 0, 0B0: deadlock, the ranks wait for each other in a cycle:\n"
                           "  rank 0, own.csv:2:6: 0B0 waits for 1B0 on rank 1\n"
                           "  rank 1, own.csv:3:1: 1F1 waits for 0F1 on rank 0\n"),
             std::string::npos)
       << expected;
-  EXPECT_EQ(message_of([&] { lower(stuck); }), expected);
-  EXPECT_EQ(message_of([&] { lower(stuck, {.sharding = false}); }), expected);
-  EXPECT_EQ(message_of([&] { add_communication(stuck); }), expected);
-  EXPECT_NE(message_of([&] { simulate(stuck); }).find("rank 0 is blocked at own.csv:2:6, 0B0"), std::string::npos);
+  EXPECT_EQ(message_of<ScheduleError>([&] { lower(stuck); }), expected);
+  EXPECT_EQ(message_of<ScheduleError>([&] { lower(stuck, {.sharding = false}); }), expected);
+  EXPECT_EQ(message_of<ScheduleError>([&] { add_communication(stuck); }), expected);
+  EXPECT_NE(message_of<ScheduleError>([&] { simulate(stuck); }).find("rank 0 is blocked at own.csv:2:6, 0B0"),
+            std::string::npos);
 }
 
 TEST(Verifier, AcceptsMoreThanAMillionActions) {

@@ -11,6 +11,7 @@
 
 #include "penstock/tensor/attention/plan.h"
 #include "tests/tensor/masks.h"
+#include "tests/thrown.h"
 
 namespace penstock::internal::testing {
 namespace {
@@ -440,15 +441,11 @@ TEST_F(AttentionTest, ComputesOnlyTheGradientsThatAreNeeded) {
   }
 }
 
-template <class Act>
-std::string error_of(const Act& act) {
-  return message_of<AttentionError>(act);
-}
-
 TEST_F(AttentionTest, RefusesTensorsOfOtherKinds) {
   const at::Tensor good = at::zeros({2, 4, 8, 16});
   const auto attend = [](const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, bool gqa = false) {
-    return error_of([&] { flex_attention(query, key, value, nullptr, std::nullopt, std::nullopt, gqa); });
+    return message_of<AttentionError>(
+        [&] { flex_attention(query, key, value, nullptr, std::nullopt, std::nullopt, gqa); });
   };
   EXPECT_EQ(attend(good, {}, good), "flex_attention: key is undefined; it should be a tensor.");
   EXPECT_EQ(attend(good[0], good, good),
@@ -481,7 +478,7 @@ TEST_F(AttentionTest, RefusesTensorsOfOtherKinds) {
 TEST_F(AttentionTest, RefusesMasksOfOtherShapes) {
   const at::Tensor good = at::zeros({2, 4, 8, 16});
   const auto attend = [&good](const BlockMask& mask) {
-    return error_of([&] { flex_attention(good, good, good, nullptr, mask); });
+    return message_of<AttentionError>([&] { flex_attention(good, good, good, nullptr, mask); });
   };
   const std::string rest = "; it should be for [2, 4, 8, 8], or have batch or heads 1.";
   EXPECT_EQ(attend(create_block_mask(causal, 3, 1, 8, 8)), "flex_attention: block_mask is for [3, 1, 8, 8]" + rest);
@@ -496,14 +493,14 @@ TEST_F(AttentionTest, RefusesScoreModsThatReturnNoScoresOrHideTensorsThatRequire
   const auto attend = [&good](const at::Tensor& answer) {
     const ScoreMod mod = [&answer](const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                    const at::Tensor&) { return answer; };
-    return error_of([&] { flex_attention(good, good, good, mod); });
+    return message_of<AttentionError>([&] { flex_attention(good, good, good, mod); });
   };
   const std::string rest = " for scores of shape [1, 1, 8, 8]; it should return real numbers of that shape.";
   EXPECT_EQ(attend({}), "flex_attention: score_mod returned an undefined tensor" + rest);
   EXPECT_EQ(attend(at::ones({8, 8}, at::kLong)), "flex_attention: score_mod returned a tensor of Long" + rest);
   EXPECT_EQ(attend(at::ones({7, 8})), "flex_attention: score_mod returned a tensor of shape [7, 8]" + rest);
   const at::Tensor slopes = at::ones({1}).requires_grad_();
-  EXPECT_EQ(error_of([&] { flex_attention(good, good, good, alibi(slopes)); }),
+  EXPECT_EQ(message_of<AttentionError>([&] { flex_attention(good, good, good, alibi(slopes)); }),
             "flex_attention: score_mod uses a tensor that requires grad.\n  Hint: list such tensors in `captured`.");
   const at::NoGradGuard no_graph;
   EXPECT_NO_THROW(flex_attention(good, good, good, alibi(slopes)));

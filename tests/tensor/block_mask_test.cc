@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "tests/tensor/masks.h"
+#include "tests/thrown.h"
 
 namespace penstock::internal::testing {
 namespace {
@@ -20,11 +21,6 @@ class BlockMaskTest : public ::testing::Test {
 
 at::Tensor ints(std::initializer_list<int> numbers, at::IntArrayRef shape) {
   return at::tensor(at::ArrayRef<int>(numbers), at::kInt).view(shape);
-}
-
-template <class Act>
-std::string error_of(const Act& act) {
-  return message_of<BlockMaskError>(act);
 }
 
 TEST_F(BlockMaskTest, TellsFullBlocksFromPartialOnes) {
@@ -105,7 +101,8 @@ TEST_F(BlockMaskTest, IsALeafOfAValueAndIsRecognised) {
   const std::array others = {c10::IValue(), c10::IValue(1), c10::IValue(at::ones({2})), c10::IValue("mask"),
                              c10::IValue(c10::List<std::int64_t>())};
   for (const c10::IValue& other : others) EXPECT_FALSE(BlockMask::is(other)) << other.tagKind();
-  EXPECT_EQ(error_of([] { BlockMask::from_ivalue(c10::IValue(1)); }), "a value that should be a block mask is int 1.");
+  EXPECT_EQ(message_of<BlockMaskError>([] { BlockMask::from_ivalue(c10::IValue(1)); }),
+            "a value that should be a block mask is int 1.");
 }
 
 TEST_F(BlockMaskTest, MovesToADevice) {
@@ -129,16 +126,18 @@ TEST_F(BlockMaskTest, SharesWhatIsIndexedWithTheWhole) {
 
 TEST_F(BlockMaskTest, RefusesIndicesThatItDoesNotHave) {
   const BlockMask mask = mask_of(patchwork(4, 3, 37, 21, 8), 8);
-  EXPECT_EQ(error_of([&] { mask.index({4}); }), "BlockMask::index: batch 4 is not among the mask's 4.");
-  EXPECT_EQ(error_of([&] { mask.index({0, -4}); }), "BlockMask::index: head -4 is not among the mask's 3.");
+  EXPECT_EQ(message_of<BlockMaskError>([&] { mask.index({4}); }),
+            "BlockMask::index: batch 4 is not among the mask's 4.");
+  EXPECT_EQ(message_of<BlockMaskError>([&] { mask.index({0, -4}); }),
+            "BlockMask::index: head -4 is not among the mask's 3.");
   EXPECT_EQ(
-      error_of([&] { mask.index({0, 0, 0, 0}); }),
+      message_of<BlockMaskError>([&] { mask.index({0, 0, 0, 0}); }),
       "BlockMask::index: 4 indices into kv_indices of shape [4, 3, 5, 3]; there should be up to 3, of batch, head "
       "and row of query blocks, and 4 dimensions.");
-  EXPECT_EQ(error_of([&] { mask.index({TensorIndex(at::indexing::Ellipsis)}); }),
+  EXPECT_EQ(message_of<BlockMaskError>([&] { mask.index({TensorIndex(at::indexing::Ellipsis)}); }),
             "BlockMask::index: the index of batch should be an integer, a slice or a one-dimensional tensor.");
   EXPECT_EQ(
-      error_of([&] { mask.index({0, 0, at::tensor({4, 0})}); }),
+      message_of<BlockMaskError>([&] { mask.index({0, 0, at::tensor({4, 0})}); }),
       "BlockMask::index: row of query blocks 4 has 5 queries and not 8; it should be the last of the selected rows.");
 }
 
@@ -148,20 +147,21 @@ TEST_F(BlockMaskTest, RefusesListsOfBlocksThatDoNotFit) {
   const auto make = [](const at::Tensor& num_blocks, const at::Tensor& which) {
     return [=] { BlockMask::from_kv_blocks({.num_blocks = num_blocks, .indices = which}); };
   };
-  EXPECT_EQ(error_of(make({}, indices)),
+  EXPECT_EQ(message_of<BlockMaskError>(make({}, indices)),
             "BlockMask: kv_num_blocks and kv_indices should both be tensors, and one is undefined.");
-  EXPECT_EQ(error_of(make(counts.to(at::kFloat), indices)),
+  EXPECT_EQ(message_of<BlockMaskError>(make(counts.to(at::kFloat), indices)),
             "BlockMask: kv_num_blocks and kv_indices should be of integers.");
   EXPECT_EQ(
-      error_of(make(counts[0], counts)),
+      message_of<BlockMaskError>(make(counts[0], counts)),
       "BlockMask: kv_indices has shape [2]; it should be [batch, heads, rows, columns], where the leading two may "
       "be left out.");
-  EXPECT_EQ(error_of(make(counts.view({1, 2}), indices)),
+  EXPECT_EQ(message_of<BlockMaskError>(make(counts.view({1, 2}), indices)),
             "BlockMask: kv_num_blocks has shape [1, 2] and kv_indices [2, 2]; the first should be the second without "
             "its last dimension.");
-  EXPECT_EQ(error_of(make(counts * 3, indices)),
+  EXPECT_EQ(message_of<BlockMaskError>(make(counts * 3, indices)),
             "BlockMask: kv_num_blocks has a number outside 0…2, the columns of kv_indices.");
-  EXPECT_EQ(error_of(make(counts * 2, indices * 5)), "BlockMask: kv_indices names block 5; the blocks are 0…1.");
+  EXPECT_EQ(message_of<BlockMaskError>(make(counts * 2, indices * 5)),
+            "BlockMask: kv_indices names block 5; the blocks are 0…1.");
   // Entries after a row's number of blocks are ignored.
   EXPECT_NO_THROW(make(counts, indices * 5)());
 }
@@ -169,28 +169,31 @@ TEST_F(BlockMaskTest, RefusesListsOfBlocksThatDoNotFit) {
 TEST_F(BlockMaskTest, RefusesFullBlocksSizesAndLengthsThatDoNotFit) {
   const BlockList kv = {.num_blocks = ints({1, 1}, {2}), .indices = ints({0, 1, 0, 1}, {2, 2})};
   const BlockList wide = {.num_blocks = ints({1, 1}, {2}), .indices = ints({0, 1, 2, 0, 1, 2}, {2, 3})};
-  EXPECT_EQ(error_of([&] { BlockMask::from_kv_blocks(kv, wide); }),
+  EXPECT_EQ(message_of<BlockMaskError>([&] { BlockMask::from_kv_blocks(kv, wide); }),
             "BlockMask: full_kv_indices has shape [2, 3] and kv_indices [2, 2]; they should be the same.");
-  EXPECT_EQ(error_of([&] { BlockMask::from_kv_blocks(kv, BlockList{.num_blocks = kv.num_blocks, .indices = {}}); }),
+  EXPECT_EQ(message_of<BlockMaskError>(
+                [&] { BlockMask::from_kv_blocks(kv, BlockList{.num_blocks = kv.num_blocks, .indices = {}}); }),
             "BlockMask: full_kv_num_blocks and full_kv_indices should both be tensors, and one is undefined.");
-  EXPECT_EQ(error_of([&] { BlockMask::from_kv_blocks(kv, std::nullopt, {0, 4}); }),
+  EXPECT_EQ(message_of<BlockMaskError>([&] { BlockMask::from_kv_blocks(kv, std::nullopt, {0, 4}); }),
             "BlockMask: a block of 0 × 4 is empty; both sizes should be at least 1.");
-  EXPECT_EQ(error_of([&] { BlockMask::from_kv_blocks(kv, std::nullopt, 4, nullptr, SeqLengths{.q = 9, .kv = 8}); }),
+  EXPECT_EQ(message_of<BlockMaskError>(
+                [&] { BlockMask::from_kv_blocks(kv, std::nullopt, 4, nullptr, SeqLengths{.q = 9, .kv = 8}); }),
             "BlockMask: 9 queries and 8 keys in blocks of 4 × 4 make 3 × 2 blocks, but kv_indices has 2 × 2.");
 }
 
 TEST_F(BlockMaskTest, RefusesSizesBelowOneAndFunctionsThatReturnNoMask) {
-  EXPECT_EQ(error_of([] { create_block_mask(nullptr, 1, 1, 4, 4); }),
+  EXPECT_EQ(message_of<BlockMaskError>([] { create_block_mask(nullptr, 1, 1, 4, 4); }),
             "create_block_mask: mask_mod is empty; it should be callable.");
-  EXPECT_EQ(error_of([] { create_block_mask(causal, 0, 1, 4, 4); }),
+  EXPECT_EQ(message_of<BlockMaskError>([] { create_block_mask(causal, 0, 1, 4, 4); }),
             "create_block_mask: batch is 0; it should be at least 1.");
-  EXPECT_EQ(error_of([] { create_block_mask(causal, 1, 1, 4, 4, {4, -1}); }),
+  EXPECT_EQ(message_of<BlockMaskError>([] { create_block_mask(causal, 1, 1, 4, 4, {4, -1}); }),
             "create_block_mask: block_size.kv is -1; it should be at least 1.");
-  EXPECT_EQ(error_of([] { and_masks({causal, nullptr}); }),
+  EXPECT_EQ(message_of<BlockMaskError>([] { and_masks({causal, nullptr}); }),
             "and_masks: mask function 1 of 2 is empty; each should be callable.");
-  EXPECT_EQ(error_of([] { or_masks({nullptr}); }), "or_masks: mask function 0 of 1 is empty; each should be callable.");
+  EXPECT_EQ(message_of<BlockMaskError>([] { or_masks({nullptr}); }),
+            "or_masks: mask function 0 of 1 is empty; each should be callable.");
   const auto made_with = [](const at::Tensor& answer) {
-    return error_of([&] {
+    return message_of<BlockMaskError>([&] {
       create_mask([&](const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&) { return answer; }, 1,
                   2, 3, 4);
     });
@@ -273,20 +276,21 @@ TEST_F(BlockMaskTest, MergesMasksThatWereNotSplitFromOne) {
 
 TEST_F(BlockMaskTest, RefusesToSplitIntoSizesThatDoNotAddUp) {
   const BlockMask whole = mask_of(patchwork(3, 1, 8, 8, 4), 4);
-  EXPECT_EQ(error_of([&] { whole.split(std::int64_t{0}); }),
+  EXPECT_EQ(message_of<BlockMaskError>([&] { whole.split(std::int64_t{0}); }),
             "BlockMask::split: into 0 chunks; there should be at least 1.");
-  EXPECT_EQ(error_of([&] { whole.split(4); }), "BlockMask::split: a batch of 3 is too small for 4 chunks.");
-  EXPECT_EQ(error_of([&] { whole.split(at::IntArrayRef{1, 1}); }),
+  EXPECT_EQ(message_of<BlockMaskError>([&] { whole.split(4); }),
+            "BlockMask::split: a batch of 3 is too small for 4 chunks.");
+  EXPECT_EQ(message_of<BlockMaskError>([&] { whole.split(at::IntArrayRef{1, 1}); }),
             "BlockMask::split: chunks of [1, 1] rows; they should add up to the batch of 3, and each be at least 1.");
-  EXPECT_EQ(error_of([&] { whole.split(at::IntArrayRef{3, 0}); }),
+  EXPECT_EQ(message_of<BlockMaskError>([&] { whole.split(at::IntArrayRef{3, 0}); }),
             "BlockMask::split: chunks of [3, 0] rows; they should add up to the batch of 3, and each be at least 1.");
 }
 
 TEST_F(BlockMaskTest, RefusesToMergeMasksOfDifferentForm) {
-  EXPECT_EQ(error_of([] { BlockMask::merge({}); }),
+  EXPECT_EQ(message_of<BlockMaskError>([] { BlockMask::merge({}); }),
             "BlockMask::merge: there are no chunks; there should be at least 1.");
   const auto two = [](const BlockMask& one, const BlockMask& other) {
-    return error_of([&] { BlockMask::merge(std::array{one, other}); });
+    return message_of<BlockMaskError>([&] { BlockMask::merge(std::array{one, other}); });
   };
   const BlockMask first = create_block_mask(causal, 2, 2, 8, 8, 4);
   EXPECT_EQ(

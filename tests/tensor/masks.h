@@ -55,17 +55,6 @@ inline BlockMask mask_of(const at::Tensor& allowed, BlockSize block) {
                            block);
 }
 
-// Returns the message of the Error that a call throws.
-template <class Error, class Act>
-std::string message_of(const Act& act) {
-  try {
-    act();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
-}
-
 inline ::testing::AssertionResult same_tensor(const at::Tensor& expected, const at::Tensor& found) {
   if (expected.defined() && found.defined() && expected.scalar_type() == found.scalar_type() &&
       expected.sizes() == found.sizes() && at::equal(expected, found)) {

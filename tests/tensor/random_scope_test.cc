@@ -135,7 +135,7 @@ void on_another_thread(const std::function<void()>& body) {
 }
 
 // Returns the message of the error that `body` throws, without the backtrace.
-std::string message_of(const std::function<void()>& body) {
+std::string message_without_backtrace(const std::function<void()>& body) {
   try {
     body();
   } catch (const c10::Error& error) {
@@ -446,12 +446,12 @@ TEST(RandomScope, RefusesOtherDevices) {
                                                caffe2::TypeMeta::Make<float>(), c10::Device(c10::kPrivateUse1, 0));
   const RandomScope scope(1, 2, 3, 4);
   EXPECT_EQ(
-      message_of([&] { at::bernoulli(elsewhere); }),
+      message_without_backtrace([&] { at::bernoulli(elsewhere); }),
       "aten::bernoulli on a tensor of the backend PrivateUse1Bit in a RandomScope: scopes support random numbers on "
       "the CPU only.\n"
       "  Hint: give the operator a generator of that device, or call it outside of the scope.");
   const auto is_refused = [](const std::function<void()>& body) {
-    return message_of(body).find("in a RandomScope: scopes support random numbers on the CPU only") !=
+    return message_without_backtrace(body).find("in a RandomScope: scopes support random numbers on the CPU only") !=
            std::string::npos;
   };
   const auto flash = [&](double dropout) {
@@ -468,7 +468,7 @@ TEST(RandomScope, RefusesAThreadThatOnlyInheritedItsState) {
   on_another_thread([&] {
     const at::ThreadLocalStateGuard guard(state);
     EXPECT_FALSE(RandomScope::current());
-    EXPECT_EQ(message_of([] { at::dropout(at::ones({2}), 0.5, /*train=*/true); }),
+    EXPECT_EQ(message_without_backtrace([] { at::dropout(at::ones({2}), 0.5, /*train=*/true); }),
               "aten::bernoulli_.float on a thread that inherited its state from a thread in a RandomScope, but has no "
               "scope of "
               "its own: its random numbers would depend on the order of execution.\n"

@@ -20,8 +20,6 @@
 namespace penstock::internal::testing {
 namespace {
 
-constexpr int kMicrobatches = 4;
-
 // Two stages, each a matrix product, and a buffer that counts the forwards of the first.
 class Products final : public Model {
  public:
@@ -97,9 +95,8 @@ std::unique_ptr<Trainer> trainer_of(const GivenRows& data, const RunCase& setup)
   options.max_skipped = setup.max_skipped;
   options.sharded = setup.sharded;
   options.timeout = std::chrono::seconds(60);
-  return std::make_unique<Trainer>(std::move(models), data,
-                                   generate("1F1B", {.ranks = 2, .microbatches = kMicrobatches / setup.replicas}),
-                                   std::move(options));
+  return std::make_unique<Trainer>(
+      std::move(models), data, generate("1F1B", {.ranks = 2, .microbatches = 4 / setup.replicas}), std::move(options));
 }
 
 // Returns a copy of everything that a step changes.

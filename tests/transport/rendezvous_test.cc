@@ -17,6 +17,7 @@
 
 #include "penstock/transport/sockets.h"
 #include "tests/tensor/values.h"
+#include "tests/thrown.h"
 #include "tests/transport/ranks.h"
 
 namespace penstock::internal::testing {
@@ -366,14 +367,11 @@ class OtherProgram {
 };
 
 std::string error_at(int port, std::chrono::milliseconds timeout, std::vector<std::string>* lines = nullptr) {
-  try {
+  return message_of<RendezvousError>([&] {
     rendezvous(environment(1, 2, port, -1), timeout, [&](const std::string& line) {
       if (lines != nullptr) lines->push_back(line);
     });
-  } catch (const RendezvousError& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
+  });
 }
 
 TEST(Rendezvous, ReportsAPortOfAnotherProgram) {
