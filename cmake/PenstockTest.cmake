@@ -24,6 +24,7 @@ function(penstock_test_program name)
     target_link_libraries(${name} PRIVATE penstock)
     # The library under test is optimised; the tests themselves compile in half the time without.
     target_compile_options(${name} PRIVATE -O1)
+    penstock_unity(${name} 4)
   endif()
   if(NOT arg_SOURCES MATCHES "_test\\.cc")
     return()
