@@ -20,7 +20,7 @@ function(penstock_target target)
 endfunction()
 
 # Compiles `count` sources of the target at a time. A source of these targets spends most of its compile time on reading
-# libtorch's headers, so this builds in two thirds of the time. Presets that analyse each source alone switch it off.
+# libtorch's headers, so this builds in about half the time. Presets that analyse each source alone switch it off.
 function(penstock_unity target count)
   set_target_properties(${target} PROPERTIES UNITY_BUILD ${PENSTOCK_UNITY} UNITY_BUILD_BATCH_SIZE ${count})
 endfunction()
