@@ -21,6 +21,7 @@ constexpr std::array kComputations = {
     ComputationInfo{"I", "input backward", true},
     ComputationInfo{"W", "weight backward", true},
     ComputationInfo{"B", "full backward", true},
+    ComputationInfo{"R", "recomputation", true},
     ComputationInfo{"UNSHARD", "gathering of sharded parameters", false},
     ComputationInfo{"RESHARD", "freeing of gathered parameters", false},
     ComputationInfo{"REDUCE_GRAD", "reduction of gradients over replicas", false},
@@ -93,7 +94,8 @@ class ActionParser {
   Action part(char end) {
     if (rest_.starts_with('(')) fail("the parts of a pair cannot be pairs.");
     const Action result = plain();
-    if (!result.is_compute()) fail("the parts of a pair must be F, I, W or B, not " + quoted(to_string(result)) + ".");
+    const bool may_pair = result.is_compute() && result.computation != Computation::Recompute;
+    if (!may_pair) fail("the parts of a pair must be F, I, W or B, not " + quoted(to_string(result)) + ".");
     if (!take({&end, 1})) fail("a pair has exactly two parts.\n  Hint: write (0F1;3B0)OVERLAP_F_B.");
     return result;
   }

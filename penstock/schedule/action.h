@@ -3,6 +3,7 @@
 // reads:
 //
 //   0F1  2I3  2W3  2B3             forward; input, weight and full backward of a stage and a microbatch
+//   2R3                            recomputation of a forward, which saved the inputs of its stage only
 //   1SEND_F0  2RECV_F0             stage 1 sends an activation to stage 2, and stage 2 receives it
 //   2SEND_B0  1RECV_B0             stage 2 sends a gradient back, and stage 1 receives it
 //   1SEND_F0@3  3RECV_F0@1         the same along a skip connection: @ names the stage at the other end
@@ -29,6 +30,7 @@ enum class Computation : std::uint8_t {
   InputBackward,
   WeightBackward,
   FullBackward,
+  Recompute,
   Unshard,
   Reshard,
   ReduceGrad,
@@ -62,8 +64,8 @@ struct Action {
   Computation first_part = Computation::Forward;
   Computation second_part = Computation::Forward;
 
-  // Returns true for F, I, W, B and a pair of them.
-  bool is_compute() const { return computation <= Computation::FullBackward || computation == Computation::Overlap; }
+  // Returns true for F, I, W, B, a pair of them, and R.
+  bool is_compute() const { return computation <= Computation::Recompute || computation == Computation::Overlap; }
   bool is_send() const { return computation == Computation::SendForward || computation == Computation::SendBackward; }
   bool is_recv() const { return computation == Computation::RecvForward || computation == Computation::RecvBackward; }
   bool is_message() const { return is_send() || is_recv(); }
@@ -119,7 +121,10 @@ inline Action weight_backward(int stage, int microbatch) {
 inline Action full_backward(int stage, int microbatch) {
   return compute(stage, Computation::FullBackward, microbatch);
 }
-// Returns an overlapped pair of two computations, neither of which may be a pair.
+inline Action recomputation(int stage, int microbatch) {
+  return compute(stage, Computation::Recompute, microbatch);
+}
+// Returns an overlapped pair of two computations, each of which is F, I, W or B.
 inline Action overlap(const Action& first, const Action& second) {
   return {first.stage,          first.microbatch,  second.stage,      second.microbatch,
           Computation::Overlap, first.computation, second.computation};

@@ -17,7 +17,7 @@ namespace {
 using internal::concat;
 using nlohmann::json;
 
-constexpr int kVersion = 1;
+constexpr int kVersion = 2;
 
 // Reads the objects of a costs file. Its errors name the file and the path of the wrong entry.
 class CostsReader {
@@ -38,6 +38,13 @@ class CostsReader {
            concat("has an unknown key '", key, "'.\n  Hint: ",
                   near ? concat("did you mean ", *near, "?") : concat("the keys are ", internal::join(known), ".")));
     }
+  }
+
+  void number(const json& object, const std::string& path, const char* key, std::optional<double>& value) const {
+    double read = 0;
+    if (!object.contains(key)) return;
+    number(object, path, key, read);
+    value = read;
   }
 
   void number(const json& object, const std::string& path, const char* key, double& value) const {
@@ -88,6 +95,10 @@ void require_fit(const Costs& costs, int stages, int ranks) {
     throw ScheduleError(
         concat("the costs have ", costs.stages.size(), " entries in \"stages\", but there are ", stages, "."));
   }
+  if (costs.ranks.size() > static_cast<std::size_t>(ranks)) {
+    throw ScheduleError(
+        concat("the costs have ", costs.ranks.size(), " entries in \"ranks\", but there are ", ranks, "."));
+  }
   for (const auto& [link, times] : costs.links) {
     if (link.first < ranks && link.second < ranks) continue;
     throw ScheduleError(concat("the costs have a link from rank ", link.first, " to rank ", link.second,
@@ -104,7 +115,12 @@ Costs split_rank_costs(const Costs& by_rank, const Placement& placement) {
     stage.forward /= parts;
     stage.input /= parts;
     stage.weight /= parts;
+    if (stage.recompute) *stage.recompute /= parts;
     stage.activation_bytes /= parts;
+    if (stage.weight_bytes) *stage.weight_bytes /= parts;
+    stage.parameter_bytes /= parts;
+    stage.gradient_bytes /= parts;
+    stage.optimizer_bytes /= parts;
     stage.unshard /= parts;
     stage.reshard /= parts;
     stage.reduce /= parts;
@@ -113,6 +129,61 @@ Costs split_rank_costs(const Costs& by_rank, const Placement& placement) {
   return result;
 }
 
+namespace {
+
+// Calls visit(key, member) for each number of a stage, a link and a rank. Those after `recompute` are new in version 2.
+template <class Stage, class Visit>
+void for_each_number_of_stage(Stage& stage, int version, Visit&& visit) {
+  visit("forward", stage.forward);
+  visit("input", stage.input);
+  visit("weight", stage.weight);
+  visit("bytes_sent", stage.bytes_sent);
+  visit("activation_bytes", stage.activation_bytes);
+  visit("unshard", stage.unshard);
+  visit("reshard", stage.reshard);
+  visit("reduce", stage.reduce);
+  if (version < 2) return;
+  visit("recompute", stage.recompute);
+  visit("weight_bytes", stage.weight_bytes);
+  visit("input_bytes", stage.input_bytes);
+  visit("parameter_bytes", stage.parameter_bytes);
+  visit("gradient_bytes", stage.gradient_bytes);
+  visit("optimizer_bytes", stage.optimizer_bytes);
+}
+
+template <class Link, class Visit>
+void for_each_number_of_link(Link& link, Visit&& visit) {
+  visit("latency", link.latency);
+  visit("bandwidth", link.bandwidth);
+  visit("send", link.send);
+  visit("post", link.post);
+  visit("receive", link.receive);
+}
+
+template <class Rank, class Visit>
+void for_each_number_of_rank(Rank& rank, Visit&& visit) {
+  visit("capacity", rank.capacity);
+  visit("buffer_bytes", rank.buffer_bytes);
+}
+
+void write(json& object, const char* key, double value) {
+  object[key] = value;
+}
+void write(json& object, const char* key, const std::optional<double>& value) {
+  if (value) object[key] = *value;
+}
+
+// Reads the numbers of an object, which for_each visits, and refuses other keys but those of `others`.
+template <class ForEach>
+void read_numbers(const CostsReader& reader, const json& object, const std::string& path,
+                  std::vector<std::string> others, const ForEach& for_each) {
+  for_each([&](const char* key, auto&) { others.emplace_back(key); });
+  reader.require_keys(object, path, others);
+  for_each([&](const char* key, auto& value) { reader.number(object, path, key, value); });
+}
+
+}  // namespace
+
 Costs parse_costs(std::string_view text, const std::string& source, const Costs& defaults) {
   const CostsReader reader(source);
   json root;
@@ -120,34 +191,25 @@ Costs parse_costs(std::string_view text, const std::string& source, const Costs&
     root = internal::parse_json(text);
   } catch (const internal::JsonError& error) {
     throw ScheduleError(
-        concat(source, ": ", error.what(), "\n  Hint: write {\"version\": 1, \"stages\": [{\"forward\": 1}]}."));
+        concat(source, ": ", error.what(), "\n  Hint: write {\"version\": 2, \"stages\": [{\"forward\": 1}]}."));
   }
-  reader.require_keys(root, "the file", {"version", "stages", "links"});
-  const json version = root.value("version", json());
-  if (version != kVersion) {
+  const json found = root.is_object() ? root.value("version", json()) : json();
+  const int version = found == 1 ? 1 : kVersion;
+  std::vector<std::string> keys = {"version", "stages", "links"};
+  if (version > 1) keys.emplace_back("ranks");
+  reader.require_keys(root, "the file", keys);
+  if (found != version) {
     reader.fail("version",
-                "should be 1, but is " + (version.is_null() ? std::string("missing") : version.dump()) + ".");
+                "should be 1 or 2, but is " + (found.is_null() ? std::string("missing") : found.dump()) + ".");
   }
 
   Costs costs = defaults;
   if (const json* stages = reader.list(root, "stages")) {
     costs.stages.clear();
     for (std::size_t i = 0; i < stages->size(); ++i) {
-      const json& object = (*stages)[i];
-      const std::string path = concat("stages[", i, "]");
-      reader.require_keys(
-          object, path,
-          {"forward", "input", "weight", "bytes_sent", "activation_bytes", "unshard", "reshard", "reduce"});
-      StageCosts stage = defaults.stage;
-      reader.number(object, path, "forward", stage.forward);
-      reader.number(object, path, "input", stage.input);
-      reader.number(object, path, "weight", stage.weight);
-      reader.number(object, path, "bytes_sent", stage.bytes_sent);
-      reader.number(object, path, "activation_bytes", stage.activation_bytes);
-      reader.number(object, path, "unshard", stage.unshard);
-      reader.number(object, path, "reshard", stage.reshard);
-      reader.number(object, path, "reduce", stage.reduce);
-      costs.stages.push_back(stage);
+      StageCosts& stage = costs.stages.emplace_back(defaults.stage);
+      read_numbers(reader, (*stages)[i], concat("stages[", i, "]"), {},
+                   [&](auto&& visit) { for_each_number_of_stage(stage, version, visit); });
     }
   }
   if (const json* links = reader.list(root, "links")) {
@@ -155,13 +217,8 @@ Costs parse_costs(std::string_view text, const std::string& source, const Costs&
     for (std::size_t i = 0; i < links->size(); ++i) {
       const json& object = (*links)[i];
       const std::string path = concat("links[", i, "]");
-      reader.require_keys(object, path, {"from", "to", "latency", "bandwidth", "send", "post", "receive"});
       LinkCosts link = defaults.link;
-      reader.number(object, path, "latency", link.latency);
-      reader.number(object, path, "bandwidth", link.bandwidth);
-      reader.number(object, path, "send", link.send);
-      reader.number(object, path, "post", link.post);
-      reader.number(object, path, "receive", link.receive);
+      read_numbers(reader, object, path, {"from", "to"}, [&](auto&& visit) { for_each_number_of_link(link, visit); });
       const int from = reader.index(object, path, "from");
       const int to = reader.index(object, path, "to");
       if (from == to) reader.fail(path, concat("leads from rank ", from, " to itself."));
@@ -171,7 +228,33 @@ Costs parse_costs(std::string_view text, const std::string& source, const Costs&
       costs.links[{from, to}] = link;
     }
   }
+  if (const json* ranks = reader.list(root, "ranks")) {
+    costs.ranks.clear();
+    for (std::size_t i = 0; i < ranks->size(); ++i) {
+      RankCosts& rank = costs.ranks.emplace_back(defaults.rank);
+      read_numbers(reader, (*ranks)[i], concat("ranks[", i, "]"), {},
+                   [&](auto&& visit) { for_each_number_of_rank(rank, visit); });
+    }
+  }
   return costs;
+}
+
+std::string to_json(const Costs& costs) {
+  const auto add = [](json& object) {
+    return [&object](const char* key, const auto& value) { write(object, key, value); };
+  };
+  json root = {{"version", kVersion}, {"stages", json::array()}, {"links", json::array()}, {"ranks", json::array()}};
+  for (const StageCosts& stage : costs.stages) {
+    for_each_number_of_stage(stage, kVersion, add(root["stages"].emplace_back(json::object())));
+  }
+  for (const auto& [ends, link] : costs.links) {
+    json& object = root["links"].emplace_back(json{{"from", ends.first}, {"to", ends.second}});
+    for_each_number_of_link(link, add(object));
+  }
+  for (const RankCosts& rank : costs.ranks) {
+    for_each_number_of_rank(rank, add(root["ranks"].emplace_back(json::object())));
+  }
+  return root.dump(1) + "\n";
 }
 
 }  // namespace penstock

@@ -1,5 +1,5 @@
-// The cost model of the simulator: times of computations by stage and of messages by link. Times are in any unit, as
-// long as all of them are in the same one.
+// The cost model of the simulator: times of computations and sizes of what they keep in memory by stage, times of
+// messages by link, and the memory of ranks. Times are in any unit, as long as all of them are in the same one.
 //
 //   Costs costs;
 //   costs.stages = {{.forward = 2.0}, {.forward = 5.0}};
@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <map>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -26,8 +27,17 @@ struct StageCosts {
   double weight = 1;
   // Size of the activation that the stage sends along each of its edges, and of the gradient that it gets back.
   double bytes_sent = 1;
-  // Size of the activations that the stage saves from its forward to its weight gradient; 0 if unknown.
+  // Time of a recomputation; none for that of the forward.
+  std::optional<double> recompute = std::nullopt;
+  // Sizes of what the stage saves of a microbatch, 0 if unknown: from the forward to the input gradient; from the input
+  // gradient to the weight gradient, none for as much as before; and the inputs of a forward that will be recomputed.
   double activation_bytes = 0;
+  std::optional<double> weight_bytes = std::nullopt;
+  double input_bytes = 0;
+  // Sizes of what is in memory all the time.
+  double parameter_bytes = 0;
+  double gradient_bytes = 0;
+  double optimizer_bytes = 0;
   // Times that UNSHARD, RESHARD and REDUCE_GRAD keep the rank busy. They do not depend on the microbatch.
   double unshard = 0;
   double reshard = 0;
@@ -47,6 +57,14 @@ struct LinkCosts {
   double receive = 0;
 };
 
+// Memory of one rank, in bytes.
+struct RankCosts {
+  // Memory that the rank has; 0 for unlimited.
+  double capacity = 0;
+  // Memory that is used all the time besides that of the stages, such as communication buffers.
+  double buffer_bytes = 0;
+};
+
 struct Costs {
   // Costs by stage. `stage` applies to stages beyond the end of the list.
   std::vector<StageCosts> stages;
@@ -56,13 +74,19 @@ struct Costs {
   LinkCosts link;
   // Time at which each rank starts. Ranks beyond the end of the list start at 0.
   std::vector<double> starts;
+  // Memory by rank. `rank` applies to ranks beyond the end of the list.
+  std::vector<RankCosts> ranks;
+  RankCosts rank;
 
   const StageCosts& of_stage(int index) const {
     return static_cast<std::size_t>(index) < stages.size() ? stages[static_cast<std::size_t>(index)] : stage;
   }
   const LinkCosts& of_link(int from_rank, int to_rank) const;
-  double start_of(int rank) const {
-    return static_cast<std::size_t>(rank) < starts.size() ? starts[static_cast<std::size_t>(rank)] : 0;
+  const RankCosts& of_rank(int index) const {
+    return static_cast<std::size_t>(index) < ranks.size() ? ranks[static_cast<std::size_t>(index)] : rank;
+  }
+  double start_of(int index) const {
+    return static_cast<std::size_t>(index) < starts.size() ? starts[static_cast<std::size_t>(index)] : 0;
   }
 };
 
@@ -73,18 +97,24 @@ double median(std::vector<double> measured, double if_none = 0);
 void require_fit(const Costs& costs, int stages, int ranks);
 
 // Turns costs by rank into costs by stage. In `by_rank`, `stages[r]` are the costs of all stages of rank r together;
-// each stage of the rank gets an equal part of them. So schedules with different numbers of stages per rank do the same
-// work.
+// each stage of the rank gets an equal part of them, but all of `bytes_sent` and `input_bytes`, the sizes of a boundary.
+// So schedules with different numbers of stages per rank do the same work.
 Costs split_rank_costs(const Costs& by_rank, const Placement& placement);
 
 // Parses a costs file. Costs that it does not name are those of `defaults`.
 //
-//   {"version": 1,
-//    "stages": [{"forward": 1, "input": 1, "weight": 1, "bytes_sent": 4096, "activation_bytes": 65536,
-//                "unshard": 0, "reshard": 0, "reduce": 0}, …],
-//    "links": [{"from": 0, "to": 1, "latency": 0.1, "bandwidth": 1e9, "send": 0, "post": 0, "receive": 0}, …]}
+//   {"version": 2,
+//    "stages": [{"forward": 1, "input": 1, "weight": 1, "recompute": 1, "bytes_sent": 4096, "activation_bytes": 65536,
+//                "weight_bytes": 32768, "input_bytes": 4096, "parameter_bytes": 1e6, "gradient_bytes": 1e6,
+//                "optimizer_bytes": 2e6, "unshard": 0, "reshard": 0, "reduce": 0}, …],
+//    "links": [{"from": 0, "to": 1, "latency": 0.1, "bandwidth": 1e9, "send": 0, "post": 0, "receive": 0}, …],
+//    "ranks": [{"capacity": 2e9, "buffer_bytes": 1e6}, …]}
 //
+// Version 1 has no sizes but bytes_sent and activation_bytes, no times of recomputations, and no ranks.
 // Throws ScheduleError, which names `source` and the path of the wrong entry.
 Costs parse_costs(std::string_view text, const std::string& source, const Costs& defaults = {});
+
+// Returns the costs as such a file, with all stages, links and ranks that `costs` lists.
+std::string to_json(const Costs& costs);
 
 }  // namespace penstock

@@ -2,6 +2,8 @@
 // executes. Passes that add actions throw ScheduleError with an explanation if the schedule is not valid.
 #pragma once
 
+#include <vector>
+
 #include "penstock/schedule/schedule.h"
 
 namespace penstock {
@@ -13,6 +15,11 @@ Schedule drop_backwards(const Schedule& schedule);
 // Merges an I and the W of the same stage and microbatch into a B where they are adjacent. That saves kernels and
 // launches, but the gradient of the input is sent later.
 Schedule merge_backwards(const Schedule& schedule);
+
+// Adds R directly before the backward of each microbatch of the given stages, where it has none. A microbatch whose
+// backward follows its forward directly, or in the same pair, is not recomputed: nothing would be freed in between.
+// Throws ScheduleError if the schedule has no such stage, or has messages already.
+Schedule add_recomputation(const Schedule& schedule, const std::vector<int>& stages);
 
 // Adds UNSHARD before a stage's computations and RESHARD after them. At most `max_active_stages` stages of a rank are
 // gathered at a time: those that it computes next, so that gathering runs ahead.

@@ -54,7 +54,8 @@ Features features_of(const Schedule& schedule) {
         case Computation::Forward: break;
         case Computation::InputBackward:
         case Computation::WeightBackward:
-        case Computation::FullBackward: features.backward = true; break;
+        case Computation::FullBackward:
+        case Computation::Recompute: features.backward = true; break;
         case Computation::Overlap:
           features.backward |= !is_forward(action.first()) || !is_forward(action.second());
           break;

@@ -8,6 +8,8 @@
 //  - F needs the F of each stage with an edge to its stage; I and B need the F of their own stage, and the I or B of
 //    each stage with an edge from it; W needs its I. An input from another rank needs a RECV earlier in the list, and
 //    the matching SEND.
+//  - R needs its F, and comes before the I or B of its stage and microbatch. Such an F saves the inputs of the stage
+//    only, and R computes it again for the backward. Any F may have one.
 //  - RECV posts a receive and returns. SEND follows the computation of what it sends, and may block until its receive
 //    is posted.
 //  - UNSHARD and RESHARD of a stage alternate; the stage computes only between them. At the end every stage is

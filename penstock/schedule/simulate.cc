@@ -10,6 +10,7 @@
 
 #include "penstock/base/text.h"
 #include "penstock/schedule/error.h"
+#include "penstock/schedule/liveness.h"
 #include "penstock/schedule/simulate/network.h"
 #include "penstock/schedule/simulate/sampler.h"
 #include "penstock/schedule/source.h"
@@ -30,7 +31,6 @@ class Simulator {
       : schedule_(schedule),
         graph_(schedule.graph()),
         implicit_messages_(!features.communication),
-        has_backward_(features.backward),
         sampler_(schedule.stages(), costs, samples, seed),
         network_(schedule, costs, sampler_),
         forward_end_(schedule.cells(), kNotYet),
@@ -73,8 +73,6 @@ class Simulator {
     double pair_start = 0;
     // Time spent in collectives since the last computation, by the rank that joined last.
     std::map<int, double> collective_stalls = {};
-    int activations = 0;
-    double bytes = 0;
   };
 
   // The SUM_SHARED of a group of stages that share parameters.
@@ -171,7 +169,7 @@ class Simulator {
     return true;
   }
 
-  // Advances the clock over a computation, and updates the rank's work, stalls and saved activations.
+  // Advances the clock over a computation, and updates the rank's work and stalls.
   void account(int rank, Rank& self, const Action& part, double start, int waited_for) {
     RankTimes& totals = times(rank);
     if (self.first_start == kNotYet) {
@@ -185,16 +183,6 @@ class Simulator {
     self.clock = start + time;
     self.last_end = self.done = self.clock;
     totals.work += time;
-    const double bytes = sampler_.stage_costs(part.stage).activation_bytes;
-    if (is_forward(part)) {
-      totals.peak_activations = std::max(totals.peak_activations, ++self.activations);
-      totals.peak_bytes = std::max(totals.peak_bytes, self.bytes += bytes);
-    }
-    // In a schedule without backwards, nothing is saved for them.
-    if (makes_weight_gradient(part) || !has_backward_) {
-      --self.activations;
-      self.bytes -= bytes;
-    }
   }
 
   // Sends the results of a computation at `time`, and returns how long the rank is busy with that.
@@ -306,6 +294,8 @@ class Simulator {
       work += totals.work;
       totals.fill = std::max(0.0, state(rank).first_start);
       totals.drain = timeline_.makespan - state(rank).last_end;
+      totals.span = std::max(0.0, state(rank).done - totals.fill);
+      timeline_.longest_span = std::max(timeline_.longest_span, totals.span);
     }
     if (timeline_.makespan > 0) timeline_.bubble = 1 - work / (schedule_.ranks() * timeline_.makespan);
   }
@@ -314,7 +304,6 @@ class Simulator {
   const StageGraph& graph_;
   // True for a schedule of computations only: results are sent at once, and their receives are always posted.
   const bool implicit_messages_;
-  const bool has_backward_;
 
   CostSampler sampler_;
   Network network_;
@@ -332,12 +321,23 @@ class Simulator {
 
 }  // namespace
 
+void add_memory(const Schedule& schedule, const Costs& costs, Timeline& timeline) {
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    RankTimes& times = timeline.ranks[static_cast<std::size_t>(rank)];
+    const PeakMemory peak = peak_memory(schedule, costs, rank);
+    times.peak_activations = peak.activations;
+    times.peak_bytes = peak.bytes;
+    times.static_bytes = static_bytes(schedule, costs, rank);
+  }
+}
+
 double duration(Computation computation, const StageCosts& stage) {
   switch (computation) {
     case Computation::Forward: return stage.forward;
     case Computation::InputBackward: return stage.input;
     case Computation::WeightBackward: return stage.weight;
     case Computation::FullBackward: return stage.input + stage.weight;
+    case Computation::Recompute: return stage.recompute.value_or(stage.forward);
     case Computation::Unshard: return stage.unshard;
     case Computation::Reshard: return stage.reshard;
     case Computation::ReduceGrad: return stage.reduce;
@@ -360,7 +360,9 @@ Timeline simulate(const Schedule& schedule, const Costs& costs, const CostSample
   if (const auto violation = verify_each_list(schedule, features)) {
     throw ScheduleError(explain(schedule, *violation));
   }
-  return Simulator(schedule, features, costs, samples, seed).run();
+  Timeline timeline = Simulator(schedule, features, costs, samples, seed).run();
+  add_memory(schedule, costs, timeline);
+  return timeline;
 }
 
 }  // namespace penstock

@@ -40,16 +40,22 @@ struct RankTimes {
   double fill = 0;
   double drain = 0;
   std::map<int, double> waiting;
-  // Largest number, and size, of saved activations at a time. They are saved from the start of a forward to the end of
-  // its W or B, or to the end of the forward itself in a schedule without backwards.
-  int peak_activations = 0;
+  // Time from the start of the first computation to the end of the last computation or collective.
+  double span = 0;
+  // Bytes that are in memory all the time, and the peak of these and of saved activations together; and the largest
+  // number of microbatches whose activations are saved at a time. liveness.h says when they are saved.
+  double static_bytes = 0;
   double peak_bytes = 0;
+  int peak_activations = 0;
 };
 
 struct Timeline {
   double makespan = 0;
   // Idle fraction of the ranks' time: 1 − work ÷ (ranks × makespan).
   double bubble = 0;
+  // Longest span of a rank: the time of a step if ranks do not wait for each other at its ends, so that the skew between
+  // them costs nothing.
+  double longest_span = 0;
   std::vector<RankTimes> ranks;
 };
 
@@ -64,6 +70,9 @@ PairSpans split_pair(const Action& pair, const Span& span, const Costs& costs);
 
 // Returns the time of a computation, or of an operation on parameters, of a stage.
 double duration(Computation computation, const StageCosts& stage);
+
+// Sets the memory of each rank in a timeline, simulated or measured, by the cost model.
+void add_memory(const Schedule& schedule, const Costs& costs, Timeline& timeline);
 
 // Simulates a schedule. Throws ScheduleError if `verify_each_list` refuses it, if it deadlocks (`verify` explains
 // where), or if the makespan is not a finite number.

@@ -17,6 +17,7 @@ TEST(Action, PrintsAndParsesAsPyTorchsText) {
       {input_backward(2, 3), "2I3"},
       {weight_backward(2, 3), "2W3"},
       {full_backward(12, 345), "12B345"},
+      {recomputation(2, 3), "2R3"},
       {message(1, Computation::SendForward, 0, 2), "1SEND_F0"},
       {message(2, Computation::RecvForward, 0, 1), "2RECV_F0"},
       {message(2, Computation::SendBackward, 0, 1), "2SEND_B0"},
@@ -60,7 +61,7 @@ TEST(Action, HasACounterpartForEachMessage) {
 TEST(Action, RefusesWhatIsNoActionAndSaysWhy) {
   const std::vector<std::pair<std::string, std::string>> cases = {
       {"", "an empty text is not an action"},
-      {"2X4", "'2X4' is not an action: unknown computation 'X'.\n  Hint: the computations are F, I, W, B, UNSHARD"},
+      {"2X4", "'2X4' is not an action: unknown computation 'X'.\n  Hint: the computations are F, I, W, B, R, UNSHARD"},
       {"1F0junk", "unexpected 'junk' at its end"},
       {"2F", "F must be followed by a microbatch"},
       {"F0", "it must begin with the index of a stage"},
@@ -76,6 +77,7 @@ TEST(Action, RefusesWhatIsNoActionAndSaysWhy) {
       {"(0F1;3B0)", "OVERLAP_F_B must follow the parts of a pair"},
       {"(0F1)OVERLAP_F_B", "a pair has exactly two parts"},
       {"(0F1;3B0;1W0)OVERLAP_F_B", "a pair has exactly two parts"},
+      {"(0F1;3R0)OVERLAP_F_B", "the parts of a pair must be F, I, W or B, not '3R0'"},
       {"(0F1;3SEND_B0)OVERLAP_F_B", "the parts of a pair must be F, I, W or B, not '3SEND_B0'"},
       {"((0F1;1F0)OVERLAP_F_B;3B0)OVERLAP_F_B", "the parts of a pair cannot be pairs"},
       {"(0F1;3B0)OVERLAP_F_Bx", "unexpected 'x' at its end"},

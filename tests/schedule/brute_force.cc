@@ -111,10 +111,11 @@ class Machine {
     const int microbatch = action.microbatch;
     if (stage < 0 || stage >= schedule_.stages()) return "no such stage";
     if (rank_of(stage) != rank) return "the stage is on another rank";
-    if (is_plain_compute(action.computation) || action.is_message()) {
+    const bool computes = is_plain_compute(action.computation) || action.computation == Computation::Recompute;
+    if (computes || action.is_message()) {
       if (microbatch < 0 || microbatch >= schedule_.microbatches()) return "no such microbatch";
     }
-    if (is_plain_compute(action.computation)) {
+    if (computes) {
       if (action.computation != Computation::Forward && !expected_.backward) return "a backward in a forward schedule";
       if (expected_.sharding && !history.unsharded.contains(stage)) return "the stage is sharded";
     }
@@ -146,6 +147,11 @@ class Machine {
       case Computation::WeightBackward:
         if (history.made_weight_gradient(stage, microbatch)) return "a second weight gradient";
         if (!history.did(Computation::InputBackward, stage, microbatch)) return "before its input backward";
+        return {};
+      case Computation::Recompute:
+        if (history.did(Computation::Recompute, stage, microbatch)) return "a second recomputation";
+        if (!history.did(Computation::Forward, stage, microbatch)) return "before its forward";
+        if (history.made_input_gradient(stage, microbatch)) return "after its backward";
         return {};
       case Computation::Unshard:
         if (!expected_.sharding) return "sharding is not expected";

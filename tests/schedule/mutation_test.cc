@@ -102,6 +102,9 @@ Schedule random_schedule(Random& random) {
   Schedule schedule = random_computations(random);
   schedule = schedule.with_graph(random_graph(random, schedule.stages()));
   if (random.percent(10)) schedule = drop_backwards(schedule);
+  if (features_of(schedule).backward && random.percent(20)) {
+    schedule = add_recomputation(schedule, {random.between(0, schedule.stages() - 1)});
+  }
   if (random.percent(20)) return schedule;
   LowerOptions options;
   options.sharding = random.percent(50);

@@ -29,6 +29,33 @@ TEST(Merging, JoinsAdjacentInputAndWeightBackwards) {
   EXPECT_EQ(to_csv(merge_backwards(schedule)), "0F0,0F1,0B0,0I1\n1F0,1F1,1I0,1I1,1W0,1W1\n");
 }
 
+TEST(Recomputation, ComesDirectlyBeforeTheBackward) {
+  const Schedule schedule = parse_csv("0F0,0F1,0B0,0I1,0W1\n1F0,1B0,1F1,1I1,1W1\n");
+  EXPECT_EQ(to_csv(add_recomputation(schedule, {0})), "0F0,0F1,0R0,0B0,0R1,0I1,0W1\n1F0,1B0,1F1,1I1,1W1\n");
+  // On rank 1 every backward follows its forward, so that a recomputation would free nothing.
+  EXPECT_EQ(add_recomputation(schedule, {1}), schedule);
+  EXPECT_EQ(add_recomputation(add_recomputation(schedule, {0, 1}), {0}), add_recomputation(schedule, {0}));
+  // One that was placed earlier stays where it is.
+  const Schedule early = parse_csv("0F0,0R0,0F1,0B0,0B1\n");
+  EXPECT_EQ(to_csv(add_recomputation(early, {0})), "0F0,0R0,0F1,0B0,0R1,0B1\n");
+  EXPECT_EQ(to_csv(drop_backwards(early)), "0F0,0F1\n");
+  expect_error([&] { add_recomputation(schedule, {2}); }, "there is no stage 2 to recompute; the stages are 0 to 1.");
+  expect_error([&] { add_recomputation(lower(schedule), {0}); }, "the schedule already has messages");
+}
+
+TEST(Recomputation, ComesBeforeAPair) {
+  const Schedule pairs = parse_csv("0F0,1F0,(0F1;1B0)OVERLAP_F_B,(1F1;0B0)OVERLAP_F_B,(1B1;0B1)OVERLAP_F_B\n");
+  EXPECT_EQ(to_csv(add_recomputation(pairs, {0, 1})),
+            "0F0,1F0,(0F1;1B0)OVERLAP_F_B,0R0,(1F1;0B0)OVERLAP_F_B,0R1,(1B1;0B1)OVERLAP_F_B\n");
+}
+
+TEST(Recomputation, NeedsTheParametersOfItsStage) {
+  const Schedule schedule = parse_csv("0F0,1F0,0R0,1B0,0B0\n");
+  EXPECT_EQ(to_csv(add_sharding(schedule, 1)),
+            "0UNSHARD,0F0,0RESHARD,1UNSHARD,1F0,1RESHARD,0UNSHARD,0R0,0RESHARD,1UNSHARD,1B0,1RESHARD,0UNSHARD,0B0,"
+            "0RESHARD\n");
+}
+
 TEST(Sharding, GathersWhatIsComputedNextAndFreesTheRest) {
   const Schedule schedule = looped_bfs(1, 3, 1);
   EXPECT_EQ(to_csv(add_sharding(schedule, 1)),

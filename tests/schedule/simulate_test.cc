@@ -195,6 +195,29 @@ TEST(Simulator, SavesNothingWithoutBackwards) {
   EXPECT_EQ(simulate(forward_only(2, 2, 8)).ranks[0].peak_activations, 1);
 }
 
+TEST(Simulator, GivesARecomputationItsTime) {
+  const Schedule schedule = parse_csv("0F0,0F1,0R0,0B0,0R1,0B1\n");
+  EXPECT_EQ(simulate(schedule).makespan, 2 * 1 + 2 * 1 + 2 * 2);
+  Costs costs;
+  costs.stage.forward = 3;
+  EXPECT_EQ(simulate(schedule, costs).makespan, 2 * 3 + 2 * 3 + 2 * 2);
+  costs.stage.recompute = 0.5;
+  EXPECT_EQ(simulate(schedule, costs).makespan, 2 * 3 + 2 * 0.5 + 2 * 2);
+}
+
+// Idle part of the longest span, with the times of a model of 1.5 B parameters on 8 ranks: row 1 of table 5 of the Zero
+// Bubble paper, 1F1B.
+TEST(Simulator, GivesTheLongestSpanOfThePublishedTable) {
+  Costs costs = with_link(0.601);
+  costs.stage.forward = 18.522;
+  costs.stage.input = 18.086;
+  costs.stage.weight = 9.337;
+  const Timeline timeline = simulate(one_f_one_b(8, 24), costs);
+  const double work = 24 * (18.522 + 18.086 + 9.337);
+  EXPECT_NEAR((timeline.longest_span - work) / timeline.longest_span, 0.2431, 0.00005);
+  EXPECT_LE(timeline.longest_span, timeline.makespan);
+}
+
 TEST(Simulator, RefusesCostsThatOverflow) {
   Costs costs;
   costs.stage.forward = 1e308;
@@ -222,14 +245,42 @@ TEST(Costs, AreReadFromAFile) {
   EXPECT_EQ(costs.of_link(1, 0).latency, 3);
 }
 
+TEST(Costs, HaveSizesAndRanksInVersionTwo) {
+  const std::string text =
+      R"({"version": 2, "stages": [{"recompute": 3, "activation_bytes": 7, "weight_bytes": 5, "input_bytes": 2,
+                                    "parameter_bytes": 10, "gradient_bytes": 11, "optimizer_bytes": 12}, {}],
+          "ranks": [{"capacity": 1000, "buffer_bytes": 20}]})";
+  const Costs read = parse_costs(text, "costs.json");
+  // Costs that were written are read back as the same.
+  for (const Costs& costs : {read, parse_costs(to_json(read), "costs.json")}) {
+    EXPECT_EQ(costs.stages.size(), 2U);
+    EXPECT_EQ(costs.of_stage(0).recompute, 3);
+    EXPECT_EQ(costs.of_stage(0).weight_bytes, 5);
+    EXPECT_EQ(costs.of_stage(0).input_bytes, 2);
+    EXPECT_EQ(costs.of_stage(0).parameter_bytes, 10);
+    EXPECT_EQ(costs.of_stage(0).gradient_bytes, 11);
+    EXPECT_EQ(costs.of_stage(0).optimizer_bytes, 12);
+    EXPECT_EQ(costs.of_stage(1).recompute, std::nullopt);
+    EXPECT_EQ(costs.of_stage(1).weight_bytes, std::nullopt);
+    EXPECT_EQ(costs.of_rank(0).capacity, 1000);
+    EXPECT_EQ(costs.of_rank(0).buffer_bytes, 20);
+    EXPECT_EQ(costs.of_rank(1).capacity, 0);
+  }
+  expect_error([&] { require_fit(read, 2, 0); }, "the costs have 1 entries in \"ranks\", but there are 0.");
+}
+
 TEST(Costs, NameWhatIsWrongInAFile) {
   const std::vector<std::pair<std::string, std::string>> cases = {
       {std::string(200000, '['), "costs.json: is nested more than 512 deep."},
       {"{\n]", "costs.json: is not JSON: "},
       {R"({"version": 1, "stages": [{"forward": 1e999}]})", "costs.json: is not JSON: "},
       {"[]", "costs.json: the file should be an object, but is array"},
-      {"{}", "costs.json: version should be 1, but is missing"},
-      {R"({"version": 2})", "version should be 1, but is 2"},
+      {"{}", "costs.json: version should be 1 or 2, but is missing"},
+      {R"({"version": 3})", "version should be 1 or 2, but is 3"},
+      {R"({"version": 1, "ranks": []})", "the file has an unknown key 'ranks'"},
+      {R"({"version": 1, "stages": [{"weight_bytes": 1}]})", "stages[0] has an unknown key 'weight_bytes'"},
+      {R"({"version": 2, "ranks": [{"capacity": "2GiB"}]})", "ranks[0].capacity should be a number, but is \"2GiB\""},
+      {R"({"version": 2, "stages": [{"recompute": -1}]})", "stages[0].recompute should be a non-negative number"},
       {R"({"version": 1, "stage": []})", "the file has an unknown key 'stage'.\n  Hint: did you mean stages?"},
       {R"({"version": 1, "stages": 3})", "stages should be a list, but is number"},
       {R"({"version": 1, "stages": [{}, {"foward": 1}]})",

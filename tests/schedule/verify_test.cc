@@ -50,6 +50,16 @@ TEST(Verifier, FindsActionsBeforeTheirInputs) {
   expect_violation("0F0,1F0,0B0,1B0\n", 0, 2, "0B0 comes before stage 1 of this rank has computed its input");
 }
 
+TEST(Verifier, WantsARecomputationBetweenForwardAndBackward) {
+  EXPECT_FALSE(verify(parse_csv("0F0,0F1,0R0,0B0,0I1,0W1\n")));
+  EXPECT_FALSE(verify(parse_csv("0F0,0R0,0F1,0B0,0R1,0I1,0W1\n")));
+  expect_violation("0R0,0F0,0B0\n", 0, 0, "0R0 comes before its forward 0F0");
+  expect_violation("0F0,0B0,0R0\n", 0, 2, "0R0 comes after the backward of its microbatch");
+  expect_violation("0F0,0I0,0R0,0W0\n", 0, 2, "0R0 comes after the backward of its microbatch");
+  expect_violation("0F0,0R0,0R0,0B0\n", 0, 2, "0R0 is a duplicate, first at schedule.csv:1:5");
+  expect_violation("0F0,0R0\n", 0, 2, "0B0 is missing: stage 0, microbatch 0 has no full backward");
+}
+
 TEST(Verifier, FindsAnOrderOfStagesThatDeadlocks) {
   const Schedule schedule = parse_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n");
   const auto violation = verify(schedule);

@@ -109,6 +109,9 @@ void add_export(CLI::App& parent) {
     const Schedule given = options->spec.schedule();
     const Schedule wanted = options->is_lowered ? lowered(given) : given;
     require_valid(wanted);
+    for (const std::string& what : unknown_to_torch(wanted)) {
+      std::cerr << "note: torch.distributed.pipelining misreads this file: it does not know " << what << ".\n";
+    }
     write_output(options->output, [&](std::ostream& out) { out << to_csv(wanted); });
   });
 }
@@ -145,22 +148,28 @@ void add_simulate(CLI::App& parent) {
   command->add_flag("--json", options->json, "Print JSON");
   command->callback([options] {
     const Schedule executed = lowered(options->spec.schedule());
-    const Timeline timeline = simulate(executed, options->costs.get(executed.stages(), executed.ranks()));
+    const Costs costs = options->costs.get(executed.stages(), executed.ranks());
+    const Timeline timeline = simulate(executed, costs);
     if (options->json) {
       nlohmann::json result = {{"version", 1},
                                {"schedule", options->spec.title()},
                                {"makespan", timeline.makespan},
+                               {"longest_span", timeline.longest_span},
                                {"bubble", timeline.bubble},
                                {"ranks", executed.ranks()},
                                {"stages", executed.stages()},
                                {"microbatches", executed.microbatches()},
                                {"actions", count_computations(executed)},
                                {"messages", count_messages(executed)}};
-      for (const RankTimes& times : timeline.ranks) {
+      for (int rank = 0; rank < executed.ranks(); ++rank) {
+        const RankTimes& times = timeline.ranks[static_cast<std::size_t>(rank)];
+        const double capacity = costs.of_rank(rank).capacity;
         nlohmann::json waiting = nlohmann::json::object();
-        for (const auto& [rank, time] : times.waiting) waiting[std::to_string(rank)] = time;
+        for (const auto& [other, time] : times.waiting) waiting[std::to_string(other)] = time;
         result["peak_activations"].push_back(times.peak_activations);
+        result["static_bytes"].push_back(times.static_bytes);
         result["peak_bytes"].push_back(times.peak_bytes);
+        result["capacity"].push_back(capacity > 0 ? nlohmann::json(capacity) : nlohmann::json());
         result["work"].push_back(times.work);
         result["idle"].push_back({{"fill", times.fill}, {"drain", times.drain}, {"waiting", waiting}});
       }
@@ -168,18 +177,26 @@ void add_simulate(CLI::App& parent) {
       return;
     }
     std::cout << options->spec.title() << ": " << contents_text(executed) << "\n"
-              << "makespan " << rounded(timeline.makespan, 3) << "   bubble " << rounded(100 * timeline.bubble, 1)
-              << " %\n\n";
+              << "makespan " << rounded(timeline.makespan, 3) << "   longest rank span "
+              << rounded(timeline.longest_span, 3) << "   bubble " << rounded(100 * timeline.bubble, 1) << " %\n\n";
     std::vector<std::vector<std::string>> rows = {
         {"rank", "work", "fill", "drain", "waiting", "peak activations", "peak bytes", "waits most for"}};
-    for (std::size_t rank = 0; rank < timeline.ranks.size(); ++rank) {
-      const RankTimes& times = timeline.ranks[rank];
+    const bool has_capacity = std::ranges::any_of(costs.ranks, [](const RankCosts& rank) { return rank.capacity > 0; });
+    if (has_capacity) rows.front().insert(rows.front().end() - 1, {"capacity", "fits"});
+    for (int rank = 0; rank < executed.ranks(); ++rank) {
+      const RankTimes& times = timeline.ranks[static_cast<std::size_t>(rank)];
       double waiting = 0;
       for (const auto& [other, time] : times.waiting) waiting += time;
       const auto most = std::ranges::max_element(times.waiting, {}, [](const auto& entry) { return entry.second; });
-      rows.push_back({std::to_string(rank), rounded(times.work, 3), rounded(times.fill, 3), rounded(times.drain, 3),
-                      rounded(waiting, 3), std::to_string(times.peak_activations), rounded(times.peak_bytes, 0),
-                      waiting > 0 ? "rank " + std::to_string(most->first) : "-"});
+      std::vector<std::string>& row = rows.emplace_back(
+          std::vector{std::to_string(rank), rounded(times.work, 3), rounded(times.fill, 3), rounded(times.drain, 3),
+                      rounded(waiting, 3), std::to_string(times.peak_activations), rounded(times.peak_bytes, 0)});
+      if (has_capacity) {
+        const double capacity = costs.of_rank(rank).capacity;
+        row.push_back(capacity > 0 ? rounded(capacity, 0) : "-");
+        row.emplace_back(capacity > 0 && times.peak_bytes > capacity ? "no" : "yes");
+      }
+      row.push_back(waiting > 0 ? "rank " + std::to_string(most->first) : "-");
     }
     write_columns(std::cout, rows);
   });

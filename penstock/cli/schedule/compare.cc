@@ -61,7 +61,12 @@ struct Row {
   double microbatches = 0;
   double bytes = 0;
 
-  bool fits(const MemoryLimit& limit) const { return (limit.is_bytes ? bytes : microbatches) <= limit.amount; }
+  // True if each rank stays within the capacity that the costs give it.
+  bool within_capacity = true;
+
+  bool fits(const std::optional<MemoryLimit>& limit) const {
+    return within_capacity && (!limit || (limit->is_bytes ? bytes : microbatches) <= limit->amount);
+  }
 };
 
 Row simulated(std::string name, const Schedule& schedule, const Costs& by_rank) {
@@ -79,6 +84,8 @@ Row simulated(std::string name, const Schedule& schedule, const Costs& by_rank) 
     row.most_stages_per_rank = std::max(row.most_stages_per_rank, stages);
     if (stages > 0) row.microbatches = std::max(row.microbatches, 1.0 * times.peak_activations / stages);
     row.bytes = std::max(row.bytes, times.peak_bytes);
+    const double capacity = by_rank.of_rank(rank).capacity;
+    row.within_capacity = row.within_capacity && (capacity == 0 || times.peak_bytes <= capacity);
   }
   return row;
 }
@@ -121,25 +128,26 @@ std::string stages_text(const Row& row) {
   return std::to_string(row.fewest_stages_per_rank) + " to " + most;
 }
 
-void write_table(const std::vector<Row>& rows, const std::optional<MemoryLimit>& limit) {
+void write_table(const std::vector<Row>& rows, const std::optional<MemoryLimit>& limit, bool has_limit) {
   const bool has_bytes = std::ranges::any_of(rows, [](const Row& row) { return row.bytes > 0; });
   std::vector<std::vector<std::string>> table = {
-      {"schedule", "stages per rank", "makespan", "bubble", "peak microbatches"}};
+      {"schedule", "stages per rank", "makespan", "longest rank span", "bubble", "peak microbatches"}};
   if (has_bytes) table.front().emplace_back("peak bytes");
   table.front().emplace_back("messages");
-  if (limit) table.front().emplace_back("fits");
+  if (has_limit) table.front().emplace_back("fits");
   for (const Row& row : rows) {
-    std::vector<std::string>& line =
-        table.emplace_back(std::vector{row.name, stages_text(row), rounded(row.timeline.makespan, 3),
-                                       rounded(100 * row.timeline.bubble, 1) + " %", rounded(row.microbatches, 1)});
+    std::vector<std::string>& line = table.emplace_back(std::vector{
+        row.name, stages_text(row), rounded(row.timeline.makespan, 3), rounded(row.timeline.longest_span, 3),
+        rounded(100 * row.timeline.bubble, 1) + " %", rounded(row.microbatches, 1)});
     if (has_bytes) line.push_back(rounded(row.bytes, 0));
     line.push_back(std::to_string(row.messages));
-    if (limit) line.emplace_back(row.fits(*limit) ? "yes" : "no");
+    if (has_limit) line.emplace_back(row.fits(limit) ? "yes" : "no");
   }
   write_columns(std::cout, table);
 }
 
-void write_json(const std::vector<Row>& rows, const ScheduleOptions& size, const std::optional<MemoryLimit>& limit) {
+void write_json(const std::vector<Row>& rows, const ScheduleOptions& size, const std::optional<MemoryLimit>& limit,
+                bool has_limit) {
   nlohmann::json result = {{"version", 1}, {"ranks", size.ranks}, {"microbatches", size.microbatches}};
   if (limit) result["memory"] = {{limit->is_bytes ? "bytes" : "microbatches", limit->amount}};
   for (const Row& row : rows) {
@@ -147,11 +155,12 @@ void write_json(const std::vector<Row>& rows, const ScheduleOptions& size, const
                             {"stages", row.stages},
                             {"stages_per_rank", row.most_stages_per_rank},
                             {"makespan", row.timeline.makespan},
+                            {"longest_span", row.timeline.longest_span},
                             {"bubble", row.timeline.bubble},
                             {"peak_microbatches", row.microbatches},
                             {"peak_bytes", row.bytes},
                             {"messages", row.messages}};
-    if (limit) entry["fits"] = row.fits(*limit);
+    if (has_limit) entry["fits"] = row.fits(limit);
     result["schedules"].push_back(std::move(entry));
   }
   std::cout << result.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << "\n";
@@ -166,6 +175,8 @@ void compare(CompareOptions options) {
   if (options.memory) limit = MemoryLimit::parse(*options.memory);
   if (limit && limit->is_bytes) require_bytes(by_rank, ranks, *options.memory);
 
+  const bool has_limit =
+      limit || std::ranges::any_of(by_rank.ranks, [](const RankCosts& rank) { return rank.capacity > 0; });
   std::vector<Row> rows;
   for (std::size_t i = 0; i < from_files.size(); ++i) {
     rows.push_back(simulated(options.files[i], from_files[i], by_rank));
@@ -179,9 +190,9 @@ void compare(CompareOptions options) {
   }
   std::ranges::stable_sort(rows, {}, [](const Row& row) { return row.timeline.makespan; });
   if (options.json) {
-    write_json(rows, options.size, limit);
+    write_json(rows, options.size, limit, has_limit);
   } else {
-    write_table(rows, limit);
+    write_table(rows, limit, has_limit);
   }
 }
 

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdio>
 #include <iomanip>
+#include <map>
 #include <ostream>
 
 #include "penstock/schedule/passes.h"
@@ -38,6 +39,20 @@ std::size_t count_messages(const Schedule& schedule) {
 std::string contents_text(const Schedule& schedule) {
   return size_text(schedule) + ", " + counted(count_computations(schedule), "computation") + ", " +
          counted(count_messages(schedule), "message");
+}
+
+std::vector<std::string> unknown_to_torch(const Schedule& schedule) {
+  std::map<std::string, Action> unknown;
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    for (const Action& action : schedule.actions(rank)) {
+      if (action.computation == Computation::Recompute) unknown.emplace("recomputations", action);
+      if (action.computation == Computation::SumShared) unknown.emplace("sums of shared parameters", action);
+      if (to_string(action).find('@') != std::string::npos) unknown.emplace("messages off the chain", action);
+    }
+  }
+  std::vector<std::string> texts;
+  for (const auto& [what, action] : unknown) texts.push_back(what + " (" + to_string(action) + ")");
+  return texts;
 }
 
 void write_columns(std::ostream& out, const std::vector<std::vector<std::string>>& rows) {

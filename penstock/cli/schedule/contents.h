@@ -14,11 +14,15 @@ namespace penstock::internal::cli {
 // valid.
 Schedule lowered(const Schedule& schedule);
 
-// Counts F, I, W and B. An overlapped pair counts as two.
+// Counts F, I, W, B and R. An overlapped pair counts as two.
 std::size_t count_computations(const Schedule& schedule);
 std::size_t count_messages(const Schedule& schedule);
 // Returns "4 ranks, 4 stages, 8 microbatches, 64 computations, 48 messages".
 std::string contents_text(const Schedule& schedule);
+
+// Returns what of the schedule torch.distributed.pipelining cannot read, such as "SUM_SHARED (0SUM_SHARED)"; empty if it
+// can read all of it.
+std::vector<std::string> unknown_to_torch(const Schedule& schedule);
 
 // Writes a table with aligned columns, the first to the left and the others to the right.
 void write_columns(std::ostream& out, const std::vector<std::vector<std::string>>& rows);

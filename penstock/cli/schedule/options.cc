@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <numeric>
 #include <sstream>
 #include <utility>
 
@@ -10,6 +11,7 @@
 #include "penstock/schedule/csv.h"
 #include "penstock/schedule/error.h"
 #include "penstock/schedule/generators.h"
+#include "penstock/schedule/passes.h"
 
 namespace penstock::internal::cli {
 namespace {
@@ -77,6 +79,12 @@ void ScheduleOptions::add_to(CLI::App& command) {
       ->option_text("LIST")
       ->expected(1)
       ->take_all();
+  command
+      .add_option(
+          "--recompute", recompute,
+          "Stages whose forwards save their inputs only, and are computed again before their backwards: all, or "
+          "stages such as 0,3")
+      ->option_text("LIST");
 }
 
 void ScheduleOptions::add_size_to(CLI::App& command) {
@@ -89,6 +97,19 @@ std::string ScheduleOptions::title() const {
 }
 
 Schedule ScheduleOptions::schedule() const {
+  const Schedule given = schedule_without_recomputation();
+  if (recompute.empty()) return given;
+  std::vector<int> stages;
+  if (recompute == "all") {
+    stages.resize(static_cast<std::size_t>(given.stages()));
+    std::iota(stages.begin(), stages.end(), 0);
+  } else {
+    stages = numbers(recompute, ',', "--recompute", "all, or --recompute 0,3");
+  }
+  return add_recomputation(given, stages);
+}
+
+Schedule ScheduleOptions::schedule_without_recomputation() const {
   if (!csv.empty()) {
     return parse_csv(read_file(csv), {.source = csv, .skips = parse_edges(edges), .shared = parse_groups(shared)});
   }

@@ -19,6 +19,8 @@ struct ScheduleOptions {
   int microbatches = 0;
   std::vector<std::string> edges;
   std::vector<std::string> shared;
+  // Stages to recompute: "all", or a list of indices; empty for none.
+  std::string recompute;
 
   void add_to(CLI::App& command);
   // Adds only --ranks and --microbatches.
@@ -30,6 +32,9 @@ struct ScheduleOptions {
   Schedule schedule() const;
   // Throws ScheduleError when the number of ranks or microbatches is missing.
   void require_size() const;
+
+ private:
+  Schedule schedule_without_recomputation() const;
 };
 
 // Options of the simulator's costs: times, or a file.

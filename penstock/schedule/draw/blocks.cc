@@ -11,11 +11,12 @@ namespace penstock::internal {
 namespace {
 
 // The hues of page.html, but light enough for dark labels, each with the nearest colour of a terminal.
-constexpr std::array<std::array<Colour, 2>, 4> kPalette = {{
+constexpr std::array<std::array<Colour, 2>, 5> kPalette = {{
     {{{"#5b8ede", 68}, {"#9fbdf0", 111}}},   // F
     {{{"#e0a92c", 178}, {"#fbe4ab", 223}}},  // I
     {{{"#3bb8a8", 73}, {"#bdf1e7", 158}}},   // W
     {{{"#d0586f", 167}, {"#e6a5ac", 217}}},  // B
+    {{{"#9a7fd1", 140}, {"#d6c8f2", 189}}},  // R
 }};
 
 }  // namespace
@@ -24,6 +25,20 @@ Colour colour_of(const Drawing& drawing, const Action& part) {
   const auto local = drawing.schedule.placement().stages_of(drawing.schedule.placement().rank_of(part.stage));
   const auto position = std::ranges::lower_bound(local, part.stage) - local.begin();
   return kPalette[static_cast<std::size_t>(part.computation) % kPalette.size()][static_cast<std::size_t>(position % 2)];
+}
+
+std::vector<Computation> legend_of(const Schedule& schedule) {
+  std::vector<Computation> legend = {Computation::Forward, Computation::InputBackward, Computation::WeightBackward,
+                                     Computation::FullBackward};
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    if (std::ranges::find(schedule.actions(rank), Computation::Recompute, &Action::computation) ==
+        schedule.actions(rank).end()) {
+      continue;
+    }
+    legend.push_back(Computation::Recompute);
+    break;
+  }
+  return legend;
 }
 
 std::string number_text(double value) {

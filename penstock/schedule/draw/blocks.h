@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "penstock/schedule/draw.h"
 
@@ -42,7 +43,7 @@ struct Colour {
   std::string_view hex;
   int terminal;
 };
-// Returns the colour of F, I, W or B. The palette is safe for the colour-blind. Each has two shades, which alternate
+// Returns the colour of F, I, W, B or R. The palette is safe for the colour-blind. Each has two shades, which alternate
 // over the stages of a rank.
 Colour colour_of(const Drawing& drawing, const Action& part);
 
@@ -54,8 +55,7 @@ std::string metrics_text(const Drawing& drawing, std::string_view separator);
 // Returns the skip connections and shared parameters of a schedule, "skip 0 -> 3   shared by stages 0 7", or an empty
 // text.
 std::string graph_text(const Schedule& schedule);
-// Computations of the legend.
-inline constexpr std::array kDrawnComputations = {Computation::Forward, Computation::InputBackward,
-                                                  Computation::WeightBackward, Computation::FullBackward};
+// Returns the computations of the legend: F, I, W and B, and R if the schedule has one.
+std::vector<Computation> legend_of(const Schedule& schedule);
 
 }  // namespace penstock::internal

@@ -11,7 +11,6 @@ namespace {
 using internal::Block;
 using internal::colour_of;
 using internal::for_each_block;
-using internal::kDrawnComputations;
 using internal::number_text;
 using internal::xml_text;
 
@@ -120,7 +119,7 @@ void draw_svg(std::ostream& out, const Drawing& drawing) {
   }
 
   double x = kMargin;
-  for (const Computation computation : kDrawnComputations) {
+  for (const Computation computation : internal::legend_of(schedule)) {
     const std::string label = std::string(name_of(computation)) + " " + std::string(describe(computation));
     out << R"(<rect x=")" << x << R"(" y=")" << axis + 38 << R"(" width="14" height="14" rx="2" fill=")"
         << colour_of(drawing, compute(/*stage=*/0, computation, 0)).hex << R"("/><text x=")" << x + 20 << R"(" y=")"

@@ -14,7 +14,6 @@ using internal::Block;
 using internal::colour_of;
 using internal::concat;
 using internal::for_each_block;
-using internal::kDrawnComputations;
 using internal::number_text;
 
 // Metrics of each rank are printed for at most this many ranks.
@@ -108,11 +107,12 @@ class TextPicture {
   static std::string paint(int colour) { return colour == 0 ? "\033[0m" : concat("\033[30;48;5;", colour, "m"); }
 
   void draw_legend(std::ostream& out) const {
-    for (const Computation computation : kDrawnComputations) {
+    const std::vector<Computation> legend = internal::legend_of(drawing_.schedule);
+    for (const Computation computation : legend) {
       const std::string name(name_of(computation));
       const int colour = colour_of(drawing_, compute(/*stage=*/0, computation, 0)).terminal;
       out << (options_.colour ? paint(colour) + " " + name + " " + paint(0) : name) << " " << describe(computation)
-          << (computation == kDrawnComputations.back() ? "\n" : "   ");
+          << (computation == legend.back() ? "\n" : "   ");
     }
     const std::string extras = internal::graph_text(drawing_.schedule);
     if (!extras.empty()) out << extras << "\n";

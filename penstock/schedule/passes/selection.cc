@@ -32,6 +32,7 @@ bool belongs_to_backward(const Action& part) {
     case Computation::InputBackward:
     case Computation::WeightBackward:
     case Computation::FullBackward:
+    case Computation::Recompute:
     case Computation::SendBackward:
     case Computation::RecvBackward:
     case Computation::ReduceGrad:

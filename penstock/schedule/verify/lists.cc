@@ -105,7 +105,9 @@ class ListChecker : VerifierTables {
     const std::uint8_t bit = bit_of(part.computation);
     const auto text = [&] { return to_string(part); };
     if (state & bit) fail_here(concat(text(), " is a duplicate", first_place_of(part), "."));
-    if (!is_forward(part) && !expected_.backward) fail_here(text() + " is a backward in a schedule of forwards only.");
+    if (!is_forward(part) && !expected_.backward) {
+      fail_here(concat(text(), " is a ", describe(part.computation), " in a schedule of forwards only."));
+    }
     if (expected_.sharding && !unsharded_[static_cast<std::size_t>(part.stage)]) {
       fail_here(concat(text(), " needs its stage's parameters, but stage ", part.stage, " is sharded here."));
     }
@@ -121,6 +123,12 @@ class ListChecker : VerifierTables {
       }
       for (const int e : graph().out_edges(part.stage)) {
         require_input(part, e, edge(e).to, kInputBit | kFullBit, Computation::RecvBackward);
+      }
+    } else if (part.computation == Computation::Recompute) {
+      if (!(state & kForwardBit))
+        fail_here(text() + " comes before its forward " + to_string(forward(part.stage, part.microbatch)) + ".");
+      if (state & (kInputBit | kFullBit)) {
+        fail_here(text() + " comes after the backward of its microbatch, which needs what it recomputes.");
       }
     } else {
       if (state & kFullBit)

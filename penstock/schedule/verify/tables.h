@@ -17,13 +17,13 @@ struct ViolationFound {
 };
 
 // Bits of the table of computations, which has an entry for each stage and microbatch.
-enum ComputeBit : std::uint8_t { kForwardBit = 1, kInputBit = 2, kWeightBit = 4, kFullBit = 8 };
+enum ComputeBit : std::uint8_t { kForwardBit = 1, kInputBit = 2, kWeightBit = 4, kFullBit = 8, kRecomputeBit = 16 };
 
-// Returns the bit of F, I, W or B.
+// Returns the bit of F, I, W, B or R.
 inline std::uint8_t bit_of(Computation computation) {
   return static_cast<std::uint8_t>(1U << static_cast<unsigned>(computation));
 }
-static_assert(static_cast<int>(Computation::Forward) == 0 && static_cast<int>(Computation::FullBackward) == 3);
+static_assert(static_cast<int>(Computation::Forward) == 0 && static_cast<int>(Computation::Recompute) == 4);
 
 // Returns the bit of a SEND or RECV in the table of messages, which has an entry for each edge and microbatch.
 inline std::uint8_t message_bit(Computation computation) {

@@ -1,0 +1,85 @@
+// Computes which activations each rank saves for its backwards, and from which action to which: from the schedule alone,
+// without times.
+//
+//   for (const SavedActivations& saved : activation_liveness(schedule, /*rank=*/0)) {
+//     std::cout << saved.stage << " " << saved.microbatch << ": " << saved.begin.action << " to " << saved.end.action;
+//   }
+//   const std::vector<MemoryStep> memory = memory_over_time(schedule, timeline, costs, /*rank=*/0);
+#pragma once
+
+#include <compare>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "penstock/schedule/costs.h"
+#include "penstock/schedule/schedule.h"
+
+namespace penstock {
+
+struct Timeline;
+
+// Place of a computation in a rank's actions.
+struct ActionPlace {
+  std::size_t action = 0;
+  // True for the second part of a pair.
+  bool second_part = false;
+
+  friend auto operator<=>(const ActionPlace&, const ActionPlace&) = default;
+};
+
+// What a rank saves for the backward of one stage and microbatch, during some of its actions.
+struct SavedActivations {
+  enum class Kind : std::uint8_t {
+    // Inputs of a forward that will be recomputed: from the start of F to the start of R.
+    Inputs,
+    // All that the backward needs: from the start of F, or of R, to the end of I or B.
+    Activations,
+    // What the weight gradient alone needs: from the end of I to the end of W.
+    WeightInputs,
+  };
+
+  int stage = 0;
+  int microbatch = 0;
+  Kind kind = Kind::Activations;
+  // The computations at which it begins and ends: see Kind.
+  ActionPlace begin;
+  ActionPlace end;
+
+  friend bool operator==(const SavedActivations&, const SavedActivations&) = default;
+};
+
+// Returns what a rank saves, in the order of the places where it begins. In a schedule without backwards, a forward has
+// its activations in memory while it runs. Requires a schedule that verify_each_list accepts.
+std::vector<SavedActivations> activation_liveness(const Schedule& schedule, int rank);
+
+// Returns the size of what is saved, by the cost model.
+double saved_bytes(const SavedActivations& saved, const StageCosts& stage);
+
+// Memory of a rank from a point in time to the next step.
+struct MemoryStep {
+  double time = 0;
+  double bytes = 0;
+
+  friend bool operator==(const MemoryStep&, const MemoryStep&) = default;
+};
+
+// Returns a rank's memory over time: the static bytes of its stages and what they save, on a simulated or measured
+// timeline of the schedule. The first step is at time 0.
+std::vector<MemoryStep> memory_over_time(const Schedule& schedule, const Timeline& timeline, const Costs& costs,
+                                         int rank);
+
+// Bytes that a rank has in memory all the time: parameters, gradients and optimizer state of its stages, and buffers.
+double static_bytes(const Schedule& schedule, const Costs& costs, int rank);
+
+// Peak memory of a rank.
+struct PeakMemory {
+  // Largest number of microbatches whose activations are saved at a time; those of which only inputs are saved, for a
+  // recomputation, do not count.
+  int activations = 0;
+  // Largest number of bytes, static ones included.
+  double bytes = 0;
+};
+PeakMemory peak_memory(const Schedule& schedule, const Costs& costs, int rank);
+
+}  // namespace penstock
