@@ -31,6 +31,7 @@
 #include "penstock/schedule/simulate.h"
 #include "penstock/schedule/source.h"
 #include "penstock/schedule/verify.h"
+#include "penstock/stage/checkpoint.h"
 #include "penstock/stage/module.h"
 #include "penstock/stage/modules.h"
 #include "penstock/stage/shared.h"

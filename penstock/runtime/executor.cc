@@ -78,6 +78,10 @@ void Executor::run(const StepInputs& inputs, StepOutputs& outputs, std::vector<A
   losses_.begin_step(inputs, outputs);
 
   const std::span<const Action> actions = schedule.actions(rank());
+  recomputed_.clear();
+  for (const Action& action : actions) {
+    if (action.computation == Computation::Recompute) recomputed_.emplace(action.stage, action.microbatch);
+  }
   record.assign(actions.size(), {});
   const c10::AutoGradMode grad_mode(inputs.autograd);
   std::int64_t now = nanoseconds(Clock::now() - inputs.began);
@@ -119,6 +123,7 @@ void Executor::run_default(const Action& action) {
     case Computation::Forward: forward(action); break;
     case Computation::InputBackward:
     case Computation::FullBackward: backward(action); break;
+    case Computation::Recompute: stages_.at(action.stage)->recompute(action.microbatch); break;
     case Computation::WeightBackward: stages_.at(action.stage)->weight_backward(action.microbatch); break;
     case Computation::Overlap: for_each_part(action, [this](const Action& part) { run_action(part); }); break;
     case Computation::SendForward:
@@ -169,7 +174,8 @@ void Executor::forward(const Action& action) {
   PipelineStage::Forwarded result;
   {
     const RandomScope scope(inputs_->seed, *inputs_->options->number, action.microbatch, action.stage);
-    result = stage.forward(action.microbatch, std::move(received), args, kwargs);
+    result = stage.forward(action.microbatch, std::move(received), args, kwargs,
+                           recomputed_.contains({action.stage, action.microbatch}));
   }
   if (stage.is_last()) losses_.add_output(stage, action.microbatch, result.output, args, kwargs);
   losses_.add_terms(stage, action.microbatch, result.losses, args, kwargs);

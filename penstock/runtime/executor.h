@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <map>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -103,6 +104,8 @@ class Executor {
   // Record of the current action.
   ActionRecord* current_ = nullptr;
   StepLosses losses_;
+  // Stages and microbatches that this rank recomputes.
+  std::set<std::pair<int, int>> recomputed_;
   // Messages that wait for a stage of this rank, or to be sent, by edge and microbatch.
   std::vector<Message> activations_;
   std::vector<Message> gradients_;

@@ -12,9 +12,12 @@
 
 #include "penstock/base/text.h"
 #include "penstock/stage/backward.h"
+#include "penstock/stage/buffer_history.h"
+#include "penstock/stage/checkpoint.h"
 #include "penstock/stage/copy_on_write.h"
 #include "penstock/stage/loss_terms.h"
 #include "penstock/stage/parameter_sync.h"
+#include "penstock/stage/recomputation.h"
 #include "penstock/stage/routing.h"
 #include "penstock/stage/saved_state.h"
 #include "penstock/tensor/nested.h"
@@ -83,6 +86,8 @@ struct SavedMicrobatch {
   std::vector<at::Tensor> seeds;
   // True after the input half.
   bool between_halves = false;
+  // The forward, if it will be recomputed.
+  std::shared_ptr<internal::Recomputation> recomputation;
   // The weight step of a dw_builder, after the input half.
   std::function<void()> dw;
 };
@@ -101,6 +106,8 @@ struct PipelineStage::Impl {
   // Set by begin().
   Mode mode = Mode::Evaluation;
   std::optional<internal::StageRouting> routing;
+  // Buffers, for the parts of forwards that are recomputed.
+  std::optional<internal::BufferHistory> buffer_history;
   // Indexed by microbatch; null before the forward and after the backward.
   std::vector<std::unique_ptr<SavedMicrobatch>> microbatches;
 
@@ -139,6 +146,18 @@ struct PipelineStage::Impl {
     std::ranges::move(run.seeds, std::back_inserter(result));
     return result;
   }
+
+  // Returns the arguments of the module: those of the model, or the received values that the stage takes.
+  Args arguments(const std::vector<at::Tensor>& received, const std::vector<std::size_t>& counts,
+                 const Args& args) const {
+    if (index == 0) return args;
+    Args arguments;
+    for (const at::Tensor& tensor : routing->arguments(received, counts)) arguments.push_back(value_of(tensor));
+    return arguments;
+  }
+  // Runs the module so that it saves its inputs only. `received` are the tensors that the arguments were made of.
+  c10::IValue forward_for_recomputation(SavedMicrobatch& run, const std::vector<at::Tensor>& received,
+                                        const Args& arguments, const Args& args, const Kwargs& kwargs);
 
   std::vector<Message> backward(int microbatch, std::vector<Message> gradients, bool is_full);
 };
@@ -193,6 +212,7 @@ internal::ParameterSync* PipelineStage::sync() const {
 
 void PipelineStage::begin(const Wiring& wiring, int microbatches, Mode mode) {
   impl_->routing.emplace(wiring, impl_->index);
+  impl_->buffer_history.emplace(impl_->module.buffers);
   impl_->mode = mode;
   impl_->microbatches.clear();
   impl_->microbatches.resize(static_cast<std::size_t>(microbatches));
@@ -218,6 +238,7 @@ void PipelineStage::save(internal::SavedState& saved, bool has_user_functions) c
 }
 
 void PipelineStage::end() {
+  impl_->buffer_history.reset();
   if (impl_->sync) impl_->sync->end_step();
 }
 
@@ -230,8 +251,46 @@ at::Tensor PipelineStage::detached(const at::Tensor& tensor, const Args& args, c
   return impl_->is_in_foreign_memory(tensor, args, kwargs) ? tensor.detach().clone() : tensor.detach();
 }
 
+c10::IValue PipelineStage::Impl::forward_for_recomputation(SavedMicrobatch& run,
+                                                           const std::vector<at::Tensor>& received,
+                                                           const Args& arguments, const Args& args,
+                                                           const Kwargs& kwargs) {
+  if (options.dw_builder) {
+    throw StageError(concat("stage ", index, " has a dw_builder, and cannot be recomputed.\n",
+                            "  Hint: leave its R out of the schedule."));
+  }
+  // The inputs: what was received, then the tensors of the arguments and keyword arguments of the caller, without which
+  // these are kept.
+  std::vector<at::Tensor> inputs = received;
+  Args kept_args = args;
+  Kwargs kept_kwargs = kwargs;
+  const auto for_each_value = [](Args& to_args, Kwargs& to_kwargs, const auto& act) {
+    for (c10::IValue& arg : to_args) act(arg);
+    for (auto& [name, value] : to_kwargs) act(value);
+  };
+  for_each_value(kept_args, kept_kwargs, [&](c10::IValue& value) {
+    for (const c10::IValue& leaf : flatten_args(value)) {
+      if (leaf.isTensor()) inputs.push_back(leaf.toTensor());
+    }
+    const at::Tensor* none = nullptr;
+    internal::replace_tensors(value, none);
+  });
+  internal::RecomputedScope scope(inputs);
+  c10::IValue output = module.forward(arguments, kwargs);
+  run.recomputation = scope.close([this, kept_args, kept_kwargs, counts = run.received, for_each_value,
+                                   count = received.size()](const std::vector<at::Tensor>& fresh) {
+    const auto middle = fresh.begin() + static_cast<std::ptrdiff_t>(count);
+    Args again_args = kept_args;
+    Kwargs again_kwargs = kept_kwargs;
+    const at::Tensor* next = fresh.data() + count;
+    for_each_value(again_args, again_kwargs, [&](c10::IValue& value) { internal::replace_tensors(value, next); });
+    module.forward(this->arguments({fresh.begin(), middle}, counts, again_args), again_kwargs);
+  });
+  return output;
+}
+
 PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Message> received, const Args& args,
-                                                const Kwargs& kwargs) {
+                                                const Kwargs& kwargs, bool will_be_recomputed) {
   const StageOptions& options = impl_->options;
   const bool by_autograd = impl_->mode == Mode::Autograd;
   auto run = std::make_unique<SavedMicrobatch>();
@@ -240,6 +299,9 @@ PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Mess
     run->received.push_back(message.size());
     std::ranges::move(message, std::back_inserter(received_tensors));
   }
+  const bool recomputed = by_autograd && will_be_recomputed;
+  // Holding on to these makes the aliases below, which the module may write into, have other memory.
+  const std::vector<at::Tensor> kept = recomputed ? received_tensors : std::vector<at::Tensor>();
   std::vector<at::Tensor> tensors;
   std::vector<bool> needs_grad;
   for (const at::Tensor& tensor : received_tensors) {
@@ -252,14 +314,7 @@ PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Mess
       impl_->routing->forward_through(received_tensors, tensors, run->received);
   received_tensors.clear();
 
-  Args arguments;
-  if (is_first()) {
-    arguments = args;
-  } else {
-    for (const at::Tensor& tensor : impl_->routing->arguments(tensors, run->received)) {
-      arguments.push_back(value_of(tensor));
-    }
-  }
+  Args arguments = impl_->arguments(tensors, run->received, args);
   if (options.input_metadata) {
     check(concat("stage ", stage_index(), ", input"), *options.input_metadata,
           extract_tensor_args(to_value(arguments)));
@@ -268,7 +323,10 @@ PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Mess
   Forwarded result;
   {
     const internal::LossTermScope scope(result.losses);
-    result.output = impl_->module.forward(arguments, kwargs);
+    const internal::RecomputedBuffersScope buffers(by_autograd ? &*impl_->buffer_history : nullptr);
+    result.output = recomputed
+                        ? impl_->forward_for_recomputation(*run, kept, arguments, is_first() ? args : Args(), kwargs)
+                        : impl_->module.forward(arguments, kwargs);
   }
   arguments.clear();
   tensors.clear();
@@ -347,6 +405,11 @@ void PipelineStage::weight_backward(int microbatch) {
                             ": its weight backward comes before its input backward."));
   }
   impl_->release(microbatch);
+}
+
+void PipelineStage::recompute(int microbatch) {
+  SavedMicrobatch& run = impl_->saved(microbatch);
+  if (run.recomputation) run.recomputation->run();
 }
 
 bool PipelineStage::has_saved_activations(int microbatch) const {

@@ -99,9 +99,13 @@ class PipelineStage {
     std::vector<at::Tensor> losses;
   };
   // Runs the forward of a microbatch. `received` has a message for each incoming link, `args` are the arguments of the
-  // first stage, and keyword arguments go to any stage. Throws StageError and PipeliningShapeError, which name the
-  // stage, and whatever the module throws.
-  Forwarded forward(int microbatch, std::vector<Message> received, const Args& args, const Kwargs& kwargs);
+  // first stage, and keyword arguments go to any stage. If it will be recomputed, it saves these for the backward, and
+  // nothing else; the module must not write into `args` and `kwargs` then. Throws StageError and PipeliningShapeError,
+  // which name the stage, and whatever the module throws.
+  Forwarded forward(int microbatch, std::vector<Message> received, const Args& args, const Kwargs& kwargs,
+                    bool will_be_recomputed = false);
+  // Runs such a forward again, and saves what the backward needs. Without a call, the backward does it.
+  void recompute(int microbatch);
 
   // Adds a loss from which the backward of a microbatch starts, besides the gradients that come from later stages.
   // `seed` is its gradient. Called before the backward.

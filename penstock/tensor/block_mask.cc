@@ -258,7 +258,8 @@ std::string BlockMask::to_string(std::int64_t grid, std::int64_t limit) const {
     std::vector<std::int64_t> indices(leading.size());
     std::int64_t rest = i;
     for (std::size_t dim = leading.size(); dim-- > 0; rest /= leading[dim]) indices[dim] = rest % leading[dim];
-    text += (i == 0 ? "" : "\n") + tuple_text(indices) + "\n" + drawing(dense.dim() == 2 ? dense : drawings[i], grid);
+    if (i > 0) text += "\n";
+    text += tuple_text(indices) + "\n" + drawing(dense.dim() == 2 ? dense : drawings[i], grid);
   }
   if (count > limit) text += "\nand " + std::to_string(count - limit) + " more, which a larger limit shows\n";
   return text;

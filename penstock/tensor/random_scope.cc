@@ -199,6 +199,29 @@ RandomScope::RandomScope(std::uint64_t moment, std::uint64_t place)
   innermost = this;
 }
 
+std::optional<RandomScope::Position> RandomScope::position() {
+  if (innermost == nullptr) return std::nullopt;
+  Position position;
+  position.moment_ = innermost->moment_;
+  position.hash_ = innermost->hash_;
+  if (innermost->seeded_) position.generator_ = generators[innermost->depth_].clone();
+  return position;
+}
+
+RandomScope::RandomScope(const Position& position)
+    : moment_(position.moment_),
+      hash_(position.hash_),
+      outer_(innermost),
+      depth_(outer_ == nullptr ? 0 : outer_->depth_ + 1),
+      seeded_(position.generator_.defined()),
+      key_(kScopeKey) {
+  if (seeded_) {
+    if (generators.size() <= depth_) generators.resize(depth_ + 1);
+    generators[depth_] = position.generator_.clone();
+  }
+  innermost = this;
+}
+
 RandomScope::~RandomScope() {
   assert(innermost == this && "random scopes end in the opposite order of their beginning, on their own thread");
   innermost = outer_;

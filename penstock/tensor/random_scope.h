@@ -49,6 +49,21 @@ class RandomScope {
   RandomScope(std::uint64_t seed, std::int64_t step, std::int64_t microbatch, std::int64_t place);
   // Enters another place, with the seed, step and microbatch of the innermost scope. Requires is_open().
   explicit RandomScope(std::int64_t place);
+
+  // Place in the stream of random numbers of a scope. A copy is cheap until the scope has drawn; then it has the state of
+  // the generator, of 5 kB.
+  class Position {
+    friend class RandomScope;
+    std::uint64_t moment_ = 0;
+    std::uint64_t hash_ = 0;
+    // Undefined if nothing has been drawn yet.
+    at::Generator generator_;
+  };
+  // Returns the position of this thread's innermost scope; nothing outside of a scope.
+  static std::optional<Position> position();
+  // Draws what the scope of the position drew from there on.
+  explicit RandomScope(const Position& position);
+
   ~RandomScope();
 
   RandomScope(const RandomScope&) = delete;

@@ -1,0 +1,31 @@
+// Values that the buffers of a stage had at some moments, so that a part of its forward can be computed again as it was.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "penstock/tensor/named_tensors.h"
+
+namespace penstock::internal {
+
+// Moments between which a buffer did not change share one copy of it. Reads all buffers at each moment.
+class BufferHistory {
+ public:
+  // A copy of each buffer. Never written to.
+  using Moment = std::vector<at::Tensor>;
+
+  explicit BufferHistory(const NamedTensors& buffers);
+
+  // Returns the values of the buffers.
+  Moment now();
+  // Writes the values of a moment into the buffers. Only buffers that differ are written, without a new version: tensors
+  // that autograd has saved stay valid.
+  void restore(const Moment& moment);
+
+ private:
+  std::vector<at::Tensor> buffers_;
+  Moment last_;
+};
+
+}  // namespace penstock::internal

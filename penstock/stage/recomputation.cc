@@ -1,0 +1,228 @@
+#include "penstock/stage/recomputation.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/util/ScopeExit.h>
+
+#include <atomic>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "penstock/base/text.h"
+#include "penstock/stage/backward.h"
+#include "penstock/stage/copy_on_write.h"
+#include "penstock/stage/loss_terms.h"
+#include "penstock/stage/wiring.h"
+#include "penstock/tensor/autocast_scope.h"
+
+namespace penstock::internal {
+namespace {
+
+std::atomic<std::int64_t> made = 0;
+std::atomic<std::int64_t> recomputed = 0;
+
+// True within a part, in its forward and when it is computed again.
+thread_local bool is_in_part = false;
+thread_local BufferHistory* current_buffers = nullptr;
+
+std::uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.defined() && !tensor.is_inference() ? static_cast<std::uint32_t>(tensor._version()) : 0;
+}
+
+// Returns the state of the default generator, and sets another one if it is defined.
+at::Tensor exchange_default_random(const at::Tensor& state) {
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  const std::lock_guard lock(generator.mutex());
+  at::Tensor before = generator.get_state();
+  if (state.defined()) generator.set_state(state);
+  return before;
+}
+
+bool is_parameter(const at::Tensor& tensor) {
+  return tensor.is_leaf() && tensor.requires_grad();
+}
+
+}  // namespace
+
+RecomputationCounts recomputation_counts() {
+  return {.made = made, .recomputed = recomputed};
+}
+
+// Hooks of a tensor that is saved in the forward: forget it, and have it computed again.
+class Recomputation::DroppingHooks final : public torch::autograd::SavedVariableHooks {
+ public:
+  explicit DroppingHooks(std::shared_ptr<Recomputation> of) : of_(std::move(of)), index_(of_->saved_.size()) {
+    of_->saved_.emplace_back();
+  }
+  ~DroppingHooks() override {
+    Saved& saved = of_->saved_[index_];
+    saved.is_released = true;
+    saved.tensor.reset();
+  }
+
+  void call_pack_hook(const at::Tensor& tensor) override {
+    Saved& saved = of_->saved_[index_];
+    saved.sizes = tensor.sizes().vec();
+    saved.dtype = tensor.scalar_type();
+    if (is_parameter(tensor)) saved.version = version_of(tensor);
+  }
+  at::Tensor call_unpack_hook() override { return of_->saved_tensor(index_); }
+
+ private:
+  std::shared_ptr<Recomputation> of_;
+  std::size_t index_;
+};
+
+// Hooks of the same tensor when the part is computed again: keep it for the node of the forward.
+class Recomputation::CapturingHooks final : public torch::autograd::SavedVariableHooks {
+ public:
+  CapturingHooks(Recomputation& of, std::size_t index) : of_(of.shared_from_this()), index_(index) {}
+
+  void call_pack_hook(const at::Tensor& tensor) override {
+    if (index_ >= of_->saved_.size()) return;
+    Saved& saved = of_->saved_[index_];
+    if (!tensor.sizes().equals(saved.sizes) || tensor.scalar_type() != saved.dtype) {
+      throw StageError(concat("a part of a forward saved ", c10::toString(saved.dtype), shape_text(saved.sizes),
+                              " as its tensor ", index_, ", and ", c10::toString(tensor.scalar_type()),
+                              shape_text(tensor.sizes()),
+                              " when it was computed again.\n  Hint: its result should depend on its inputs alone."));
+    }
+    if (saved.version && is_parameter(tensor) && version_of(tensor) != *saved.version) {
+      throw StageError(
+          concat("a parameter of shape ", shape_text(saved.sizes),
+                 " was modified between a forward and its recomputation.\n  Hint: step the optimizer after "
+                 "the backwards."));
+    }
+    if (!saved.is_released) saved.tensor = tensor.detach();
+  }
+  at::Tensor call_unpack_hook() override {
+    throw StageError(
+        "a part of a forward that is recomputed runs a backward itself.\n  Hint: recompute the parts around it.");
+  }
+
+ private:
+  std::shared_ptr<Recomputation> of_;
+  std::size_t index_;
+};
+
+Recomputation::Recomputation(const std::vector<at::Tensor>& inputs, BufferHistory* buffers)
+    : random_(RandomScope::position()), buffers_(buffers) {
+  for (const at::Tensor& input : inputs) {
+    inputs_.push_back(input.defined() ? input.detach() : at::Tensor());
+    needs_grad_.push_back(input.defined() && input.requires_grad());
+    versions_.push_back(version_of(input));
+  }
+  if (!random_) default_random_ = exchange_default_random({});
+  for (const at::DeviceType device : {at::kCPU, at::kCUDA}) {
+    autocast_.push_back({device, at::autocast::get_autocast_dtype(device), at::autocast::is_autocast_enabled(device)});
+  }
+  if (buffers_ != nullptr) buffers_before_ = buffers_->now();
+}
+
+void Recomputation::require_unwritten_inputs(const char* when) const {
+  for (std::size_t i = 0; i < inputs_.size(); ++i) {
+    if (version_of(inputs_[i]) == versions_[i]) continue;
+    throw StageError(concat("input ", i, " of a part of a forward that is recomputed was written to ", when,
+                            ".\n  Hint: let the part write into a clone of it."));
+  }
+}
+
+const at::Tensor& Recomputation::saved_tensor(std::size_t index) {
+  run();
+  return saved_[index].tensor;
+}
+
+void Recomputation::run() {
+  if (is_done_) return;
+  if (!function_) {
+    throw StageError(
+        "a part of a forward that is recomputed runs a backward itself.\n  Hint: recompute the parts around it.");
+  }
+  require_unwritten_inputs("before it was computed again");
+  is_done_ = true;
+  ++recomputed;
+  compute();
+  inputs_.clear();
+  function_ = nullptr;
+}
+
+void Recomputation::compute() {
+  const c10::AutoGradMode grad_mode(true);
+  std::optional<RandomScope> random;
+  at::Tensor default_random_now;
+  if (random_) {
+    random.emplace(*random_);
+  } else {
+    default_random_now = exchange_default_random(default_random_);
+  }
+  std::vector<std::unique_ptr<AutocastScope>> autocast;
+  for (const Autocast& then : autocast_) {
+    const bool is_same = at::autocast::is_autocast_enabled(then.device) == then.enabled &&
+                         at::autocast::get_autocast_dtype(then.device) == then.dtype;
+    if (!is_same) autocast.push_back(std::make_unique<AutocastScope>(then.device, then.dtype, then.enabled));
+  }
+  BufferHistory::Moment buffers_now;
+  if (buffers_ != nullptr) {
+    buffers_now = buffers_->now();
+    buffers_->restore(buffers_before_);
+  }
+  const bool was_in_part = std::exchange(is_in_part, true);
+  const auto restore = c10::make_scope_exit([&] {
+    is_in_part = was_in_part;
+    if (buffers_ != nullptr) buffers_->restore(buffers_now);
+    if (default_random_now.defined()) exchange_default_random(default_random_now);
+    buffers_before_.clear();
+  });
+  std::vector<at::Tensor> terms;
+  const LossTermScope ignored_terms(terms);
+
+  std::vector<at::Tensor> aliases;
+  for (const at::Tensor& input : inputs_) {
+    const bool shares = input.defined() && is_plain(input) && !is_copy_on_write_alias(input);
+    aliases.push_back(shares ? copy_on_write_alias(input) : input);
+  }
+  StageInputs inputs(aliases, needs_grad_);
+  std::size_t next = 0;
+  {
+    const SavedTensorHooksScope hooks([&] { return std::make_unique<CapturingHooks>(*this, next++); });
+    function_(inputs.take());
+  }
+  if (next == saved_.size()) return;
+  throw StageError(concat("a part of a forward saved ", saved_.size(), " tensors, and ", next,
+                          " when it was computed again.\n  Hint: its result should depend on its inputs alone."));
+}
+
+RecomputedScope::RecomputedScope(const std::vector<at::Tensor>& inputs)
+    : recomputation_(std::make_shared<Recomputation>(inputs, current_buffers)) {
+  is_in_part = true;
+  hooks_.emplace(
+      [recomputation = recomputation_] { return std::make_unique<Recomputation::DroppingHooks>(recomputation); });
+}
+
+RecomputedScope::~RecomputedScope() {
+  if (hooks_) is_in_part = false;
+}
+
+std::shared_ptr<Recomputation> RecomputedScope::close(Recompute function) {
+  hooks_.reset();
+  is_in_part = false;
+  recomputation_->require_unwritten_inputs("by its forward");
+  recomputation_->function_ = std::move(function);
+  if (!recomputation_->saved_.empty()) ++made;
+  return std::move(recomputation_);
+}
+
+bool RecomputedScope::is_useful() {
+  return c10::GradMode::is_enabled() && !is_in_part;
+}
+
+RecomputedBuffersScope::RecomputedBuffersScope(BufferHistory* buffers)
+    : outer_(std::exchange(current_buffers, buffers)) {}
+
+RecomputedBuffersScope::~RecomputedBuffersScope() {
+  current_buffers = outer_;
+}
+
+}  // namespace penstock::internal

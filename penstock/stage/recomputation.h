@@ -1,0 +1,129 @@
+// A part of a forward that saves its inputs only, and is computed again when the backward needs what it would have
+// saved. checkpoint.h is the interface for users.
+//
+//   RecomputedScope scope({x});
+//   at::Tensor y = block(x);
+//   scope.close([block](const std::vector<at::Tensor>& inputs) { block(inputs[0]); });
+//
+// The graph of autograd is that of a forward without it: only the tensors that its nodes saved are missing, and each is
+// taken from a second run of the part. So the backward, whole or in halves, gives the same bits, and hooks see the same.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DeviceType.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "penstock/stage/buffer_history.h"
+#include "penstock/stage/saved_tensor_hooks.h"
+#include "penstock/tensor/random_scope.h"
+
+namespace penstock::internal {
+
+// Computes the part from aliases of its inputs, which it may write into. Its results are ignored.
+using Recompute = std::function<void(const std::vector<at::Tensor>& inputs)>;
+
+// Numbers of parts of this process that were made, and that were computed again.
+struct RecomputationCounts {
+  std::int64_t made = 0;
+  std::int64_t recomputed = 0;
+};
+RecomputationCounts recomputation_counts();
+
+// Shared by the nodes that saved tensors in the part. One thread at a time uses it: that of the stage's rank, or of the
+// backward that it waits for.
+class Recomputation : public std::enable_shared_from_this<Recomputation> {
+ public:
+  Recomputation(const std::vector<at::Tensor>& inputs, BufferHistory* buffers);
+  Recomputation(const Recomputation&) = delete;
+  Recomputation& operator=(const Recomputation&) = delete;
+
+  // Computes the part again, unless that has been done. The graph calls it when it needs a tensor. Throws StageError if
+  // the part saves other tensors than in the forward, or a parameter was modified meanwhile.
+  void run();
+
+ private:
+  friend class RecomputedScope;
+  class DroppingHooks;
+  class CapturingHooks;
+
+  // A tensor that a node saved in the forward.
+  struct Saved {
+    std::vector<std::int64_t> sizes;
+    at::ScalarType dtype = at::ScalarType::Undefined;
+    // Version of a parameter, which has to be the same when it is used again; none for other tensors.
+    std::optional<std::uint32_t> version;
+    // The tensor, once it has been computed again.
+    at::Tensor tensor;
+    // True when the node has released it.
+    bool is_released = false;
+  };
+  // Autocast of a device type in the forward.
+  struct Autocast {
+    at::DeviceType device;
+    at::ScalarType dtype;
+    bool enabled;
+  };
+
+  void require_unwritten_inputs(const char* when) const;
+  void compute();
+  const at::Tensor& saved_tensor(std::size_t index);
+
+  std::vector<Saved> saved_;
+  // Inputs without their history, until the part is computed again.
+  std::vector<at::Tensor> inputs_;
+  std::vector<bool> needs_grad_;
+  std::vector<std::uint32_t> versions_;
+  Recompute function_;
+  std::optional<RandomScope::Position> random_;
+  // State of the default generator, if the forward was in no random scope.
+  at::Tensor default_random_;
+  std::vector<Autocast> autocast_;
+  // Buffers of the stage, and their values before the part; null outside of a stage.
+  BufferHistory* buffers_;
+  BufferHistory::Moment buffers_before_;
+  bool is_done_ = false;
+};
+
+// The forward of a part: what operators of this thread save is dropped while it lives.
+class RecomputedScope {
+ public:
+  // `inputs` are the tensors from which the part is computed, besides those that a Recompute keeps itself, such as
+  // parameters. They are not copied, so the part must not write into them.
+  explicit RecomputedScope(const std::vector<at::Tensor>& inputs);
+  ~RecomputedScope();
+  RecomputedScope(const RecomputedScope&) = delete;
+  RecomputedScope& operator=(const RecomputedScope&) = delete;
+
+  // Ends the part, which is computed again by `function`. Throws StageError if an input was written to. Without a call,
+  // because the part has thrown, its graph cannot be used.
+  std::shared_ptr<Recomputation> close(Recompute function);
+
+  // True if a part that begins here would save less: autograd is on, and this is not within another part, of which
+  // nothing is saved, or which is being computed again as a whole.
+  static bool is_useful();
+
+ private:
+  std::shared_ptr<Recomputation> recomputation_;
+  std::optional<SavedTensorHooksScope> hooks_;
+};
+
+// While it lives, parts of the forward on this thread restore these buffers when they are computed again.
+class RecomputedBuffersScope {
+ public:
+  // `buffers` outlives the graphs of the parts.
+  explicit RecomputedBuffersScope(BufferHistory* buffers);
+  ~RecomputedBuffersScope();
+  RecomputedBuffersScope(const RecomputedBuffersScope&) = delete;
+  RecomputedBuffersScope& operator=(const RecomputedBuffersScope&) = delete;
+
+ private:
+  BufferHistory* outer_;
+};
+
+}  // namespace penstock::internal

@@ -1,0 +1,335 @@
+// Recomputed stages and checkpointed parts of stages give the losses, outputs and gradients of one process, bitwise.
+#include "penstock/stage/recomputation.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "penstock/schedule/csv.h"
+#include "penstock/schedule/generators.h"
+#include "penstock/schedule/passes.h"
+#include "penstock/stage/checkpoint.h"
+#include "tests/runtime/models.h"
+#include "tests/thrown.h"
+
+namespace penstock::internal::testing {
+namespace {
+
+std::vector<int> all_stages(const Schedule& schedule) {
+  std::vector<int> stages(static_cast<std::size_t>(schedule.stages()));
+  std::iota(stages.begin(), stages.end(), 0);
+  return stages;
+}
+
+// Places an R directly after every forward that is not part of a pair, also where the backward follows.
+Schedule recomputed_early(const Schedule& schedule) {
+  Schedule result = schedule.without_actions();
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    for (const Action& action : schedule.actions(rank)) {
+      result.add(rank, action);
+      if (is_forward(action)) result.add(rank, recomputation(action.stage, action.microbatch));
+    }
+  }
+  return result;
+}
+
+int count_recomputations(const Schedule& schedule) {
+  int count = 0;
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    for (const Action& action : schedule.actions(rank)) count += action.computation == Computation::Recompute ? 1 : 0;
+  }
+  return count;
+}
+
+// Counts the parts that were made and computed again since it was constructed.
+class Counted {
+ public:
+  std::int64_t made() const { return recomputation_counts().made - before_.made; }
+  std::int64_t recomputed() const { return recomputation_counts().recomputed - before_.recomputed; }
+
+ private:
+  RecomputationCounts before_ = recomputation_counts();
+};
+
+// Returns the model with each stage's forward as a checkpointed part.
+Model checkpointed(Model model) {
+  for (StageModule& stage : model.stages) {
+    stage.forward = [forward = stage.forward](const Args& args, const Kwargs& kwargs) -> c10::IValue {
+      // The part must not write into its inputs, as some of these stages do.
+      return checkpoint(
+          [forward, kwargs](const c10::IValue& values) {
+            Args copies;
+            for (const c10::IValue& value : values.toTupleRef().elements()) {
+              copies.push_back(value.isTensor() ? c10::IValue(value.toTensor().clone()) : value);
+            }
+            return forward(copies, kwargs);
+          },
+          c10::IValue(c10::ivalue::Tuple::create(args)));
+    };
+  }
+  return model;
+}
+template <std::size_t index>
+Model checkpointed_model(int stages) {
+  return checkpointed(kModels[index].make(stages));
+}
+
+struct RecomputedCase {
+  std::string schedule;
+  int ranks;
+  int microbatches;
+};
+std::vector<RecomputedCase> recomputed_cases() {
+  std::vector<RecomputedCase> cases;
+  for (const Generator& generator : generators()) {
+    for (const int ranks : {1, 2, 4}) {
+      for (const int microbatches : {1, 3, 8}) cases.push_back({std::string(generator.name), ranks, microbatches});
+    }
+  }
+  return cases;
+}
+
+class EveryRecomputedSchedule : public ::testing::TestWithParam<RecomputedCase> {
+ protected:
+  Schedule schedule() const {
+    return generate(GetParam().schedule, {.ranks = GetParam().ranks, .microbatches = GetParam().microbatches});
+  }
+};
+std::string name_of_case(const ::testing::TestParamInfo<RecomputedCase>& info) {
+  return info.param.schedule + "_" + std::to_string(info.param.ranks) + "_ranks_" +
+         std::to_string(info.param.microbatches) + "_microbatches";
+}
+INSTANTIATE_TEST_SUITE_P(Threads, EveryRecomputedSchedule, ::testing::ValuesIn(recomputed_cases()), name_of_case);
+
+TEST_P(EveryRecomputedSchedule, GivesTheLossesOutputsAndGradientsOfOneProcess) {
+  const Schedule plain_schedule = schedule();
+  if (!features_of(plain_schedule).backward) return;
+  for (const Schedule& recomputed :
+       {add_recomputation(plain_schedule, all_stages(plain_schedule)), recomputed_early(plain_schedule)}) {
+    for (const NamedModel& named : kModels) {
+      const Counted counted;
+      expect_what_one_process_gives(named, recomputed);
+      EXPECT_EQ(counted.made(), count_recomputations(recomputed));
+      EXPECT_EQ(counted.recomputed(), count_recomputations(recomputed));
+      if (HasFailure()) return;
+    }
+  }
+}
+
+TEST_P(EveryRecomputedSchedule, GivesThemWithCheckpointedParts) {
+  const Schedule made = schedule();
+  if (!features_of(made).backward) return;
+  const NamedModel models[] = {{"perceptron", checkpointed_model<0>},      {"transformer", checkpointed_model<1>},
+                               {"several_tensors", checkpointed_model<2>}, {"with_skips", checkpointed_model<3>},
+                               {"shared_inside", checkpointed_model<4>},   {"shared_across", checkpointed_model<5>}};
+  for (const NamedModel& named : models) {
+    const Counted counted;
+    expect_what_one_process_gives(named, made);
+    // Half of the parts are those of the reference.
+    EXPECT_EQ(counted.made(), 2 * made.stages() * made.microbatches());
+    EXPECT_EQ(counted.recomputed(), counted.made());
+    if (HasFailure()) return;
+  }
+}
+
+// Batch normalisation in training mode: its running statistics are buffers that each forward updates.
+struct Normalised {
+  explicit Normalised(int count) : model(count) {
+    for (int i = 0; i < count; ++i) {
+      const at::Tensor w = weight(numbered("norm", i), {kWide, kWide});
+      const at::Tensor mean = at::zeros({kWide});
+      const at::Tensor variance = at::ones({kWide});
+      const at::Tensor batches = at::zeros({}, at::kLong);
+      StageModule& stage = model.stages[static_cast<std::size_t>(i)];
+      stage.forward = [=](const Args& args, const Kwargs&) -> c10::IValue {
+        batches.add_(1);
+        // The momentum, and with it what the statistics become, depends on a buffer.
+        const at::Tensor y = at::batch_norm(at::matmul(tensor(args, 0), w), {}, {}, mean, variance, /*training=*/true,
+                                            1.0 / batches.item<double>(), 1e-5, /*cudnn_enabled=*/false);
+        // So does the output.
+        return at::relu(y) * (1 + batches.to(at::kFloat));
+      };
+      stage.parameters = {{"w", w}};
+      stage.buffers = {{"mean", mean}, {"variance", variance}, {"batches", batches}};
+    }
+  }
+
+  std::vector<at::Tensor> buffers() const {
+    std::vector<at::Tensor> all;
+    for (const StageModule& stage : model.stages) {
+      for (const auto& [name, buffer] : stage.buffers) all.push_back(buffer);
+    }
+    return all;
+  }
+
+  Model model;
+};
+
+TEST_P(EveryRecomputedSchedule, UpdatesBuffersOnce) {
+  const Schedule made = schedule();
+  if (!features_of(made).backward) return;
+  const at::Tensor x = rows(4 * made.microbatches(), "x");
+  const at::Tensor y = rows(4 * made.microbatches(), "y");
+  const auto train = [&](const Normalised& normalised, const Schedule& schedule) {
+    Pipeline pipeline(normalised.model.build(), schedule, {.loss = squared_error});
+    for (int step = 0; step < 2; ++step) pipeline.step({x}, {}, y);
+  };
+  const Normalised plain_model(made.stages());
+  train(plain_model, made);
+  const Normalised recomputed(made.stages());
+  train(recomputed, add_recomputation(made, all_stages(made)));
+  expect_equal(plain_model.buffers(), recomputed.buffers());
+  expect_equal(gradients_of(plain_model.model), gradients_of(recomputed.model));
+  Normalised parts(made.stages());
+  parts.model = checkpointed(std::move(parts.model));
+  train(parts, made);
+  expect_equal(plain_model.buffers(), parts.buffers());
+  expect_equal(gradients_of(plain_model.model), gradients_of(parts.model));
+}
+
+TEST(Recomputation, WorksWithReplicasAndShards) {
+  const Schedule made = generate("ZBVZeroBubble", {.ranks = 2, .microbatches = 4});
+  const at::Tensor x = input_for(kModels[1], 8, "x").narrow(0, 0, 16);
+  const at::Tensor y = input_for(kModels[1], 8, "y").narrow(0, 0, 16);
+  for (const bool sharded : {false, true}) {
+    const auto gradients = [&](const Schedule& schedule) {
+      std::vector<StagedModel> replicas;
+      for (int i = 0; i < 2; ++i) replicas.push_back(transformer(made.stages()).build());
+      Pipeline pipeline(std::move(replicas), schedule, {.loss = squared_error, .sharded = sharded});
+      std::vector<at::Tensor> found;
+      for (int step = 0; step < 2; ++step) found.push_back(at::stack(pipeline.step({x}, {}, y).losses));
+      for (int replica = 0; replica < 2; ++replica) {
+        for (const PipelineStage& stage : pipeline.stages(replica)) {
+          for (const auto& [name, parameter] : stage.parameters()) found.push_back(parameter.grad().clone());
+        }
+      }
+      return found;
+    };
+    expect_equal(gradients(made), gradients(add_recomputation(made, all_stages(made))));
+  }
+}
+
+TEST(Recomputation, GivesGradientsOfArgumentsAndKeywordArguments) {
+  const auto gradients = [](const char* csv) {
+    Model model(2);
+    const at::Tensor w = weight("w", {kWide, kWide});
+    model.stages[0] = {.forward = [w](const Args& args, const Kwargs& kwargs) -> c10::IValue {
+                         return at::tanh(at::matmul(tensor(args, 0), w)) *
+                                kwargs.at("scales").toTupleRef().elements()[0].toTensor();
+                       },
+                       .parameters = {{"w", w}}};
+    model.stages[1].forward = [](const Args& args, const Kwargs&) -> c10::IValue { return at::sin(tensor(args, 0)); };
+    Pipeline pipeline(model.build(), parse_csv(csv), {.loss = squared_error});
+    const at::Tensor x = rows(4, "x").requires_grad_();
+    const at::Tensor scales = rows(4, "scales").requires_grad_();
+    pipeline.step({x}, {{"scales", c10::ivalue::Tuple::create({scales})}}, rows(4, "y"));
+    return std::vector<at::Tensor>{x.grad(), scales.grad(), w.grad()};
+  };
+  const std::vector<at::Tensor> plain_gradients = gradients("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n");
+  for (const at::Tensor& gradient : plain_gradients) EXPECT_TRUE(gradient.defined());
+  expect_equal(plain_gradients, gradients("0F0,0F1,0R0,0B0,0R1,0B1\n1F0,1R0,1B0,1F1,1B1\n"));
+}
+
+TEST(Recomputation, DropsTheSavedActivations) {
+  // The storage of what a forward saved ends with the forward.
+  Model model(1);
+  const at::Tensor w = weight("w", {kWide, kWide});
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> saved;
+  model.stages[0] = {.forward = [&saved, w](const Args& args, const Kwargs&) -> c10::IValue {
+                       const at::Tensor hidden = at::exp(at::matmul(tensor(args, 0), w));
+                       saved.emplace_back(hidden.storage().getWeakStorageImpl());
+                       return at::matmul(hidden, w);
+                     },
+                     .parameters = {{"w", w}}};
+  std::map<std::string, int> alive;
+  PipelineOptions options{.loss = squared_error};
+  options.functions.after = [&](int, const Action& action) {
+    int count = 0;
+    for (const auto& storage : saved) count += storage.expired() ? 0 : 1;
+    alive[to_string(action)] = count;
+  };
+  Pipeline pipeline(model.build(), parse_csv("0F0,0F1,0R0,0I0,0W0,0R1,0B1\n"), options);
+  pipeline.step({rows(4, "x")}, {}, rows(4, "y"));
+  EXPECT_EQ(alive["0F0"], 0);
+  EXPECT_EQ(alive["0F1"], 0);
+  EXPECT_EQ(alive["0R0"], 1);
+  EXPECT_EQ(alive["0W0"], 0);
+  EXPECT_EQ(alive["0R1"], 1);
+  EXPECT_EQ(alive["0B1"], 0);
+}
+
+TEST(Recomputation, AddsLossTermsOnce) {
+  const auto losses = [](const char* csv) {
+    Model model = perceptron(1);
+    model.stages[0].forward = [forward = model.stages[0].forward](const Args& args, const Kwargs& kwargs) {
+      const c10::IValue output = forward(args, kwargs);
+      add_loss(output.toTensor().square().mean());
+      return output;
+    };
+    Pipeline pipeline(model.build(), parse_csv(csv), {.loss = squared_error});
+    std::vector<at::Tensor> found = pipeline.step({rows(4, "x")}, {}, rows(4, "y")).losses;
+    for (const at::Tensor& gradient : gradients_of(model)) found.push_back(gradient);
+    return found;
+  };
+  expect_equal(losses("0F0,0F1,0B0,0B1\n"), losses("0F0,0F1,0R0,0B0,0R1,0B1\n"));
+}
+
+TEST(Recomputation, LeavesNothingBehindWhenItFails) {
+  Model model = perceptron(2);
+  int calls = 0;
+  model.stages[0].forward = [&calls, forward = model.stages[0].forward](const Args& args, const Kwargs& kwargs) {
+    if (++calls == 3) throw std::runtime_error("the bearings are hot");
+    return forward(args, kwargs);
+  };
+  Pipeline pipeline(model.build(), parse_csv("0F0,0F1,0R0,0B0,0R1,0B1\n1F0,1B0,1F1,1B1\n"), {.loss = squared_error});
+  const auto step = [&] { return pipeline.step({rows(4, "x")}, {}, rows(4, "y")); };
+  const std::string error = message_of(step);
+  EXPECT_EQ(error.substr(0, error.find('\n')),
+            "rank 0, stage 0, 0R0 (microbatch 0), schedule.csv:1:9: the bearings are hot");
+  for (const at::Tensor& gradient : gradients_of(model)) EXPECT_FALSE(gradient.defined());
+  EXPECT_EQ(step().losses.size(), 2U);
+}
+
+TEST(Recomputation, RefusesAStageThatWritesIntoItsArguments) {
+  Model model(1);
+  model.stages[0].forward = [](const Args& args, const Kwargs&) -> c10::IValue {
+    at::Tensor x = tensor(args, 0);
+    return x.mul_(2);
+  };
+  Pipeline pipeline(model.build(), parse_csv("0F0,0R0,0B0\n"), {.loss = squared_error});
+  const std::string error = message_of([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y")); });
+  EXPECT_NE(error.find("input 0 of a part of a forward that is recomputed was written to by its forward.\n  Hint: let "
+                       "the part write into a clone of it."),
+            std::string::npos)
+      << error;
+}
+
+TEST(Recomputation, RefusesAStageThatDependsOnMoreThanItsInputs) {
+  for (const bool another_shape : {false, true}) {
+    Model model = perceptron(1);
+    int calls = 0;
+    model.stages[0].forward = [&, forward = model.stages[0].forward](const Args& args, const Kwargs& kwargs) {
+      at::Tensor y = forward(args, kwargs).toTensor();
+      if (++calls == 1) return c10::IValue(at::exp(y));
+      return c10::IValue(another_shape ? at::exp(y.narrow(0, 0, 1)) : y);
+    };
+    Pipeline pipeline(model.build(), parse_csv("0F0,0R0,0B0\n"), {.loss = squared_error});
+    const std::string error = message_of([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y")); });
+    const std::string expected =
+        another_shape
+            ? "a part of a forward saved Float[4, 8] as its tensor 2, and Float[1, 8] when it was computed again"
+            : "a part of a forward saved 3 tensors, and 2 when it was computed again";
+    EXPECT_NE(error.find(expected + ".\n  Hint: its result should depend on its inputs alone."), std::string::npos)
+        << error;
+  }
+}
+
+}  // namespace
+}  // namespace penstock::internal::testing
