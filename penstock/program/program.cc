@@ -10,6 +10,7 @@
 #include "penstock/program/interpreter/input_check.h"
 #include "penstock/program/interpreter/mode.h"
 #include "penstock/program/interpreter/program_state.h"
+#include "penstock/program/interpreter/recomputed_modules.h"
 #include "penstock/program/partition/colocation.h"
 
 namespace penstock {
@@ -129,6 +130,16 @@ bool Program::is_training() const {
 
 void Program::set_autocast(std::optional<at::ScalarType> dtype) {
   state_->mode->autocast = dtype ? std::optional(Region::Autocast{.dtype = *dtype}) : std::nullopt;
+}
+
+void Program::recompute(const std::vector<std::string>& modules) {
+  state_->mode->recomputed = modules.empty() ? nullptr
+                                             : std::make_shared<const internal::RecomputedModules>(
+                                                   internal::recomputed_modules(*state_->exported, modules));
+}
+
+std::vector<std::string> Program::repeated_modules() const {
+  return internal::repeated_modules(graph());
 }
 
 NamedTensors Program::parameters() const {

@@ -37,7 +37,7 @@ struct ProgramOptions {
 };
 
 // A handle with shared ownership: copies refer to the same weights and the same mode. Any number of threads may call
-// run() at once; train(), eval(), set_autocast() and load_state_dict() require that no other thread uses the program.
+// run() at once; train(), eval(), set_autocast(), recompute() and load_state_dict() require that no other thread uses the program.
 // Functions throw ProgramError.
 class Program {
  public:
@@ -60,6 +60,13 @@ class Program {
   bool is_training() const;
   // Runs the whole program under CPU autocast to this dtype (bfloat16), or without autocast.
   void set_autocast(std::optional<at::ScalarType> dtype);
+
+  // Makes modules save their inputs only, and be computed again when a backward needs their activations: see
+  // checkpoint.h. A module within another one is part of it. Names as in ModuleCall::path. Throws ProgramError for a name
+  // that is no module; an empty list recomputes nothing.
+  void recompute(const std::vector<std::string>& modules);
+  // Returns the modules that the model repeats, such as "blocks.0", "blocks.1", …, outermost lists only.
+  std::vector<std::string> repeated_modules() const;
 
   // Return the parameters or buffers under the model's names. A tensor that is tied under several names appears under
   // each. ProgramInput::persistent tells which buffers the state_dict contains.

@@ -28,14 +28,14 @@ struct ActionPlace {
   friend auto operator<=>(const ActionPlace&, const ActionPlace&) = default;
 };
 
-// What a rank saves for the backward of one stage and microbatch, during some of its actions.
+// Memory that a rank saves for the backward of one stage and microbatch, during some of its actions.
 struct SavedActivations {
   enum class Kind : std::uint8_t {
     // Inputs of a forward that will be recomputed: from the start of F to the start of R.
     Inputs,
     // All that the backward needs: from the start of F, or of R, to the end of I or B.
     Activations,
-    // What the weight gradient alone needs: from the end of I to the end of W.
+    // The part that the weight gradient alone needs: from the end of I to the end of W.
     WeightInputs,
   };
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "penstock/base/text.h"
+#include "penstock/stage/checkpoint.h"
 #include "penstock/stage/wiring.h"
 #include "penstock/tensor/nested.h"
 
@@ -63,6 +64,23 @@ c10::IValue value_of(AnyValue value) {
                           "c10::IValue."));
 }
 
+// Returns the tensors that a module returned, as the arguments of the next one.
+Args args_of(const c10::IValue& value) {
+  if (!value.isTuple()) return {value};
+  Args args;
+  for (const c10::IValue& element : value.toTupleRef().elements()) args.push_back(element);
+  return args;
+}
+
+AnyValue call_checkpointed(const AnyModule& module, const Args& args, const Kwargs& kwargs) {
+  return checkpoint(
+      [module, kwargs](const c10::IValue& values) {
+        AnyModule copy = module;
+        return call(copy, args_of(values), kwargs);
+      },
+      c10::IValue(c10::ivalue::Tuple::create(args)));
+}
+
 }  // namespace
 
 StageModule stage_module_without_forward(const torch::nn::Module& module) {
@@ -72,14 +90,23 @@ StageModule stage_module_without_forward(const torch::nn::Module& module) {
   return result;
 }
 
-StageModule stage_module(torch::nn::Sequential sequential) {
+StageModule stage_module(torch::nn::Sequential sequential, const SequentialOptions& options) {
   if (sequential->is_empty()) throw StageError("a stage's Sequential is empty.");
+  if (options.checkpoint_every < 0) {
+    throw StageError(concat("SequentialOptions::checkpoint_every is ", options.checkpoint_every,
+                            "; expected 1 for all modules, n for every n-th, or 0 for none."));
+  }
   StageModule result = stage_module_without_forward(*sequential);
-  result.forward = [sequential = std::move(sequential)](const Args& args, const Kwargs& kwargs) {
+  result.forward = [sequential = std::move(sequential), every = options.checkpoint_every](const Args& args,
+                                                                                          const Kwargs& kwargs) {
     torch::nn::Sequential copy = sequential;
     auto module = copy->begin();
-    AnyValue value = call(*module, args, kwargs);
-    for (++module; module != copy->end(); ++module) value = module->any_forward(std::move(value));
+    const auto is_checkpointed = [&] { return every > 0 && (module - copy->begin() + 1) % every == 0; };
+    AnyValue value = is_checkpointed() ? call_checkpointed(*module, args, kwargs) : call(*module, args, kwargs);
+    for (++module; module != copy->end(); ++module) {
+      value = is_checkpointed() ? call_checkpointed(*module, args_of(value_of(std::move(value))), {})
+                                : module->any_forward(std::move(value));
+    }
     return value_of(std::move(value));
   };
   return result;

@@ -20,10 +20,16 @@ namespace penstock {
 // Returns a StageModule with the parameters and buffers of the module, under their full names, and without a `forward`.
 StageModule stage_module_without_forward(const torch::nn::Module& module);
 
+struct SequentialOptions {
+  // Checkpoints every n-th module (checkpoint.h): it saves its inputs only, and is computed again in the backward. 1 for
+  // all modules, 0 for none.
+  int checkpoint_every = 0;
+};
+
 // Return the StageModule of a module that takes one to four tensors and returns one tensor or a tuple of two to four.
 // Its forward throws StageError for any other arguments, and for keyword arguments. Throw StageError for an empty
 // module.
-StageModule stage_module(torch::nn::Sequential sequential);
+StageModule stage_module(torch::nn::Sequential sequential, const SequentialOptions& options = {});
 StageModule stage_module(torch::nn::AnyModule module);
 
 // Returns the StageModule of a TorchScript module, which may take any arguments.

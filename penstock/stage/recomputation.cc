@@ -142,8 +142,10 @@ void Recomputation::run() {
   }
   require_unwritten_inputs("before it was computed again");
   is_done_ = true;
-  ++recomputed;
-  compute();
+  if (!saved_.empty()) {
+    ++recomputed;
+    compute();
+  }
   inputs_.clear();
   function_ = nullptr;
 }

@@ -5,8 +5,13 @@
 #include <gtest/gtest.h>
 
 #include <limits>
+#include <numeric>
+#include <string>
+#include <vector>
 
 #include "penstock/schedule/generators.h"
+#include "penstock/schedule/passes.h"
+#include "penstock/stage/recomputation.h"
 #include "tests/program/piped.h"
 
 namespace penstock::internal::testing {
@@ -104,6 +109,44 @@ TEST_P(Zoo, GivesTheSameWithEverySchedule) {
         one.schedule, {.ranks = one.ranks, .stages_per_rank = one.stages_per_rank, .microbatches = model.microbatches});
     expect_what_one_process_gives(
         model, [&](const Program& program) { return pipeline(program, schedule.stages()); }, schedule);
+  }
+}
+
+// Modules to recompute: those that the model repeats, or its own children.
+std::vector<std::string> modules_of(const Program& program) {
+  std::vector<std::string> modules = program.repeated_modules();
+  if (!modules.empty()) return modules;
+  for (const ModuleCall& call : program.graph().calls) {
+    if (!call.path.empty() && call.path.find('.') == std::string::npos) modules.push_back(call.path);
+  }
+  return modules;
+}
+
+TEST_P(Zoo, GivesTheSameWhenItIsRecomputed) {
+  const TensorsByName inputs = tensors_of(model.path(".inputs.safetensors"));
+  for (const char* name : {"GPipe", "ZBVZeroBubble"}) {
+    SCOPED_TRACE(name);
+    const Schedule schedule = generate(name, {.ranks = 2, .microbatches = model.microbatches});
+    const auto make = [&] { return pipeline(model.program(), schedule.stages()); };
+    const Outcome expected = run_in_one_process(make(), schedule, inputs, /*seed=*/0);
+    const auto expect_the_same = [&](const Pipe& pipe, const Schedule& recomputed) {
+      const RecomputationCounts before = recomputation_counts();
+      expect_same(expected, run_in_stages(pipe, recomputed, inputs, /*seed=*/0), pipe.shared_parameters());
+      const RecomputationCounts after = recomputation_counts();
+      // A part that saves something is computed again, once, where its gradients are needed.
+      EXPECT_LE(after.recomputed - before.recomputed, after.made - before.made);
+      return after.recomputed - before.recomputed;
+    };
+    const Pipe by_modules = make();
+    Program program = by_modules.program();
+    program.recompute(modules_of(program));
+    const std::int64_t parts = expect_the_same(by_modules, schedule);
+    if (!program.repeated_modules().empty()) {
+      EXPECT_GT(parts, 0);
+    }
+    std::vector<int> stages(static_cast<std::size_t>(schedule.stages()));
+    std::iota(stages.begin(), stages.end(), 0);
+    expect_the_same(make(), add_recomputation(schedule, stages));
   }
 }
 

@@ -3,11 +3,13 @@
 #include <ATen/core/List.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/stack.h>
+#include <ATen/ops/clone.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/core/ScalarTypeToTypeMeta.h>
 
 #include <algorithm>
 #include <optional>
+#include <set>
 #include <unordered_map>
 #include <utility>
 
@@ -15,6 +17,8 @@
 #include "penstock/program/error.h"
 #include "penstock/program/interpreter/mode.h"
 #include "penstock/program/interpreter/operator_checks.h"
+#include "penstock/program/interpreter/recomputed_modules.h"
+#include "penstock/stage/recomputation.h"
 #include "penstock/tensor/autocast_scope.h"
 #include "penstock/tensor/random_scope.h"
 #include "penstock/tensor/reason.h"
@@ -78,11 +82,28 @@ struct Interpreter::Plan {
   // Initial content of the slots. The inputs are in the first slots.
   std::vector<c10::IValue> initial;
   std::size_t inputs = 0;
+  // Slots of the weights.
+  std::size_t weights_begin = 0;
+  std::size_t weights_end = 0;
+  // Value of each slot.
+  std::vector<int> values;
   std::vector<Call> calls;
   std::vector<Call::Argument> outputs;
 
   static c10::IValue load(const Call::Argument& argument, std::vector<c10::IValue>& slots);
   void run(const Call& call, std::vector<c10::IValue>& slots, torch::jit::Stack& stack, bool training) const;
+
+  // Calls in execution order, from `begin` to before `end`.
+  struct Range {
+    std::size_t begin = 0;
+    std::size_t end = 0;
+  };
+  void run(Range range, std::vector<c10::IValue>& slots, const Mode& mode) const;
+  // Runs calls so that they save their inputs only. Returns what the backward uses to run them again to the graph alone.
+  static void run_recomputed(const std::shared_ptr<const Plan>& plan, Range range, int part,
+                             std::vector<c10::IValue>& slots, const Mode& mode);
+  // Returns the slots that the calls read and others have written, weights apart.
+  std::vector<std::size_t> inputs_of(Range range) const;
 };
 
 namespace {
@@ -161,27 +182,112 @@ void Interpreter::Plan::run(const Call& call, std::vector<c10::IValue>& slots, t
   for (const int slot : call.released) slots[static_cast<std::size_t>(slot)] = c10::IValue();
 }
 
+void Interpreter::Plan::run(Range range, std::vector<c10::IValue>& slots, const Mode& mode) const {
+  const bool is_seeded = RandomScope::is_open();
+  std::optional<AutocastScope> autocast;
+  if (mode.autocast) autocast.emplace(mode.autocast->device, mode.autocast->dtype, mode.autocast->enabled);
+  std::optional<RegionScope> scope;
+  int region = 0;
+  torch::jit::Stack stack;
+  for (std::size_t i = range.begin; i < range.end; ++i) {
+    const Call& call = calls[i];
+    const Node& node = graph->nodes[static_cast<std::size_t>(call.node)];
+    if (node.region != region) {
+      scope.reset();
+      region = node.region;
+      if (region != 0) scope.emplace(graph->regions[static_cast<std::size_t>(region)]);
+    }
+    std::optional<RandomScope> random;
+    if (is_seeded) random.emplace(call.node);
+    try {
+      run(call, slots, stack, mode.training);
+      if (mode.after_node) mode.after_node(call.node);
+    } catch (const std::exception& error) {
+      throw ProgramError(concat(describe(*graph, node), ": ", reason_of(error)));
+    }
+  }
+}
+
+std::vector<std::size_t> Interpreter::Plan::inputs_of(Range range) const {
+  std::vector<std::size_t> read_slots;
+  std::vector<bool> seen(initial.size(), false);
+  for (std::size_t slot = weights_begin; slot < weights_end; ++slot) seen[slot] = true;
+  const auto read = [&](const Call::Argument& argument, const auto& self) -> void {
+    for (const Call::Argument& element : argument.elements) self(element, self);
+    if (argument.slot < 0 || seen[static_cast<std::size_t>(argument.slot)]) return;
+    seen[static_cast<std::size_t>(argument.slot)] = true;
+    read_slots.push_back(static_cast<std::size_t>(argument.slot));
+  };
+  for (std::size_t i = range.begin; i < range.end; ++i) {
+    for (const Call::Argument& argument : calls[i].arguments) read(argument, read);
+    for (const Node::Result& result : calls[i].results) {
+      for (const int slot : result.values) {
+        if (slot >= 0) seen[static_cast<std::size_t>(slot)] = true;
+      }
+    }
+  }
+  return read_slots;
+}
+
+void Interpreter::Plan::run_recomputed(const std::shared_ptr<const Plan>& plan, Range range, int part,
+                                       std::vector<c10::IValue>& slots, const Mode& mode) {
+  const std::set<int>& written = mode.recomputed->written[static_cast<std::size_t>(part)];
+  const std::vector<std::size_t> inputs = plan->inputs_of(range);
+  // Tensors are kept by the scope, as detached aliases; of those that the calls write into, it keeps copies.
+  std::vector<at::Tensor> tensors;
+  std::vector<std::pair<std::size_t, c10::IValue>> kept;
+  for (const std::size_t slot : inputs) {
+    const c10::IValue& content = slots[slot];
+    if (content.isTensor()) {
+      const at::Tensor& tensor = content.toTensor();
+      const bool is_written = tensor.defined() && written.contains(plan->values[slot]);
+      tensors.push_back(is_written ? tensor.detach().clone().set_requires_grad(tensor.requires_grad()) : tensor);
+    }
+    kept.emplace_back(slot, content.isTensor() ? c10::IValue() : content);
+  }
+  std::vector<bool> is_tensor;
+  for (const std::size_t slot : inputs) is_tensor.push_back(slots[slot].isTensor());
+  // Buffers are inputs of the program, and it writes to them after all calls.
+  const RecomputedBuffersScope no_buffers(nullptr);
+  RecomputedScope scope(tensors);
+  tensors.clear();
+  plan->run(range, slots, mode);
+  Mode again = mode;
+  again.after_node = nullptr;
+  scope.close([plan, range, kept = std::move(kept), is_tensor = std::move(is_tensor),
+               again = std::move(again)](const std::vector<at::Tensor>& fresh) {
+    std::vector<c10::IValue> own = plan->initial;
+    auto next = fresh.begin();
+    for (std::size_t i = 0; i < kept.size(); ++i) own[kept[i].first] = is_tensor[i] ? *next++ : kept[i].second;
+    plan->run(range, own, again);
+  });
+}
+
 Interpreter::Interpreter(std::shared_ptr<const Graph> graph, std::span<const int> nodes, std::span<const int> inputs,
                          std::vector<Weight> weights, std::span<const Operand> outputs) {
-  auto plan = std::make_unique<Plan>();
+  auto plan = std::make_shared<Plan>();
   std::unordered_map<int, int> slots;
   const auto add_slot = [&](int value, c10::IValue content) {
     const auto [at, is_new] = slots.try_emplace(value, static_cast<int>(plan->initial.size()));
-    if (is_new) plan->initial.push_back(std::move(content));
+    if (is_new) {
+      plan->initial.push_back(std::move(content));
+      plan->values.push_back(value);
+    }
     return at->second;
   };
   for (const int value : inputs) {
     // An input that occurs twice gets a second slot, which nothing reads.
     if (slots.contains(value)) {
       plan->initial.emplace_back();
+      plan->values.push_back(value);
     } else {
       add_slot(value, {});
     }
   }
   plan->inputs = inputs.size();
-  const std::size_t weights_begin = plan->initial.size();
+  plan->weights_begin = plan->initial.size();
   for (Weight& weight : weights) add_slot(weight.value, std::move(weight.content));
-  const std::size_t weights_end = plan->initial.size();
+  plan->weights_end = plan->initial.size();
 
   const auto argument_of = [&](const Operand& operand, const auto& self) -> Call::Argument {
     Call::Argument argument{.constant = operand.constant, .conversion = operand.conversion, .list = operand.list};
@@ -220,7 +326,7 @@ Interpreter::Interpreter(std::shared_ptr<const Graph> graph, std::span<const int
 
   // Walks backwards: the first use of a slot on this walk is its last in a run.
   std::vector<bool> used(plan->initial.size(), false);
-  for (std::size_t slot = weights_begin; slot < weights_end; ++slot) used[slot] = true;
+  for (std::size_t slot = plan->weights_begin; slot < plan->weights_end; ++slot) used[slot] = true;
   const auto mark = [&](Call::Argument& argument, const auto& self) -> void {
     for (auto element = argument.elements.rbegin(); element != argument.elements.rend(); ++element) {
       self(*element, self);
@@ -256,30 +362,19 @@ std::vector<c10::IValue> Interpreter::run(std::vector<c10::IValue> inputs, const
   std::vector<c10::IValue> slots = plan_->initial;
   std::move(inputs.begin(), inputs.end(), slots.begin());
   inputs.clear();
-  const Graph& graph = *plan_->graph;
-  const bool is_seeded = RandomScope::is_open();
-  std::optional<AutocastScope> autocast;
-  if (mode.autocast) autocast.emplace(mode.autocast->device, mode.autocast->dtype, mode.autocast->enabled);
-  std::optional<RegionScope> scope;
-  int region = 0;
-  torch::jit::Stack stack;
-  for (const Call& call : plan_->calls) {
-    const Node& node = graph.nodes[static_cast<std::size_t>(call.node)];
-    if (node.region != region) {
-      scope.reset();
-      region = node.region;
-      if (region != 0) scope.emplace(graph.regions[static_cast<std::size_t>(region)]);
-    }
-    std::optional<RandomScope> random;
-    if (is_seeded) random.emplace(call.node);
-    try {
-      plan_->run(call, slots, stack, mode.training);
-      if (mode.after_node) mode.after_node(call.node);
-    } catch (const std::exception& error) {
-      throw ProgramError(concat(describe(graph, node), ": ", reason_of(error)));
+  const bool recomputes = mode.recomputed && RecomputedScope::is_useful();
+  const auto part_of = [&](std::size_t call) {
+    return recomputes ? mode.recomputed->part_of(plan_->calls[call].node) : -1;
+  };
+  for (Plan::Range range; range.begin < plan_->calls.size(); range.begin = range.end) {
+    const int part = part_of(range.begin);
+    for (range.end = range.begin + 1; range.end < plan_->calls.size() && part_of(range.end) == part;) ++range.end;
+    if (part < 0) {
+      plan_->run(range, slots, mode);
+    } else {
+      Plan::run_recomputed(plan_, range, part, slots, mode);
     }
   }
-  scope.reset();
   std::vector<c10::IValue> outputs;
   outputs.reserve(plan_->outputs.size());
   for (const Call::Argument& output : plan_->outputs) outputs.push_back(Plan::load(output, slots));

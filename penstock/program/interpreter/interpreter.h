@@ -15,6 +15,8 @@
 
 namespace penstock::internal {
 
+struct RecomputedModules;
+
 class Interpreter {
  public:
   // A parameter, buffer or constant, which stays alive between runs.
@@ -36,6 +38,8 @@ class Interpreter {
     bool training = true;
     // Autocast around the whole run. Autocast regions of the program are nested in it.
     std::optional<Region::Autocast> autocast = std::nullopt;
+    // Modules that save their inputs only and are computed again in the backward; null for none.
+    std::shared_ptr<const RecomputedModules> recomputed = nullptr;
     // Called with the index of each node after it has run, to measure it.
     std::function<void(int node)> after_node = nullptr;
   };
@@ -46,7 +50,8 @@ class Interpreter {
  private:
   struct Call;
   struct Plan;
-  std::unique_ptr<const Plan> plan_;
+  // Shared with the graphs of runs whose modules are recomputed.
+  std::shared_ptr<const Plan> plan_;
 };
 
 }  // namespace penstock::internal

@@ -1,0 +1,88 @@
+#include "penstock/program/interpreter/recomputed_modules.h"
+
+#include <algorithm>
+#include <cctype>
+#include <map>
+#include <string_view>
+#include <utility>
+
+#include "penstock/base/index.h"
+#include "penstock/base/nearest.h"
+#include "penstock/base/text.h"
+#include "penstock/program/error.h"
+
+namespace penstock::internal {
+namespace {
+
+// True for the path of an element of a list: "blocks.3", "h.0".
+bool is_element(std::string_view path) {
+  const std::size_t dot = path.rfind('.');
+  const std::string_view last = dot == std::string_view::npos ? path : path.substr(dot + 1);
+  return !last.empty() && std::ranges::all_of(last, [](unsigned char c) { return std::isdigit(c) != 0; });
+}
+
+// Path of the list, and type of the element.
+std::pair<std::string, std::string> kind_of(const ModuleCall& call) {
+  const std::size_t dot = call.path.rfind('.');
+  return {dot == std::string::npos ? "" : call.path.substr(0, dot), call.type};
+}
+
+}  // namespace
+
+RecomputedModules recomputed_modules(const ExportedProgram& exported, std::span<const std::string> names) {
+  const Graph& graph = exported.graph;
+  std::vector<std::string> known;
+  for (const ModuleCall& call : graph.calls) {
+    if (!call.path.empty()) known.push_back(call.path);
+  }
+  for (const std::string& name : names) {
+    if (std::ranges::find(known, name) != known.end()) continue;
+    const auto near = nearest(name, known);
+    throw ProgramError(concat("there is no module '", name, "' to recompute.",
+                              near ? concat("\n  Hint: did you mean ", *near, "?") : ""));
+  }
+  RecomputedModules result;
+  std::map<int, int> part_of_call;
+  for (std::size_t number = 0; number < graph.nodes.size(); ++number) {
+    int outermost = -1;
+    for (int call = graph.nodes[number].call; call >= 0; call = graph.calls[index(call)].parent) {
+      if (std::ranges::find(names, graph.calls[index(call)].path) != names.end()) outermost = call;
+    }
+    if (outermost < 0) {
+      result.part_of_node.push_back(-1);
+      continue;
+    }
+    const int part = part_of_call.try_emplace(outermost, static_cast<int>(part_of_call.size())).first->second;
+    result.part_of_node.push_back(part);
+    result.written.resize(part_of_call.size());
+    for (const int value : exported.effects.writes[number]) {
+      const int root = exported.effects.root_of(value);
+      for (int other = 0; other < static_cast<int>(graph.values.size()); ++other) {
+        if (exported.effects.root_of(other) == root) result.written[index(part)].insert(other);
+      }
+    }
+  }
+  return result;
+}
+
+std::vector<std::string> repeated_modules(const Graph& graph) {
+  std::map<std::pair<std::string, std::string>, std::set<std::string>> lists;
+  for (const ModuleCall& call : graph.calls) {
+    if (is_element(call.path)) lists[kind_of(call)].insert(call.path);
+  }
+  const auto is_repeated = [&](const ModuleCall& call) {
+    return is_element(call.path) && lists.at(kind_of(call)).size() > 1;
+  };
+  std::vector<std::string> modules;
+  for (const ModuleCall& call : graph.calls) {
+    if (!is_repeated(call)) continue;
+    bool is_outermost = true;
+    for (int parent = call.parent; parent >= 0; parent = graph.calls[index(parent)].parent) {
+      is_outermost = is_outermost && !is_repeated(graph.calls[index(parent)]);
+    }
+    if (is_outermost && std::ranges::find(modules, call.path) == modules.end()) modules.push_back(call.path);
+  }
+  return modules;
+}
+
+}  // namespace penstock::internal

@@ -1,0 +1,29 @@
+// Modules of a program that are computed again in the backward.
+#pragma once
+
+#include <set>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "penstock/program/reader/exported_program.h"
+
+namespace penstock::internal {
+
+struct RecomputedModules {
+  // For each node of the graph, the index of the part that it is in: the outermost call of a recomputed module; or -1.
+  std::vector<int> part_of_node;
+  // For each part, the values that its nodes write into, with all that share their memory.
+  std::vector<std::set<int>> written;
+
+  int part_of(int node) const { return part_of_node[static_cast<std::size_t>(node)]; }
+};
+
+// Throws ProgramError for a name that is no module.
+RecomputedModules recomputed_modules(const ExportedProgram& exported, std::span<const std::string> names);
+
+// Returns the modules that are repeated: the outermost elements of lists, such as "blocks.0" and "blocks.1", of which the
+// model calls at least two of one type.
+std::vector<std::string> repeated_modules(const Graph& graph);
+
+}  // namespace penstock::internal
