@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "penstock/base/text.h"
+#include "penstock/stage/checkpoint.h"
 #include "penstock/tensor/autocast_scope.h"
 #include "penstock/tensor/random_scope.h"
 
@@ -30,7 +31,7 @@ class LayerMaker {
 
   Layer make(int layer) {
     if (layer == 0) return embedding();
-    if (layer <= options_.layers) return block("blocks." + std::to_string(layer - 1) + ".");
+    if (layer <= options_.layers) return block(concat("blocks.", layer - 1, "."));
     return head();
   }
 
@@ -119,6 +120,18 @@ Gpt::Gpt(const GptOptions& options, std::uint64_t seed) : options_(options), see
       concat(options.heads, " heads for a width of ", options.width, ": the width must be divisible by the heads."));
   require(options.dropout >= 0 && options.dropout < 1,
           concat("a dropout of ", std::to_string(options.dropout), ": expected at least 0 and less than 1."));
+  const std::vector<std::string> blocks = options.blocks();
+  for (const std::string& name : options.recomputed) {
+    require(std::ranges::find(blocks, name) != blocks.end(),
+            concat("a module '", name, "' that is recomputed: its modules are blocks.0 to blocks.", options.layers - 1,
+                   "."));
+  }
+}
+
+std::vector<std::string> GptOptions::blocks() const {
+  std::vector<std::string> names;
+  for (int block = 0; block < layers; ++block) names.push_back(concat("blocks.", block));
+  return names;
 }
 
 std::vector<int> Gpt::cut(int stages) const {
@@ -166,14 +179,23 @@ StageModule Gpt::stage(int first, int last, std::shared_ptr<const bool> training
     const RandomScope scope(seed_, kInitialStep, /*microbatch=*/0, /*place=*/layer);
     made.push_back(maker.make(layer));
   }
-  module.forward = [first, made = std::move(made), bfloat16 = options_.bfloat16](const Args& args, const Kwargs&) {
+  std::vector<bool> recomputed;
+  const std::vector<std::string> blocks = options_.blocks();
+  for (int layer = first; layer < last; ++layer) {
+    const bool is_block = layer > 0 && layer <= options_.layers;
+    recomputed.push_back(is_block &&
+                         std::ranges::find(options_.recomputed, blocks[static_cast<std::size_t>(layer - 1)]) !=
+                             options_.recomputed.end());
+  }
+  module.forward = [first, made = std::move(made), recomputed = std::move(recomputed), bfloat16 = options_.bfloat16](
+                       const Args& args, const Kwargs&) {
     std::optional<AutocastScope> autocast;
     if (bfloat16) autocast.emplace(at::kCPU, at::kBFloat16);
     at::Tensor x = args.at(0).toTensor();
     for (std::size_t i = 0; i < made.size(); ++i) {
       std::optional<RandomScope> scope;
       if (RandomScope::is_open()) scope.emplace(first + static_cast<std::int64_t>(i));
-      x = made[i](x);
+      x = recomputed[i] ? checkpoint(made[i], x) : made[i](x);
     }
     return c10::IValue(x);
   };

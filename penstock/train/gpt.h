@@ -22,6 +22,11 @@ struct GptOptions {
   double dropout = 0;
   // If true, matrix products run in bfloat16 (autocast); parameters remain float32.
   bool bfloat16 = false;
+  // Blocks that save their inputs only, and are computed again in the backward: names of blocks().
+  std::vector<std::string> recomputed = {};
+
+  // Returns the names of all blocks: "blocks.0", "blocks.1", …
+  std::vector<std::string> blocks() const;
 
   friend bool operator==(const GptOptions&, const GptOptions&) = default;
 };

@@ -129,6 +129,15 @@ class Check(Case):
             r"  outputs: 1, all bitwise identical\n  gradients: \d+, all bitwise identical\nbitwise identical to one process\n$",
         )
 
+    def test_recomputation_changes_no_bit(self):
+        for words in (["all"], ["stages"], ["layers.0", "head"], ["none"]):
+            with self.subTest(words=words):
+                text = self.answers("check", self.model("moe"), "--stages", 2, "--schedule", "GPipe", "--recompute", *words)
+                self.assertIn("\nbitwise identical to one process\n", text)
+        self.refuses("check", self.model("moe"), "--stages", 2, "--recompute", "layers.9",
+                     message="there is no module 'layers.9' to recompute.\n  Hint: did you mean layers.0?")
+        self.refuses("check", self.model("unet"), "--stages", 2, "--recompute", "all", message="--recompute all finds no modules in lists")
+
     def test_shared_parameters_are_equal_up_to_rounding(self):
         words = ("check", self.model("gpt"), "--stages", 2, "--eval", "--inputs", os.path.join(ZOO, "gpt.inputs.safetensors"))
         text = self.answers(*words)

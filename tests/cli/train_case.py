@@ -70,6 +70,11 @@ save_tensors({"args.0": x, "target": x @ torch.ones(4, 2)}, "data/eval-0.safeten
         lines = (self.folder / output / "metrics.jsonl").read_text().splitlines()
         return {line["step"]: line["loss"] for line in map(json.loads, lines) if "loss" in line}
 
+    def peaks(self, output="run"):
+        """Returns the peak memory of each rank."""
+        lines = (self.folder / output / "metrics.jsonl").read_text().splitlines()
+        return [line["memory"] for line in map(json.loads, lines) if "memory" in line][-1]
+
     def begun(self, words, after, start=("train",), stderr=subprocess.DEVNULL):
         """Starts a run, and returns its process when it has done some steps."""
         process = subprocess.Popen([PENSTOCK, *map(str, start), "--output", "run", *map(str, words)], cwd=self.folder,

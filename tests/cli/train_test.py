@@ -243,6 +243,21 @@ class Sameness(Case):
                                    output="other")
                         self.assertEqual(self.losses("other"), whole)
 
+    def test_recomputation_changes_memory_but_not_losses(self):
+        common = ["--digits", 1, "--rows", 32, "--layers", 4, "--width", 32, "--heads", 2, "--steps", 2, "--dropout", 0.1,
+                  "--schedule", "GPipe", "--ranks", 2]
+        self.train(*common, output="plain")
+        plain, memory = self.losses("plain"), self.peaks("plain")
+        for words in (["all"], ["stages"], ["blocks.0", "blocks.3"]):
+            for transport in ("threads", "gloo"):
+                with self.subTest(words=words, transport=transport):
+                    self.train(*common, "--recompute", *words, "--transport", transport, output="recomputed")
+                    self.assertEqual(self.losses("recomputed"), plain)
+                    if transport == "threads":
+                        self.assertLess(sum(self.peaks("recomputed")), 0.9 * sum(memory))
+        self.refuses("train", *common, "--recompute", "blocks.4",
+                     message="a GPT cannot have a module 'blocks.4' that is recomputed: its modules are blocks.0 to blocks.3.")
+
     def test_replicas_agree_up_to_rounding(self):
         common = ["--digits", 1, "--rows", 16, "--layers", 2, "--width", 16, "--heads", 2, "--steps", 4]
         self.train(*common, "--microbatches", 4, output="one")

@@ -80,6 +80,7 @@ void add_check(CLI::App& command, int& exit) {
     if (!options->dump.empty()) require_writable_path(options->dump);
     Program program = read_program(options->cut, options->weights.read());
     if (options->eval) program.eval();
+    options->run.recompute_modules(program);
     const Pipe pipe = options->cut.cut(program, options->run.stages_wanted());
     TensorsByName batch;
     int rows = 0;

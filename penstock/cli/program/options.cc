@@ -1,6 +1,7 @@
 #include "penstock/cli/program/options.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "penstock/base/deadline.h"
 #include "penstock/base/text.h"
@@ -9,6 +10,7 @@
 #include "penstock/program/error.h"
 #include "penstock/schedule/csv.h"
 #include "penstock/schedule/generators.h"
+#include "penstock/schedule/passes.h"
 
 namespace penstock::internal::cli {
 
@@ -68,6 +70,12 @@ void RunOptions::add_to(CLI::App& command) {
                   "Number of microbatches (default: as many as the inputs can be split into, or two for each rank)")
       ->option_text("M")
       ->check(whole_number());
+  command
+      .add_option("--recompute", recompute,
+                  "What saves its inputs only, and is computed again in the backward: all repeated modules, modules by "
+                  "name, whole stages, or none")
+      ->option_text("all|stages|none|NAME… [none]")
+      ->expected(1, CLI::detail::expected_max_vector_size);
   command.add_option("--transport", transport, "Thread ranks, or process ranks that communicate through Gloo")
       ->option_text("threads|gloo [threads]")
       ->check(one_of({"threads", "gloo"}));
@@ -93,7 +101,26 @@ int RunOptions::stages_wanted() const {
   return ranks == 0 ? 1 : ranks * find_generator(schedule).default_stages_per_rank();
 }
 
+void RunOptions::recompute_modules(Program& program) const {
+  if (recompute == std::vector<std::string>{"none"} || recompute == std::vector<std::string>{"stages"}) return;
+  if (recompute != std::vector<std::string>{"all"}) return program.recompute(recompute);
+  const std::vector<std::string> modules = program.repeated_modules();
+  if (modules.empty()) {
+    throw ProgramError(concat(program.name(), ": --recompute all finds no modules in lists that the model repeats.\n",
+                              "  Hint: name modules, or recompute whole stages with --recompute stages."));
+  }
+  program.recompute(modules);
+}
+
 Schedule RunOptions::make(int stages, int available) const {
+  const Schedule made = make_without_recomputation(stages, available);
+  if (recompute != std::vector<std::string>{"stages"}) return made;
+  std::vector<int> all(static_cast<std::size_t>(stages));
+  std::iota(all.begin(), all.end(), 0);
+  return add_recomputation(made, all);
+}
+
+Schedule RunOptions::make_without_recomputation(int stages, int available) const {
   if (!csv.empty()) {
     Schedule read = parse_csv(read_file(csv), {.source = csv});
     if (read.stages() != stages) {

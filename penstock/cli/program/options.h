@@ -38,6 +38,8 @@ struct RunOptions {
   std::string schedule = "1F1B";
   std::string csv;
   int microbatches = 0;
+  // Parts whose activations are computed again in the backward: "none", "stages", "all" repeated modules, or modules.
+  std::vector<std::string> recompute = {"none"};
   std::string transport = "threads";
   int threads = 1;
   std::uint64_t seed = 0;
@@ -50,6 +52,11 @@ struct RunOptions {
   // Returns the schedule for this number of stages. `available` is the number of microbatches that the inputs can be split
   // into, or 0 if any number will do. Throws ProgramError if schedule, stages and ranks do not fit together.
   Schedule make(int stages, int available) const;
+  // Selects the modules of --recompute. Throws ProgramError if there is no such module.
+  void recompute_modules(Program& program) const;
+
+ private:
+  Schedule make_without_recomputation(int stages, int available) const;
 };
 
 }  // namespace penstock::internal::cli

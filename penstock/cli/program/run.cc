@@ -36,6 +36,7 @@ void add_run(CLI::App& command, int& /*exit*/) {
     require_writable_path(options->output);
     Program program = read_program(options->cut, options->weights.read());
     program.eval();
+    options->run.recompute_modules(program);
     const Pipe pipe = options->cut.cut(program, options->run.stages_wanted());
     const TensorsByName batch = read_inputs(options->inputs);
     const Schedule schedule = options->run.make(pipe.num_stages(), microbatches_in(program, batch));

@@ -19,6 +19,9 @@ TrainSetup set_up(const TrainOptions& options, int replicas) {
   if (options.is_gpt()) {
     GptOptions gpt = options.gpt;
     gpt.bfloat16 = bfloat16;
+    if (run.recompute != std::vector<std::string>{"none"} && run.recompute != std::vector<std::string>{"stages"}) {
+      gpt.recomputed = run.recompute == std::vector<std::string>{"all"} ? gpt.blocks() : run.recompute;
+    }
     if (options.data.empty()) {
       auto sums = std::make_unique<AdditionData>(options.digits, options.rows, seed);
       gpt.length = sums->length();
@@ -41,6 +44,7 @@ TrainSetup set_up(const TrainOptions& options, int replicas) {
       Program program = read_program(options.cut, weights);
       program.train();
       if (bfloat16) program.set_autocast(at::kBFloat16);
+      run.recompute_modules(program);
       if (i == 0) setup.program = program;
       Pipe pipe = options.cut.cut(program, run.stages_wanted());
       stages = pipe.num_stages();
