@@ -135,7 +135,7 @@ class Estimate {
 
 std::vector<bool> nodes_with_grad(const Program& program) {
   return internal::nodes_with_grad(*state_of(program).exported, [&](const ProgramInput& input) {
-    return input.kind == ProgramInput::Kind::Parameter && program.tensor(input).requires_grad();
+    return input.kind == ProgramInput::Kind::Parameter && state_of(program).find_tensor(input)->requires_grad();
   });
 }
 

@@ -64,6 +64,8 @@ struct Pipe::State {
     return found == stage_tensors[index(stage)].end() ? original : found->second;
   }
   void make_modules(const Program& program);
+  // Loads the tensors of a stage into memory.
+  void load(const Program& program, int stage) const;
   // Returns the forward of a stage. `exported` is the program's export, or a copy for another device; `tensor_of`
   // returns the tensor to use for one of the program's.
   std::function<c10::IValue(const Args&, const Kwargs&)> forward_of(
@@ -86,7 +88,7 @@ std::vector<Weight> weights_of(const Program& program, const std::vector<StagePa
   for (std::size_t i = 0; i < program.inputs().size(); ++i) {
     const ProgramInput& input = program.inputs()[i];
     if (input.kind != ProgramInput::Kind::Parameter && input.kind != ProgramInput::Kind::Buffer) continue;
-    const at::Tensor& tensor = program.tensor(input);
+    const at::Tensor& tensor = *state_of(program).find_tensor(input);
     auto weight =
         std::find_if(weights.begin(), weights.end(), [&](const Weight& known) { return known.tensor.is_same(tensor); });
     if (weight == weights.end()) weight = weights.insert(weight, {.tensor = tensor});
@@ -116,7 +118,7 @@ std::function<c10::IValue(const Args&, const Kwargs&)> Pipe::State::forward_of(
   Subgraph::Contents contents{.nodes = partition.nodes, .inputs = partition.arguments, .inputs_are_given = stage == 0};
   for (const int weight : partition.weights) {
     const ProgramInput& input = program.inputs()[index(weight)];
-    contents.weights.emplace_back(input.value, tensor_of(program.tensor(input)));
+    contents.weights.emplace_back(input.value, tensor_of(*state_of(program).find_tensor(input)));
   }
   for (const int write : partition.writes) {
     contents.writes.push_back(state_of(program).write_of(program.outputs()[index(write)]));
@@ -154,7 +156,7 @@ void Pipe::State::make_modules(const Program& program) {
     for (const int stage : weight.stages) {
       at::Tensor tensor = weight.tensor;
       if (weight.is_parameter && stage != *weight.stages.begin()) {
-        tensor = weight.tensor.detach().clone().set_requires_grad(weight.tensor.requires_grad());
+        tensor = state_of(program).weights->copy_of(weight.tensor);
       }
       stage_tensors[index(stage)].emplace(weight.tensor.unsafeGetTensorImpl(), tensor);
       StageModule& module = modules[index(stage)];
@@ -169,6 +171,17 @@ void Pipe::State::make_modules(const Program& program) {
   }
   wiring = Wiring(count);
   for (int stage = 1; stage < count; ++stage) wiring.connect(stage, partitions[index(stage)].sources);
+}
+
+void Pipe::State::load(const Program& program, int stage) const {
+  internal::Weights& weights = *state_of(program).weights;
+  const StageModule& module = modules[index(stage)];
+  for (const NamedTensors* tensors : {&module.parameters, &module.buffers}) {
+    for (const auto& [name, tensor] : *tensors) weights.load(tensor);
+  }
+  for (const int weight : partitions[index(stage)].weights) {
+    weights.load(tensor_in(stage, *state_of(program).find_tensor(program.inputs()[index(weight)])));
+  }
 }
 
 Pipe::Pipe(Program program, std::vector<int> stage_of_node, MultiUseParameterConfig multi_use)
@@ -214,6 +227,7 @@ const StageModule& Pipe::get_stage_module(int stage) const {
   if (stage < 0 || stage >= num_stages()) {
     throw ProgramError(concat("there is no stage ", stage, "; the stages are 0 to ", num_stages() - 1, "."));
   }
+  state_->load(program_, stage);
   return state_->modules[index(stage)];
 }
 
@@ -273,7 +287,7 @@ c10::IValue Pipe::run(const Args& args, const Kwargs& kwargs) const {
       received.push_back(outputs[index(source.stage)][index(source.output)]);
     }
     const c10::IValue output =
-        state_->modules[index(stage)].forward(stage == 0 ? args : received, stage == 0 ? kwargs : Kwargs());
+        get_stage_module(stage).forward(stage == 0 ? args : received, stage == 0 ? kwargs : Kwargs());
     if (stage == num_stages() - 1) return output;
     outputs.push_back(output.toTupleRef().elements().vec());
   }

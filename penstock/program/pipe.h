@@ -76,7 +76,7 @@ class Pipe {
   // Returns the stage of each node of the program.
   const std::vector<int>& stages() const { return stage_of_node_; }
 
-  // Returns a stage as a module. Its parameters share storage with the program's, but of a parameter that several stages
+  // Returns a stage as a module, with its weights in memory. Its parameters share storage with the program's, but of a parameter that several stages
   // use, each stage after the first has a copy. Throws ProgramError if there is no such stage.
   const StageModule& get_stage_module(int stage) const;
 

@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <functional>
+#include <map>
+#include <numeric>
 #include <set>
 #include <system_error>
 #include <utility>
@@ -41,7 +44,16 @@ bool is_in_dropout(const Graph& graph, const Node& node) {
          graph.calls[static_cast<std::size_t>(node.call)].type.starts_with("torch.nn.modules.dropout.");
 }
 
+NamedTensors loaded(const ProgramState& state, NamedTensors tensors) {
+  for (const auto& [name, tensor] : tensors) state.weights->load(tensor);
+  return tensors;
+}
+
 }  // namespace
+
+std::int64_t WeightInfo::numel() const {
+  return std::accumulate(sizes.begin(), sizes.end(), std::int64_t{1}, std::multiplies<>());
+}
 
 internal::ProgramState& internal::state_of(const Program& program) {
   return *program.state_;
@@ -50,14 +62,14 @@ internal::ProgramState& internal::state_of(const Program& program) {
 Program::Program(std::shared_ptr<ProgramState> state) : state_(std::move(state)) {}
 
 Program::Program(const std::string& path, const ProgramOptions& options) {
-  const internal::Archive archive(path);
+  const auto archive = std::make_shared<const internal::Archive>(path);
   state_ = internal::read_program_state(archive, options);
   state_->source =
-      internal::ProgramState::Source{.path = std::filesystem::absolute(path).string(), .checksum = archive.checksum()};
+      internal::ProgramState::Source{.path = std::filesystem::absolute(path).string(), .checksum = archive->checksum()};
 }
 
 Program Program::from_bytes(std::string_view bytes, const std::string& name, const ProgramOptions& options) {
-  return Program(internal::read_program_state(internal::Archive(bytes, name), options));
+  return Program(internal::read_program_state(std::make_shared<const internal::Archive>(bytes, name), options));
 }
 
 std::vector<c10::IValue> Program::flatten_inputs(const Args& args, const Kwargs& kwargs) const {
@@ -98,6 +110,7 @@ std::vector<c10::IValue> Program::flatten_inputs(const Args& args, const Kwargs&
 }
 
 c10::IValue Program::run(const Args& args, const Kwargs& kwargs) const {
+  state_->weights->load_all();
   return state_->exported->out_spec.unflatten(state_->whole->run(flatten_inputs(args, kwargs)));
 }
 
@@ -143,11 +156,11 @@ std::vector<std::string> Program::repeated_modules() const {
 }
 
 NamedTensors Program::parameters() const {
-  return state_->tensors_of(ProgramInput::Kind::Parameter);
+  return loaded(*state_, state_->tensors_of(ProgramInput::Kind::Parameter));
 }
 
 NamedTensors Program::buffers() const {
-  return state_->tensors_of(ProgramInput::Kind::Buffer);
+  return loaded(*state_, state_->tensors_of(ProgramInput::Kind::Buffer));
 }
 
 NamedTensors Program::state_dict() const {
@@ -158,12 +171,20 @@ NamedTensors Program::state_dict() const {
   return state;
 }
 
-void Program::load_state_dict(const NamedTensors& state, const std::string& source) {
+void Program::load_state_dict(const NamedTensors& state, const std::string& source, CopyWhen when) {
   const std::vector<ModelTensor> own = state_->model_tensors();
   const std::map<std::string, at::Tensor> given(state.begin(), state.end());
   const std::string differences = internal::state_differences(own, given);
   if (!differences.empty()) throw ProgramError(source + ": does not fit " + name() + ":\n" + differences);
-  internal::load_state(own, given);
+  if (when == CopyWhen::Now) state_->weights->load_all();
+  for (const ModelTensor& tensor : own) {
+    for (const std::string& name : tensor.names) {
+      const auto found = given.find(name);
+      if (found == given.end()) continue;
+      state_->weights->replace(tensor.tensor, found->second);
+      break;
+    }
+  }
 }
 
 NamedTensors Program::mutated_tensors() const {
@@ -183,12 +204,31 @@ void Program::save(const std::string& path) const {
   if (archive.checksum() != state_->source->checksum) {
     throw ProgramError(name() + ": has changed since the program was read.\n  Hint: read it again.");
   }
-  archive.write_copy(path, state_->weight_records);
+  archive.write_copy(path, state_->weights->records());
   // A copy that has replaced the file is the source of the next one.
   std::error_code ignored;
   if (std::filesystem::equivalent(path, state_->source->path, ignored)) {
     state_->source->checksum = internal::Archive(path).checksum();
   }
+}
+
+std::vector<WeightInfo> Program::weights() const {
+  std::vector<WeightInfo> weights;
+  for (const ModelTensor& tensor : state_->model_tensors()) {
+    weights.push_back({.names = tensor.names,
+                       .is_parameter = false,
+                       .sizes = tensor.tensor.sizes().vec(),
+                       .dtype = tensor.tensor.scalar_type(),
+                       .persistent = tensor.is_required});
+  }
+  std::map<std::string, WeightInfo*> by_name;
+  for (WeightInfo& weight : weights) {
+    for (const std::string& name : weight.names) by_name[name] = &weight;
+  }
+  for (const ProgramInput& input : inputs()) {
+    if (input.kind == ProgramInput::Kind::Parameter) by_name.at(input.name)->is_parameter = true;
+  }
+  return weights;
 }
 
 const Graph& Program::graph() const {
@@ -208,7 +248,9 @@ const std::map<std::string, SymbolRange>& Program::ranges() const {
 }
 
 const at::Tensor& Program::tensor(const ProgramInput& input) const {
-  return *state_->find_tensor(input);
+  const at::Tensor& tensor = *state_->find_tensor(input);
+  state_->weights->load(tensor);
+  return tensor;
 }
 
 const std::string& Program::name() const {

@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <optional>
@@ -30,18 +31,34 @@ struct ProgramState;
 ProgramState& state_of(const Program& program);
 }  // namespace internal
 
+// Metadata of a parameter or buffer.
+struct WeightInfo {
+  // All names of the tensor in the model; a tied parameter has several.
+  std::vector<std::string> names;
+  bool is_parameter = false;
+  std::vector<std::int64_t> sizes;
+  at::ScalarType dtype = at::ScalarType::Float;
+  // True if the state_dict contains it.
+  bool persistent = true;
+
+  std::int64_t numel() const;
+};
+
 struct ProgramOptions {
   // Operators that the program may call in addition to those that only compute on their arguments, such as the
   // operators of a library that you have loaded: "library::name" for all overloads, or "library::name.overload".
   std::vector<std::string> allowed_operators = {};
 };
 
+// The weights stay in the file until they are used: run() and the functions that return tensors load them into memory, a
+// Pipe those of the stages that it builds. Until then the file must not be overwritten in place or truncated.
+//
 // A handle with shared ownership: copies refer to the same weights and the same mode. Any number of threads may call
 // run() at once; train(), eval(), set_autocast(), recompute() and load_state_dict() require that no other thread uses the program.
 // Functions throw ProgramError.
 class Program {
  public:
-  // Reads a .pt2 file. The file may come from an untrusted source: it runs no code of its own, calls only allowed
+  // Reads a .pt2 file, without its weights. The file may come from an untrusted source: it runs no code of its own, calls only allowed
   // operators, and is checked before anything is allocated for it. Throws ProgramError, which names the file and the
   // error in it.
   explicit Program(const std::string& path, const ProgramOptions& options = {});
@@ -68,6 +85,8 @@ class Program {
   // Returns the modules that the model repeats, such as "blocks.0", "blocks.1", …, outermost lists only.
   std::vector<std::string> repeated_modules() const;
 
+  // Returns the metadata of all parameters and buffers, in the model's order, each with all its names.
+  std::vector<WeightInfo> weights() const;
   // Return the parameters or buffers under the model's names. A tensor that is tied under several names appears under
   // each. ProgramInput::persistent tells which buffers the state_dict contains.
   NamedTensors parameters() const;
@@ -81,7 +100,14 @@ class Program {
   // Throws ProgramError, which begins with `source` and lists all differences, if names, shapes or dtypes do not match;
   // the weights are unchanged then. Load before you split: the stages of a Pipe have their own copies of parameters
   // that several stages use.
-  void load_state_dict(const NamedTensors& state, const std::string& source = "the state_dict");
+  enum class CopyWhen {
+    Now,
+    // A tensor is copied when it is first used, so a process copies those of its own stages only. Until then `state` must
+    // not change, such as tensors that are mapped from a file.
+    WhenUsed,
+  };
+  void load_state_dict(const NamedTensors& state, const std::string& source = "the state_dict",
+                       CopyWhen when = CopyWhen::Now);
   // Writes a copy of the file that the program was read from, with the current weights; torch.export.load reads it.
   // Replaces `path` atomically, once all data is on disk. Throws ProgramError if the program was read from memory, or
   // if its file has changed since.

@@ -55,6 +55,7 @@ MappedFile::MappedFile(const std::string& path, FileAccess access) {
                               MAP_PRIVATE | MAP_NORESERVE | (is_copy ? MAP_ANONYMOUS : 0), is_copy ? -1 : file, 0);
     if (data == MAP_FAILED) fail(Reason::Map);
     data_ = static_cast<char*>(data);
+    is_mapped_ = !is_copy;
     for (std::size_t done = 0; is_copy && done < size_;) {
       const ssize_t count = ::pread(file, data_ + done, size_ - done, static_cast<off_t>(done));
       if (count < 0 && errno == EINTR) continue;
@@ -64,6 +65,16 @@ MappedFile::MappedFile(const std::string& path, FileAccess access) {
     }
   }
   ::close(file);
+}
+
+void MappedFile::release_pages(std::string_view part) const {
+  if (!is_mapped_ || part.empty()) return;
+  const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const auto first = reinterpret_cast<std::uintptr_t>(part.data());
+  const std::uintptr_t begin = (first + page - 1) / page * page;
+  const std::uintptr_t end = (first + part.size()) / page * page;
+  // A failure costs memory only.
+  if (begin < end) ::madvise(data_ + (begin - reinterpret_cast<std::uintptr_t>(data_)), end - begin, MADV_DONTNEED);
 }
 
 MappedFile::~MappedFile() {

@@ -41,9 +41,15 @@ class MappedFile {
   char* data() const { return data_; }
   std::string_view bytes() const { return {data_, size_}; }
 
+  // Gives pages of a part of the file back to the system, which reads them again when they are touched. Whole pages that
+  // nobody has written to; those at the ends of the part stay.
+  void release_pages(std::string_view part) const;
+
  private:
   char* data_ = nullptr;
   std::size_t size_ = 0;
+  // False for a copy, whose pages cannot be read again.
+  bool is_mapped_ = false;
 };
 
 }  // namespace penstock::internal

@@ -36,17 +36,6 @@ bool repeats_memory(const at::Tensor& tensor, std::int64_t dim) {
   return tensor.stride(dim) == 0 && tensor.size(dim) > 1;
 }
 
-// Copies values in place. Elements of an expanded dimension are one element in memory, which is copied once.
-void copy_values(at::Tensor target, at::Tensor value) {
-  target = target.detach();
-  for (std::int64_t dim = 0; dim < target.dim(); ++dim) {
-    if (!repeats_memory(target, dim)) continue;
-    target = target.narrow(dim, 0, 1);
-    value = value.narrow(dim, 0, 1);
-  }
-  target.copy_(value);
-}
-
 // Tensors of the model that share a storage, with the values for them.
 struct StorageGroup {
   std::vector<std::pair<const ModelTensor*, const at::Tensor*>> members;
@@ -72,7 +61,7 @@ struct StorageGroup {
       const at::Tensor& tensor = model->tensor;
       copies.push_back(at::empty({0}, tensor.scalar_type())
                            .set_(scratch.storage(), tensor.storage_offset(), tensor.sizes(), tensor.strides()));
-      copy_values(copies.back(), *value);
+      load_tensor(copies.back(), *value);
     }
     std::vector<std::string> names;
     for (std::size_t i = 0; i < members.size(); ++i) {
@@ -160,10 +149,20 @@ std::string state_differences(const std::vector<ModelTensor>& model, const Found
   return text;
 }
 
-void load_state(const std::vector<ModelTensor>& model, const Found& found) {
+void load_tensor(const at::Tensor& tensor, at::Tensor value) {
   const at::NoGradGuard no_grad;
+  at::Tensor target = tensor.detach();
+  for (std::int64_t dim = 0; dim < target.dim(); ++dim) {
+    if (!repeats_memory(target, dim)) continue;
+    target = target.narrow(dim, 0, 1);
+    value = value.narrow(dim, 0, 1);
+  }
+  target.copy_(value);
+}
+
+void load_state(const std::vector<ModelTensor>& model, const Found& found) {
   for (const ModelTensor& expected : model) {
-    if (const at::Tensor* const value = find_value(expected, found)) copy_values(expected.tensor, *value);
+    if (const at::Tensor* const value = find_value(expected, found)) load_tensor(expected.tensor, *value);
   }
 }
 

@@ -23,6 +23,10 @@ struct ModelTensor {
 // tied parameter is enough.
 std::string state_differences(const std::vector<ModelTensor>& model, const std::map<std::string, at::Tensor>& found);
 
+// Copies a value into a tensor of the same sizes, in place and without gradients. Elements of an expanded dimension are
+// one element in memory, which is copied once.
+void load_tensor(const at::Tensor& tensor, at::Tensor value);
+
 // Copies values into the model's tensors, in place and without gradients. Requires that there are no state_differences.
 void load_state(const std::vector<ModelTensor>& model, const std::map<std::string, at::Tensor>& found);
 

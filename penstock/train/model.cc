@@ -52,12 +52,8 @@ class GptModel final : public Model {
 class ProgramModel final : public Model {
  public:
   explicit ProgramModel(Pipe pipe) : pipe_(std::move(pipe)) {
-    std::map<const void*, std::vector<std::string>> by_tensor;
-    for (const NamedTensors& all : {pipe_.program().parameters(), pipe_.program().buffers()}) {
-      for (const auto& [name, tensor] : all) by_tensor[tensor.unsafeGetTensorImpl()].push_back(name);
-    }
-    for (const auto& [tensor, names] : by_tensor) {
-      for (const std::string& name : names) names_[name] = names;
+    for (const WeightInfo& weight : pipe_.program().weights()) {
+      for (const std::string& name : weight.names) names_[name] = weight.names;
     }
   }
 
@@ -67,12 +63,16 @@ class ProgramModel final : public Model {
   SharedParameters shared_parameters() const override { return pipe_.shared_parameters(); }
   std::vector<std::string> parameter_names() const override {
     std::vector<std::string> names;
-    for (const auto& [name, tensor] : pipe_.program().parameters()) names.push_back(name);
+    for (const ProgramInput& input : pipe_.program().inputs()) {
+      if (input.kind == ProgramInput::Kind::Parameter) names.push_back(input.name);
+    }
     return names;
   }
   std::vector<std::string> buffer_names() const override {
     std::vector<std::string> names;
-    for (const auto& [name, tensor] : pipe_.program().buffers()) names.push_back(name);
+    for (const ProgramInput& input : pipe_.program().inputs()) {
+      if (input.kind == ProgramInput::Kind::Buffer) names.push_back(input.name);
+    }
     return names;
   }
   std::vector<std::string> names_of(const std::string& name) const override { return names_.at(name); }
@@ -85,7 +85,9 @@ class ProgramModel final : public Model {
   }
   std::string description() const override {
     std::int64_t elements = 0;
-    for (const auto& [name, tensor] : pipe_.program().parameters()) elements += tensor.numel();
+    for (const WeightInfo& weight : pipe_.program().weights()) {
+      if (weight.is_parameter) elements += weight.numel() * static_cast<std::int64_t>(weight.names.size());
+    }
     return concat("an exported model with ", parameter_names().size(), " parameters of ", elements, " elements");
   }
   void set_training(bool training) override { training ? pipe_.train() : pipe_.eval(); }

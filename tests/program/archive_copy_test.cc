@@ -62,7 +62,7 @@ TEST(ArchiveCopy, ChangesTheChecksumsOfHeaders) {
   Program program = Program::from_bytes(bytes, "small");
   const NamedTensors state = doubled(program.state_dict());
   program.load_state_dict(state);
-  archive.write_copy(folder / "copy.pt2", state_of(program).weight_records);
+  archive.write_copy(folder / "copy.pt2", state_of(program).weights->records());
   expect_equal(state, Program(folder / "copy.pt2").state_dict());
   const std::string copy = read_file(folder / "copy.pt2");
   for (const ZipRecord& record : read_zip_directory(copy)) {
@@ -127,7 +127,7 @@ TEST(ArchiveCopy, RefusesAChecksumThatIsNotWhereItShouldBe) {
   const auto refused = [&](const std::string& message) {
     const Archive archive(bytes, "small");
     const Program program = Program::from_bytes(bytes, "small");
-    const auto& weights = state_of(program).weight_records;
+    const auto& weights = state_of(program).weights->records();
     expect_error<ProgramError>([&] { archive.write_copy(folder / "copy.pt2", weights); },
                                "small: " + message + "\n  Hint: write the .pt2 with torch.export.save.");
   };

@@ -121,7 +121,8 @@ TEST(Reading, GivesWeightsThatAreOneTensorUnderAllNames) {
   weights["config"]["part"]["tensor_meta"]["storage_offset"]["as_int"] = 1;
   weights["config"]["part"]["tensor_meta"]["requires_grad"] = false;
   const std::string bytes = zipped(small_records(small_model(), weights));
-  const std::map<std::string, at::Tensor> read = read_weights(Archive(bytes, "small"));
+  const Weights read_weights(std::make_shared<const Archive>(bytes, "small"));
+  const std::map<std::string, at::Tensor>& read = read_weights.by_name();
   EXPECT_TRUE(read.at("again").is_same(read.at("layer.bias")));
   EXPECT_TRUE(read.at("part").is_alias_of(read.at("layer.bias")));
   EXPECT_TRUE(same(at::arange(1, 3, at::kFloat), read.at("part")));

@@ -20,7 +20,11 @@ std::optional<WeightFiles> WeightsOption::read() const {
 Program read_program(const CutOptions& cut, const std::optional<WeightFiles>& weights) {
   cut.limits.apply();
   Program program(cut.model, cut.program());
-  if (weights) program.load_state_dict({weights->tensors.begin(), weights->tensors.end()}, weights->path);
+  if (weights) {
+    // The tensors are mapped from files.
+    program.load_state_dict({weights->tensors.begin(), weights->tensors.end()}, weights->path,
+                            Program::CopyWhen::WhenUsed);
+  }
   return program;
 }
 

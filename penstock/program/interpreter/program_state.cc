@@ -9,7 +9,6 @@
 #include "penstock/base/text.h"
 #include "penstock/program/interpreter/mode.h"
 #include "penstock/program/partition/colocation.h"
-#include "penstock/program/reader/weights.h"
 
 namespace penstock::internal {
 namespace {
@@ -58,13 +57,14 @@ const at::Tensor* ProgramState::find_tensor(const ProgramInput& input) const {
   switch (input.kind) {
     case ProgramInput::Kind::Parameter:
     case ProgramInput::Kind::Buffer:
-    case ProgramInput::Kind::Constant: return &weights.at(input.name);
+    case ProgramInput::Kind::Constant: return &weights->by_name().at(input.name);
     default: return nullptr;
   }
 }
 
 std::shared_ptr<const Subgraph> ProgramState::subgraph_on_copies(
     std::shared_ptr<const Interpreter::Mode> own_mode) const {
+  weights->load_all();
   return whole_of(*this, std::move(own_mode), [&](const ProgramInput& input) {
     const at::Tensor& tensor = *find_tensor(input);
     return input.kind == ProgramInput::Kind::Buffer ? tensor.clone() : tensor;
@@ -119,17 +119,18 @@ std::vector<ModelTensor> ProgramState::model_tensors() const {
   return tensors;
 }
 
-std::shared_ptr<ProgramState> read_program_state(const Archive& archive, const ProgramOptions& options) {
+std::shared_ptr<ProgramState> read_program_state(const std::shared_ptr<const Archive>& archive,
+                                                 const ProgramOptions& options) {
   auto state = std::make_shared<ProgramState>();
-  state->name = archive.name();
+  state->name = archive->name();
   state->exported =
-      std::make_shared<ExportedProgram>(read_exported_program(archive, AllowedOperators(options.allowed_operators)));
-  state->weights = read_weights(archive, &state->weight_records);
+      std::make_shared<ExportedProgram>(read_exported_program(*archive, AllowedOperators(options.allowed_operators)));
+  state->weights = std::make_unique<Weights>(archive);
   for (const ProgramInput& input : state->exported->inputs) {
     const bool has_tensor = input.kind == ProgramInput::Kind::Parameter || input.kind == ProgramInput::Kind::Buffer ||
                             input.kind == ProgramInput::Kind::Constant;
-    if (has_tensor && !state->weights.contains(input.name)) {
-      throw ProgramError(concat(archive.name(), ": there is no tensor for '", input.name, "' in the archive."));
+    if (has_tensor && !state->weights->by_name().contains(input.name)) {
+      throw ProgramError(concat(archive->name(), ": there is no tensor for '", input.name, "' in the archive."));
     }
   }
   refuse_mutated_aliases(*state);

@@ -13,6 +13,7 @@
 #include "penstock/program/program.h"
 #include "penstock/program/reader/archive.h"
 #include "penstock/program/reader/exported_program.h"
+#include "penstock/program/reader/weights.h"
 #include "penstock/tensor/named_tensors.h"
 #include "penstock/tensor/state_dict.h"
 
@@ -28,10 +29,8 @@ struct ProgramState {
   };
   std::optional<Source> source;
   std::shared_ptr<const ExportedProgram> exported;
-  // Parameters, buffers and constants by name. Names that are tied in the model share one tensor.
-  std::map<std::string, at::Tensor> weights;
-  // Records of the archive that contain the weights, as byte tensors that share storage with them.
-  std::map<std::string, at::Tensor> weight_records;
+  // Parameters, buffers and constants. Functions that return tensors do not load them.
+  std::unique_ptr<Weights> weights;
   // None if no node depends on the mode.
   std::optional<bool> exported_in_training;
   std::shared_ptr<Interpreter::Mode> mode = std::make_shared<Interpreter::Mode>();
@@ -53,6 +52,7 @@ struct ProgramState {
 };
 
 // Reads a program. Throws ProgramError.
-std::shared_ptr<ProgramState> read_program_state(const Archive& archive, const ProgramOptions& options);
+std::shared_ptr<ProgramState> read_program_state(const std::shared_ptr<const Archive>& archive,
+                                                 const ProgramOptions& options);
 
 }  // namespace penstock::internal

@@ -1,6 +1,7 @@
 #include "penstock/program/reader/archive.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <zlib.h>
 
 #include <cstdint>
@@ -113,13 +114,20 @@ std::uint32_t Archive::checksum() const {
   return static_cast<std::uint32_t>(crc32_z(0, reinterpret_cast<const Bytef*>(text.data()), text.size()));
 }
 
-std::string_view Archive::view(const std::string& record) const {
+std::string_view Archive::unchecked_view(const std::string& record) const {
   const auto found = content_->places.find(record);
   if (found == content_->places.end()) throw ProgramError(concat(content_->name, ": has no record ", record, "."));
-  const std::string_view bytes = content_->bytes.substr(found->second.begin, found->second.size);
-  if (crc32_z(0, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size()) != found->second.checksum) {
-    throw ProgramError(concat(content_->name, ": ", record, " is damaged: its checksum is wrong."));
-  }
+  return content_->bytes.substr(found->second.begin, found->second.size);
+}
+
+void Archive::refuse_damaged(const std::string& record) const {
+  throw ProgramError(concat(content_->name, ": ", record, " is damaged: its checksum is wrong."));
+}
+
+std::string_view Archive::view(const std::string& record) const {
+  const std::string_view bytes = unchecked_view(record);
+  const auto checksum = crc32_z(0, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size());
+  if (checksum != content_->places.find(record)->second.checksum) refuse_damaged(record);
   return bytes;
 }
 
@@ -128,10 +136,34 @@ std::string Archive::text(const std::string& record) const {
 }
 
 at::Tensor Archive::bytes(const std::string& record) const {
-  const std::string_view from = view(record);
+  constexpr std::size_t kPiece = 16U << 20U;
+  std::string_view from = unchecked_view(record);
   at::Tensor result = at::empty({static_cast<std::int64_t>(from.size())}, at::kByte);
-  if (!from.empty()) std::memcpy(result.mutable_data_ptr(), from.data(), from.size());
+  auto* to = static_cast<char*>(result.mutable_data_ptr());
+  std::uint64_t checksum = 0;
+  while (!from.empty()) {
+    const std::string_view piece = from.substr(0, kPiece);
+    std::memcpy(to, piece.data(), piece.size());
+    checksum = crc32_z(checksum, reinterpret_cast<const Bytef*>(to), piece.size());
+    if (content_->mapping) content_->mapping->release_pages(piece);
+    to += piece.size();
+    from.remove_prefix(piece.size());
+  }
+  if (checksum != content_->places.find(record)->second.checksum) refuse_damaged(record);
   return result;
+}
+
+at::Tensor Archive::view_bytes(const std::shared_ptr<const Archive>& archive, const std::string& record) {
+  const std::string_view bytes = archive->unchecked_view(record);
+  // The mapping is private, so a write would change memory only.
+  // NOLINTNEXTLINE(cppcoreguidelines-pro-type-const-cast)
+  return at::from_blob(
+      const_cast<char*>(bytes.data()), {static_cast<std::int64_t>(bytes.size())}, [archive](void*) {},
+      at::TensorOptions(at::kByte));
+}
+
+bool Archive::is_file() const {
+  return content_->mapping != nullptr;
 }
 
 void Archive::write_copy(const std::string& path, const std::map<std::string, at::Tensor>& replaced) const {

@@ -32,9 +32,15 @@ class Archive {
   const std::vector<std::string>& records() const;
   bool contains(std::string_view record) const;
 
-  // Return a copy of a record's bytes. Throws ProgramError if there is no such record or its checksum is wrong.
+  // Return a copy of a record's bytes. Throws ProgramError if there is no such record or its checksum is wrong. bytes()
+  // leaves no pages of the record in the mapping.
   std::string text(const std::string& record) const;
   at::Tensor bytes(const std::string& record) const;
+  // Returns a record's bytes where they lie in the archive, which the tensor keeps alive. Nothing is read, and the
+  // checksum is not compared. Throws ProgramError if there is no such record.
+  static at::Tensor view_bytes(const std::shared_ptr<const Archive>& archive, const std::string& record);
+  // True if the archive is a mapped file, and not bytes in memory that belong to the caller.
+  bool is_file() const;
 
   // Returns a checksum of all records' names, sizes and stored checksums. Does not read the records.
   std::uint32_t checksum() const;
@@ -46,7 +52,10 @@ class Archive {
  private:
   struct Content;
   void open();
+  // Returns the bytes of a record in the archive, with and without a check of the checksum.
   std::string_view view(const std::string& record) const;
+  std::string_view unchecked_view(const std::string& record) const;
+  [[noreturn]] void refuse_damaged(const std::string& record) const;
 
   std::unique_ptr<Content> content_;
 };

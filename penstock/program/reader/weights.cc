@@ -13,6 +13,7 @@
 #include "penstock/program/error.h"
 #include "penstock/program/reader/json.h"
 #include "penstock/program/reader/schema.h"
+#include "penstock/tensor/state_dict.h"
 
 namespace penstock::internal {
 namespace {
@@ -37,13 +38,25 @@ bool lies_within(const std::vector<std::int64_t>& sizes, const std::vector<std::
   return !__builtin_add_overflow(last, 1, &last) && !__builtin_mul_overflow(last, element, &end) && end <= bytes;
 }
 
-// Reads the tensors of one index, and the records that contain them.
-void read_index(const Archive& archive, const std::string& folder, const std::string& index,
-                std::map<std::string, at::Tensor>& weights, std::map<std::string, at::Tensor>& records) {
+const void* storage_of(const at::Tensor& tensor) {
+  return tensor.storage().unsafeGetStorageImpl();
+}
+
+}  // namespace
+
+Weights::Weights(std::shared_ptr<const Archive> archive) : archive_(std::move(archive)) {
+  const std::string model = model_name(*archive_);
+  read_index("data/weights/", model + "_weights_config.json");
+  read_index("data/constants/", model + "_constants_config.json");
+  if (!archive_->is_file()) load_all();
+}
+
+// Reads the tensors of one index.
+void Weights::read_index(const std::string& folder, const std::string& index) {
   const std::string record = folder + index;
-  if (!archive.contains(record)) return;
-  const std::string where = archive.name() + ": " + record;
-  const json parsed = parse_exported_json(archive.text(record), where);
+  if (!archive_->contains(record)) return;
+  const std::string where = archive_->name() + ": " + record;
+  const json parsed = parse_exported_json(archive_->text(record), where);
   // Tensors by file and metadata. Entries that agree in both are tied.
   std::map<std::pair<std::string, std::string>, at::Tensor> tensors;
   if (!parsed.is_object() || !parsed.contains("config") || !parsed["config"].is_object()) {
@@ -59,7 +72,7 @@ void read_index(const Archive& archive, const std::string& folder, const std::st
       }
       const auto key = std::pair(payload.get_path_name(), described.dump());
       if (const auto known = tensors.find(key); known != tensors.end()) {
-        weights[name] = known->second;
+        by_name_[name] = known->second;
         continue;
       }
       const schema::TensorMeta& meta = *payload.get_tensor_meta();
@@ -70,15 +83,14 @@ void read_index(const Archive& archive, const std::string& folder, const std::st
       for (const schema::SymInt& stride : meta.get_strides()) strides.push_back(static_size(stride));
       const std::int64_t offset = static_size(meta.get_storage_offset());
       const at::ScalarType dtype = dtype_of(meta.get_dtype());
-      at::Tensor& file = records[folder + payload.get_path_name()];
-      if (!file.defined()) file = archive.bytes(folder + payload.get_path_name());
+      const at::Tensor bytes = record_bytes(folder + payload.get_path_name());
       const auto element = static_cast<std::int64_t>(c10::elementSize(dtype));
-      if (!lies_within(sizes, strides, offset, element, file.numel())) {
-        throw ProgramError(concat("is not inside the ", file.numel(), " bytes of ", payload.get_path_name(), "."));
+      if (!lies_within(sizes, strides, offset, element, bytes.numel())) {
+        throw ProgramError(concat("is not inside the ", bytes.numel(), " bytes of ", payload.get_path_name(), "."));
       }
-      at::Tensor tensor = at::empty({0}, dtype).set_(file.storage(), offset, sizes, strides);
+      at::Tensor tensor = at::empty({0}, dtype).set_(bytes.storage(), offset, sizes, strides);
       if (meta.get_requires_grad()) tensor.requires_grad_();
-      weights[name] = tensor;
+      by_name_[name] = tensor;
       tensors.emplace(key, std::move(tensor));
     } catch (const ProgramError& error) {
       throw ProgramError(concat(place, ": ", error.what()));
@@ -92,16 +104,86 @@ void read_index(const Archive& archive, const std::string& folder, const std::st
   }
 }
 
-}  // namespace
+at::Tensor Weights::record_bytes(const std::string& record) {
+  at::Tensor& bytes = records_[record];
+  if (bytes.defined()) return bytes;
+  bytes = Archive::view_bytes(archive_, record);
+  // Elements of every dtype can be read at a multiple of 16.
+  constexpr std::uintptr_t kAlignment = 16;
+  if (reinterpret_cast<std::uintptr_t>(bytes.const_data_ptr()) % kAlignment != 0) {
+    bytes = archive_->bytes(record);
+  } else {
+    const MutexLock lock(mutex_);
+    unloaded_.emplace(storage_of(bytes), Unloaded{.bytes = bytes, .record = record, .replaced = {}});
+  }
+  return bytes;
+}
 
-std::map<std::string, at::Tensor> read_weights(const Archive& archive, std::map<std::string, at::Tensor>* records) {
-  const std::string model = model_name(archive);
-  std::map<std::string, at::Tensor> weights;
-  std::map<std::string, at::Tensor> read;
-  read_index(archive, "data/weights/", model + "_weights_config.json", weights, read);
-  read_index(archive, "data/constants/", model + "_constants_config.json", weights, read);
-  if (records != nullptr) *records = std::move(read);
-  return weights;
+void Weights::load_storage(const void* storage) {
+  const auto found = unloaded_.find(storage);
+  if (found == unloaded_.end()) return;
+  const Unloaded& unloaded = found->second;
+  const std::vector<std::pair<at::Tensor, at::Tensor>>& replaced = unloaded.replaced;
+  // A tensor that covers its storage needs nothing of the file.
+  const bool is_covered = replaced.size() == 1 && replaced.front().first.is_non_overlapping_and_dense() &&
+                          replaced.front().first.nbytes() == unloaded.bytes.nbytes();
+  const at::Tensor own = is_covered ? at::empty({unloaded.bytes.numel()}, at::kByte) : archive_->bytes(unloaded.record);
+  c10::StorageImpl& target = *unloaded.bytes.storage().unsafeGetStorageImpl();
+  target.set_data_ptr_noswap(own.storage().unsafeGetStorageImpl()->set_data_ptr(c10::DataPtr()));
+  for (const auto& [tensor, values] : replaced) load_tensor(tensor, values);
+  unloaded_.erase(found);
+  has_unloaded_ = !unloaded_.empty();
+}
+
+void Weights::load(const at::Tensor& tensor) {
+  if (!has_unloaded_) return;
+  const MutexLock lock(mutex_);
+  load_storage(storage_of(tensor));
+}
+
+void Weights::load_all() {
+  if (!has_unloaded_) return;
+  const MutexLock lock(mutex_);
+  while (!unloaded_.empty()) load_storage(unloaded_.begin()->first);
+  has_unloaded_ = false;
+}
+
+bool Weights::is_loaded(const at::Tensor& tensor) const {
+  const MutexLock lock(mutex_);
+  return !unloaded_.contains(storage_of(tensor));
+}
+
+at::Tensor Weights::copy_of(const at::Tensor& tensor) {
+  const MutexLock lock(mutex_);
+  const auto found = unloaded_.find(storage_of(tensor));
+  if (found == unloaded_.end()) return tensor.detach().clone().set_requires_grad(tensor.requires_grad());
+  const Unloaded original = found->second;
+  const at::Tensor bytes = Archive::view_bytes(archive_, original.record);
+  at::Tensor copy = at::empty({0}, tensor.scalar_type())
+                        .set_(bytes.storage(), tensor.storage_offset(), tensor.sizes(), tensor.strides());
+  copy.set_requires_grad(tensor.requires_grad());
+  Unloaded& unloaded = unloaded_[storage_of(bytes)] = {.bytes = bytes, .record = original.record, .replaced = {}};
+  for (const auto& [other, values] : original.replaced) {
+    if (other.is_same(tensor)) unloaded.replaced.emplace_back(copy, values);
+  }
+  return copy;
+}
+
+void Weights::replace(const at::Tensor& tensor, const at::Tensor& values) {
+  const MutexLock lock(mutex_);
+  const auto found = unloaded_.find(storage_of(tensor));
+  if (found == unloaded_.end()) {
+    load_tensor(tensor, values);
+    return;
+  }
+  auto& replaced = found->second.replaced;
+  std::erase_if(replaced, [&](const auto& pair) { return pair.first.is_same(tensor); });
+  replaced.emplace_back(tensor, values);
+}
+
+std::map<std::string, at::Tensor> Weights::records() {
+  load_all();
+  return records_;
 }
 
 }  // namespace penstock::internal
