@@ -196,6 +196,8 @@ StageCosts stage_costs(const std::vector<Measured>& all, std::size_t stage) {
   costs.forward = median(of(Computation::Forward));
   costs.input = median(of(Computation::InputBackward), half);
   costs.weight = median(of(Computation::WeightBackward), half);
+  const std::vector<double> recomputations = of(Computation::Recompute);
+  if (!recomputations.empty()) costs.recompute = median(recomputations);
   costs.bytes_sent = median(means_of(all, [&](const Measured& measured) { return measured.bytes[stage]; }));
   costs.unshard = median(of(Computation::Unshard));
   costs.reshard = median(of(Computation::Reshard));

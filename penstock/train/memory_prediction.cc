@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <set>
+#include <utility>
 
 #include "penstock/transport/send_queue.h"
 
@@ -20,6 +21,9 @@ class MemoryWalk {
   }
 
   void run(int rank) {
+    for (const Action& action : schedule_.actions(rank)) {
+      if (action.computation == Computation::Recompute) recomputed_.emplace(action.stage, action.microbatch);
+    }
     for (const Action& action : schedule_.actions(rank)) {
       for_each_part(action, [&](const Action& part) { run(part); });
     }
@@ -48,7 +52,11 @@ class MemoryWalk {
       raise(stage.unsharded);
       alive_ += stage.gradients;
     } else if (is_forward(part)) {
-      alive_ += stage.saved_activations;
+      const bool is_recomputed = recomputed_.contains({part.stage, part.microbatch});
+      alive_ += is_recomputed ? stage.recomputation_inputs : stage.saved_activations;
+      raise(stage.forward_workspace);
+    } else if (part.computation == Computation::Recompute) {
+      alive_ += stage.saved_activations - stage.recomputation_inputs;
       raise(stage.forward_workspace);
     } else if (part.is_compute()) {
       if (makes_weight_gradient(part) && with_gradients_.insert(part.stage).second) {
@@ -57,9 +65,10 @@ class MemoryWalk {
       raise(stage.backward_workspace);
       const StageGraph& graph = schedule_.graph();
       if (makes_input_gradient(part)) received_ -= bytes_across(graph.out_edges(part.stage));
+      if (part.computation == Computation::InputBackward) alive_ += stage.weight_inputs - stage.saved_activations;
       if (makes_weight_gradient(part)) {
         received_ -= bytes_across(graph.in_edges(part.stage));
-        alive_ -= stage.saved_activations;
+        alive_ -= part.computation == Computation::WeightBackward ? stage.weight_inputs : stage.saved_activations;
         // Until now, the output was counted among the saved activations.
         sent_ += bytes_across(graph.out_edges(part.stage));
       }
@@ -90,6 +99,7 @@ class MemoryWalk {
   double peak_received_ = 0;
   double sent_ = 0;
   double max_sent_ = 0;
+  std::set<std::pair<int, int>> recomputed_;
   // Stages whose full gradients are allocated.
   std::set<int> with_gradients_;
 };
@@ -104,7 +114,7 @@ double predicted_bytes(const Schedule& schedule, int rank, std::span<const Stage
   double gradients = 0;
   double update_workspace = 0;
   for (const int stage : schedule.placement().stages_of(rank)) {
-    resident += stages[static_cast<std::size_t>(stage)].resident;
+    resident += stages[static_cast<std::size_t>(stage)].parameters + stages[static_cast<std::size_t>(stage)].optimizer;
     gradients += stages[static_cast<std::size_t>(stage)].gradients;
     update_workspace = std::max(update_workspace, stages[static_cast<std::size_t>(stage)].update_workspace);
   }

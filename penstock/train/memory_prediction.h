@@ -10,13 +10,17 @@ namespace penstock::internal {
 // Memory of one stage, in bytes.
 struct StageMemory {
   // Parameters and optimizer state, which are allocated all the time.
-  double resident = 0;
+  double parameters = 0;
+  double optimizer = 0;
   // Gradients of the parameters: allocated from the first backward on, or with shards from REDUCE_GRAD on.
   double gradients = 0;
   // Full parameters gathered from shards. Their gradients take the same again from the first backward to REDUCE_GRAD.
   double unsharded = 0;
-  // Activations of one microbatch that are saved from its forward to its weight gradient.
+  // Saved tensors of one microbatch: from its forward, or recomputation, to its input gradient; from there to its weight
+  // gradient, if the backward is split; and from a forward that will be recomputed until then.
   double saved_activations = 0;
+  double weight_inputs = 0;
+  double recomputation_inputs = 0;
   // Temporary memory of a forward and of a backward, beyond what is allocated before and after it.
   double forward_workspace = 0;
   double backward_workspace = 0;

@@ -41,6 +41,8 @@ struct MemoryWatch::Counts {
   Counts(int rank_count, int stage_count, int replica_count)
       : ranks(static_cast<std::size_t>(rank_count) * static_cast<std::size_t>(replica_count)),
         saved_activations(static_cast<std::size_t>(stage_count)),
+        weight_inputs(static_cast<std::size_t>(stage_count)),
+        recomputation_inputs(static_cast<std::size_t>(stage_count)),
         forward_workspace(static_cast<std::size_t>(stage_count)),
         backward_workspace(static_cast<std::size_t>(stage_count)),
         update_workspace(static_cast<std::size_t>(stage_count)),
@@ -90,6 +92,8 @@ struct MemoryWatch::Counts {
   std::vector<RankCounts> ranks;
   // Indexed by stage.
   std::vector<std::atomic<std::int64_t>> saved_activations;
+  std::vector<std::atomic<std::int64_t>> weight_inputs;
+  std::vector<std::atomic<std::int64_t>> recomputation_inputs;
   std::vector<std::atomic<std::int64_t>> forward_workspace;
   std::vector<std::atomic<std::int64_t>> backward_workspace;
   std::vector<std::atomic<std::int64_t>> update_workspace;
@@ -151,8 +155,14 @@ struct MemoryWatch::Scope::Guard {
   c10::DebugInfoGuard guard;
 };
 
-MemoryWatch::MemoryWatch(int ranks, int stages, int replicas)
-    : counts_(std::make_shared<Counts>(ranks, stages, replicas)) {}
+MemoryWatch::MemoryWatch(const Schedule& schedule, int replicas)
+    : counts_(std::make_shared<Counts>(schedule.ranks(), schedule.stages(), replicas)) {
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    for (const Action& action : schedule.actions(rank)) {
+      if (action.computation == Computation::Recompute) recomputed_.emplace(action.stage, action.microbatch);
+    }
+  }
+}
 MemoryWatch::~MemoryWatch() = default;
 
 MemoryWatch::Scope::Scope(MemoryWatch& watch, int rank, int replica) {
@@ -209,10 +219,20 @@ void MemoryWatch::watch(ActionFunctions& functions) {
     const auto stage = static_cast<std::size_t>(action.stage);
     const int replica = replica_of_thread(rank);
     const std::int64_t after = current(rank, replica);
-    if (action.computation == Computation::Forward) Counts::raise(counts_->saved_activations[stage], after - before);
+    const bool is_recomputed = recomputed_.contains({action.stage, action.microbatch});
+    const std::int64_t more = after - before;
+    if (is_forward(action)) {
+      Counts::raise((is_recomputed ? counts_->recomputation_inputs : counts_->saved_activations)[stage], more);
+    } else if (action.computation == Computation::Recompute) {
+      Counts::raise(counts_->saved_activations[stage], recomputation_inputs(action.stage) + more);
+    } else if (action.computation == Computation::InputBackward) {
+      // The gradient that is sent on was allocated too.
+      Counts::raise(counts_->weight_inputs[stage], saved_activations(action.stage) + more);
+    }
     const std::int64_t peak = counts_of(rank, replica).peak_in_action.load(std::memory_order_relaxed);
     const std::int64_t workspace = peak - std::max(before, after);
-    if (is_forward(action)) Counts::raise(counts_->forward_workspace[stage], workspace);
+    const bool runs_forward = is_forward(action) || action.computation == Computation::Recompute;
+    if (runs_forward) Counts::raise(counts_->forward_workspace[stage], workspace);
     if (makes_input_gradient(action)) Counts::lower(counts_->backward_workspace[stage], workspace);
   };
 }
@@ -233,6 +253,14 @@ std::int64_t MemoryWatch::update_workspace(int stage) const {
 
 std::int64_t MemoryWatch::saved_activations(int stage) const {
   return counts_->saved_activations[static_cast<std::size_t>(stage)].load(std::memory_order_relaxed);
+}
+
+std::int64_t MemoryWatch::weight_inputs(int stage) const {
+  return counts_->weight_inputs[static_cast<std::size_t>(stage)].load(std::memory_order_relaxed);
+}
+
+std::int64_t MemoryWatch::recomputation_inputs(int stage) const {
+  return counts_->recomputation_inputs[static_cast<std::size_t>(stage)].load(std::memory_order_relaxed);
 }
 
 std::int64_t MemoryWatch::peak(int rank) const {

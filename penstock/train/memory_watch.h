@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <set>
+#include <utility>
 #include <vector>
 
 #include "penstock/runtime/actions.h"
@@ -17,8 +19,8 @@ namespace penstock::internal {
 // All members may be called from any thread. A thread that runs under PyTorch's own memory profiler is not measured.
 class MemoryWatch {
  public:
-  // `ranks` and `stages` are those of one replica; `replicas` is the number of replicas in this process.
-  MemoryWatch(int ranks, int stages, int replicas);
+  // `schedule` is that of one replica; `replicas` is the number of replicas in this process.
+  MemoryWatch(const Schedule& schedule, int replicas);
   ~MemoryWatch();
   MemoryWatch(const MemoryWatch&) = delete;
   MemoryWatch& operator=(const MemoryWatch&) = delete;
@@ -48,8 +50,12 @@ class MemoryWatch {
 
   // Returns the peak of a rank, in the replica whose peak is the highest.
   std::int64_t peak(int rank) const;
-  // Returns the maximum of what a forward of the stage has left allocated, in steps with backwards.
+  // Return what a stage saves of one microbatch, in steps with backwards, at most: from its forward, or its
+  // recomputation, to its input gradient; from there to its weight gradient, 0 if the backward is not split; and from a
+  // forward that will be recomputed until then, 0 if there is none.
   std::int64_t saved_activations(int stage) const;
+  std::int64_t weight_inputs(int stage) const;
+  std::int64_t recomputation_inputs(int stage) const;
   // Returns the maximum temporary memory of a forward, beyond what was allocated before and after it; and the minimum
   // of a backward, because the first backward of a step also allocates the gradients.
   std::int64_t forward_workspace(int stage) const;
@@ -67,6 +73,8 @@ class MemoryWatch {
   std::int64_t current(int rank, int replica) const;
   RankCounts& counts_of(int rank, int replica) const;
 
+  // Stages and microbatches with a recomputation.
+  std::set<std::pair<int, int>> recomputed_;
   // Shared with the scopes of threads, which may outlive this.
   std::shared_ptr<Counts> counts_;
 };

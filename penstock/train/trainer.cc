@@ -30,7 +30,7 @@ Trainer::Trainer(std::vector<std::unique_ptr<Model>> replicas, const Data& data,
       data_(data),
       options_(std::move(options)),
       run_(new_run_id()),
-      memory_(schedule.ranks(), schedule.stages(), static_cast<int>(replicas_.size())),
+      memory_(schedule, static_cast<int>(replicas_.size())),
       pipeline_(build_pipeline(schedule)),
       processes_(options_.transport, schedule.ranks(), static_cast<int>(replicas_.size()), options_.timeout,
                  steps_done_),
@@ -239,7 +239,16 @@ Pipeline& Trainer::generation_pipeline() {
 }
 
 std::vector<RankMemory> Trainer::memory() const {
-  return memory_of_ranks(pipeline_->schedule(), stages_, memory_, processes_, records_.last(), options_.sharded);
+  const std::vector<StageMemory> stages =
+      memory_of_stages(pipeline_->schedule(), stages_, memory_, processes_, records_.last(), options_.sharded);
+  return memory_of_ranks(pipeline_->schedule(), stages, stages_, memory_, processes_);
+}
+
+Costs Trainer::costs(const std::vector<Record>& records) const {
+  Costs costs = costs_of(pipeline_->schedule(), records);
+  add_sizes(costs, pipeline_->schedule(),
+            memory_of_stages(pipeline_->schedule(), stages_, memory_, processes_, records_.last(), options_.sharded));
+  return costs;
 }
 
 }  // namespace penstock::internal

@@ -242,7 +242,7 @@ class Directories(Case):
 
     def test_output_and_checkpoints_may_be_one_directory(self):
         self.train(*SMALL, "--steps", 1, "--checkpoint", "run")
-        self.assertEqual(self.names_in("run"), ["config.json", "metrics.jsonl", "step-00000001", "timeline.html"])
+        self.assertEqual(self.names_in("run"), ["config.json", "costs.json", "metrics.jsonl", "step-00000001", "timeline.html"])
 
 
 class Preflight(Case):

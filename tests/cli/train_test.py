@@ -29,6 +29,19 @@ class Training(Case):
         self.assertIn('"name":"simulated"', page)
         self.assertIn('"curve":{"first":1,"name":"Loss"', page)
 
+    def test_writes_the_costs_that_the_simulator_reads(self):
+        common = ["--digits", 1, "--rows", 64, "--layers", 8, "--width", 64, "--heads", 2, "--steps", 4, "--ranks", 2]
+        for words in (["--schedule", "GPipe"], ["--schedule", "GPipe", "--recompute", "stages"], ["--schedule", "ZBVZeroBubble"]):
+            with self.subTest(words=words):
+                self.train(*common, *words, output="run")
+                costs = json.loads((self.folder / "run/costs.json").read_text())
+                self.assertEqual(costs["version"], 2)
+                simulated = self.penstock("schedule", "simulate", words[1], "--ranks", 2, "--microbatches", 8, "--json",
+                                          "--costs", "run/costs.json", *(["--recompute", "all"] if len(words) > 2 else []))
+                predicted = json.loads(simulated.stdout)["peak_bytes"]
+                for found, expected in zip(predicted, self.peaks(), strict=True):
+                    self.assertAlmostEqual(found, expected, delta=0.1 * expected)
+
     def test_predicts_the_memory_of_process_ranks_within_ten_percent(self):
         for schedule in ("1F1B", "ZBVZeroBubble"):
             text = self.train("--rows", 32, "--layers", 4, "--width", 64, "--steps", 3, "--ranks", 2, "--schedule", schedule,

@@ -44,12 +44,13 @@ void print_introduction(const Trainer& trainer, const TrainOptions& options, con
   std::cout << std::endl;
 }
 
-void write_timeline(const std::string& path, Trainer& trainer, const std::vector<Record>& records,
+void write_timeline(const std::string& path, Trainer& trainer, const std::vector<Record>& records, const Costs& costs,
                     const Progress& progress) {
   const Schedule& schedule = trainer.pipeline().schedule();
-  const Timeline measured = timeline_of(schedule, records.back());
-  const Costs costs = costs_of(schedule, records);
-  const Timeline simulated = simulate_records(schedule, records);
+  Timeline measured = timeline_of(schedule, records.back());
+  Timeline simulated = simulate_records(schedule, records);
+  add_memory(schedule, costs, measured);
+  add_memory(schedule, costs, simulated);
   const std::vector<double>& losses = progress.losses();
   write_output(path, [&](std::ostream& out) {
     draw_html(out, {.schedule = schedule,

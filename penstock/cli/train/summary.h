@@ -20,7 +20,7 @@ void print_introduction(const Trainer& trainer, const TrainOptions& options, con
 
 // Writes the interactive timeline of the last step, measured and simulated, with the curve of the loss. `records` are those
 // of the last steps.
-void write_timeline(const std::string& path, Trainer& trainer, const std::vector<Record>& records,
+void write_timeline(const std::string& path, Trainer& trainer, const std::vector<Record>& records, const Costs& costs,
                     const Progress& progress);
 
 // Prints throughput, bubble, memory by rank, and the number of skipped steps. `unit` is what throughput counts: "rows".

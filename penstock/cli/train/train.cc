@@ -239,9 +239,11 @@ class Run {
   void summarize(Trainer& trainer, std::optional<Progress>& progress) {
     const std::vector<Record> records = trainer.records();
     const std::vector<RankMemory> memory = trainer.memory();
-    if (!progress || records.empty()) return;
+    const std::optional<Costs> costs = records.empty() ? std::nullopt : std::optional(trainer.costs(records));
+    if (!progress || !costs) return;
     const std::string page = path("timeline.html");
-    write_timeline(page, trainer, records, *progress);
+    write_timeline(page, trainer, records, *costs, *progress);
+    write_output(path("costs.json"), [&](std::ostream& out) { out << to_json(*costs); });
     print_statistics(trainer, records, memory, setup_.data->unit(), *progress);
     progress->print("timeline     " + page + "\n");
   }
