@@ -9,6 +9,7 @@
 
 #include "penstock/base/nearest.h"
 #include "penstock/base/text.h"
+#include "penstock/cli/byte_units.h"
 #include "penstock/cli/read_number.h"
 
 namespace penstock::internal::cli {
@@ -26,6 +27,13 @@ CLI::Validator number_that(const Holds& holds, const std::string& expected) {
 }
 
 }  // namespace
+
+CLI::Validator size_in_bytes() {
+  return {[](const std::string& text) {
+            return parse_bytes(text) ? "" : "'" + text + "' should be a size above 0, such as 512MiB or 2GB";
+          },
+          ""};
+}
 
 CLI::Validator whole_number() {
   return number_that<int>([](int value) { return value >= 1; }, "a whole number from 1 on");

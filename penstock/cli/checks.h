@@ -15,6 +15,8 @@ CLI::Validator seed();
 CLI::Validator cost();
 // Requires a number that is not negative, and no larger than the largest float32.
 CLI::Validator float_number();
+// Requires a size in bytes above 0 with a unit, as parse_bytes() takes it.
+CLI::Validator size_in_bytes();
 // Requires a path that is not empty.
 CLI::Validator path();
 // Requires a finite number above 0.

@@ -77,10 +77,6 @@ std::int64_t data_bytes() {
   return 0;
 }
 
-std::string check_size(const std::string& text) {
-  return parse_bytes(text) ? "" : "'" + text + "' should be a size above 0, such as 512MiB or 2GB";
-}
-
 // RLIMIT_DATA counts all private writable memory, and so the mapped weights of a model.
 void limit_memory(double bytes) {
   constexpr double kMost = 1e18;
@@ -122,7 +118,7 @@ void LimitOptions::add_to(CLI::App& command) {
       .add_option("--memory-limit", memory,
                   "Memory limit of each process after its start, weights included, such as 2GiB (default: no limit)")
       ->option_text("SIZE")
-      ->check(CLI::Validator(check_size, ""));
+      ->check(size_in_bytes());
   command.add_option("--time-limit", seconds, "Time limit of the command in seconds (default: no limit)")
       ->option_text("T")
       ->check(duration());

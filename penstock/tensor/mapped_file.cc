@@ -33,7 +33,7 @@ std::string message_of(const std::string& path, Reason reason, int code) {
 MappingError::MappingError(const std::string& path, Reason reason, int code)
     : std::runtime_error(message_of(path, reason, code)), reason_(reason), code_(code) {}
 
-MappedFile::MappedFile(const std::string& path, FileAccess access) {
+MappedFile::MappedFile(const std::string& path, FileAccess access, bool is_read_only) {
   // Without O_NONBLOCK, opening a named pipe would block until it has a writer.
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   struct stat status = {};
@@ -51,8 +51,9 @@ MappedFile::MappedFile(const std::string& path, FileAccess access) {
   if (size_ > 0) {
     // With MAP_NORESERVE a page counts against the system's memory limit only when it is written.
     const bool is_copy = access == FileAccess::Read;
-    void* const data = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE,
-                              MAP_PRIVATE | MAP_NORESERVE | (is_copy ? MAP_ANONYMOUS : 0), is_copy ? -1 : file, 0);
+    const int protection = PROT_READ | (is_read_only && !is_copy ? 0 : PROT_WRITE);
+    void* const data = ::mmap(nullptr, size_, protection, MAP_PRIVATE | MAP_NORESERVE | (is_copy ? MAP_ANONYMOUS : 0),
+                              is_copy ? -1 : file, 0);
     if (data == MAP_FAILED) fail(Reason::Map);
     data_ = static_cast<char*>(data);
     is_mapped_ = !is_copy;

@@ -27,12 +27,13 @@ class MappingError : public std::runtime_error {
   int code_;
 };
 
-// Holds all bytes of a regular file until it is destroyed. The bytes may be written: pages are copied on write, and the
-// file never changes. Any number of threads may read.
+// Holds all bytes of a regular file until it is destroyed. Unless it is read-only, the bytes may be written: pages are
+// copied on write, and the file never changes. Any number of threads may read. A read-only mapping does not count as
+// memory of the process (RLIMIT_DATA).
 class MappedFile {
  public:
   // Throws MappingError.
-  explicit MappedFile(const std::string& path, FileAccess access = FileAccess::Map);
+  explicit MappedFile(const std::string& path, FileAccess access = FileAccess::Map, bool is_read_only = false);
   ~MappedFile();
   MappedFile(const MappedFile&) = delete;
   MappedFile& operator=(const MappedFile&) = delete;

@@ -239,15 +239,16 @@ Pipeline& Trainer::generation_pipeline() {
 }
 
 std::vector<RankMemory> Trainer::memory() const {
-  const std::vector<StageMemory> stages =
-      memory_of_stages(pipeline_->schedule(), stages_, memory_, processes_, records_.last(), options_.sharded);
-  return memory_of_ranks(pipeline_->schedule(), stages, stages_, memory_, processes_);
+  return memory_of_ranks(pipeline_->schedule(), stage_memory(), stages_, memory_, processes_);
+}
+
+std::vector<StageMemory> Trainer::stage_memory() const {
+  return memory_of_stages(pipeline_->schedule(), stages_, memory_, processes_, records_.last(), options_.sharded);
 }
 
 Costs Trainer::costs(const std::vector<Record>& records) const {
   Costs costs = costs_of(pipeline_->schedule(), records);
-  add_sizes(costs, pipeline_->schedule(),
-            memory_of_stages(pipeline_->schedule(), stages_, memory_, processes_, records_.last(), options_.sharded));
+  add_sizes(costs, pipeline_->schedule(), stage_memory());
   return costs;
 }
 

@@ -42,6 +42,28 @@ class Training(Case):
                 for found, expected in zip(predicted, self.peaks(), strict=True):
                     self.assertAlmostEqual(found, expected, delta=0.1 * expected)
 
+    def test_refuses_a_run_that_needs_more_memory_than_there_is(self):
+        common = ["--digits", 1, "--rows", 64, "--layers", 8, "--width", 64, "--heads", 2, "--steps", 2, "--ranks", 2]
+        self.train(*common, "--schedule", "GPipe", output="run")
+        needed = max(self.peaks())
+        limit = f"{0.6 * needed:.0f}B"
+        for transport in ("threads", "gloo"):
+            with self.subTest(transport=transport):
+                words = [*common, "--transport", transport, "--memory", limit, "--output", "other"]
+                error = self.refuses("train", *words, "--schedule", "GPipe", message=f" of memory for its tensors, and --memory allows {limit}.\n")
+                self.assertRegex(error, r"Hint: it would fit with --recompute stages \([\d.]+ MB\), or --schedule 1F1B \([\d.]+ MB\)")
+                self.assertFalse((self.folder / "other/metrics.jsonl").exists())
+        # The hints keep their promise.
+        self.train(*common, "--memory", limit, "--schedule", "GPipe", "--recompute", "stages", output="recomputed")
+        self.train(*common, "--memory", limit, "--schedule", "1F1B", output="other")
+        for output in ("recomputed", "other"):
+            self.assertLessEqual(max(self.peaks(output)), 0.6 * needed)
+        # The trial before the run has no effect on it.
+        self.train(*common, "--schedule", "1F1B", output="free")
+        self.assertEqual(self.losses("other"), self.losses("free"))
+        self.refuses("train", *common, "--memory", "1kB", message="Hint: cut the model into more stages on more ranks, or make the batches smaller.")
+        self.refuses("train", *common, "--memory", "much", message="--memory: 'much' should be a size above 0, such as 512MiB or 2GB")
+
     def test_predicts_the_memory_of_process_ranks_within_ten_percent(self):
         for schedule in ("1F1B", "ZBVZeroBubble"):
             text = self.train("--rows", 32, "--layers", 4, "--width", 64, "--steps", 3, "--ranks", 2, "--schedule", schedule,

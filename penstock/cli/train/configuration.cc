@@ -23,8 +23,8 @@ using nlohmann::json;
 constexpr std::array kInputPaths{"model", "data", "csv", "weights"};
 constexpr std::array kOutputPaths{"checkpoint", "output"};
 // Options of a single invocation, which a run that is resumed need not repeat.
-constexpr std::array kInvocationOptions{"help",    "config",    "resume",       "overwrite",
-                                        "dry-run", "log-every", "memory-limit", "time-limit"};
+constexpr std::array kInvocationOptions{"help",      "config", "resume",       "overwrite", "dry-run",
+                                        "log-every", "memory", "memory-limit", "time-limit"};
 
 bool contains(const auto& names, const std::string& name) {
   return std::ranges::find(names, name) != names.end();

@@ -125,6 +125,11 @@ void TrainOptions::add_to(CLI::App& command) {
   command.add_flag("--resume", resume, "Resume from the newest checkpoint, or start a new run if there is none");
   command.add_flag("--overwrite", overwrite,
                    "Remove the checkpoints and metrics of an earlier run, and start a new one");
+  command
+      .add_option("--memory", memory,
+                  "Memory of each rank for tensors; a run that would need more is refused before its first step")
+      ->option_text("SIZE")
+      ->check(size_in_bytes());
   command.add_flag("--dry-run", dry_run,
                    "Check all inputs and outputs, estimate memory and time with two trial steps, and exit");
   command.add_option("--log-every", log_every, "Steps between lines of progress (default: about twenty lines in all)")

@@ -51,6 +51,8 @@ struct TrainOptions {
   int keep = 3;
   bool resume = false;
   bool overwrite = false;
+  // Memory of each rank, a size with a unit; empty for no limit.
+  std::string memory;
   bool dry_run = false;
   // 0 stands for about twenty lines in all.
   std::int64_t log_every = 0;

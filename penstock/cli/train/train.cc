@@ -16,6 +16,7 @@
 #include "penstock/cli/program/local_ranks.h"
 #include "penstock/cli/train/directories.h"
 #include "penstock/cli/train/dry_run.h"
+#include "penstock/cli/train/memory_limit.h"
 #include "penstock/cli/train/options.h"
 #include "penstock/cli/train/progress.h"
 #include "penstock/cli/train/setup.h"
@@ -63,6 +64,7 @@ class Run {
                           .eval_replicas = transport_ == nullptr ? options_.data_parallel : 1,
                           .microbatches = setup_.schedule->microbatches()});
     });
+    if (!options_.memory.empty()) require_memory(options_, *setup_.schedule, trainer_options());
     Trainer trainer(std::move(setup_.replicas), *setup_.data, *setup_.schedule, trainer_options());
     agreement.fail_together([&] {
       if (options_.resume) resume(trainer);

@@ -23,7 +23,7 @@ namespace {
 
 std::unique_ptr<MappedFile> mapped(const std::string& path) {
   try {
-    return std::make_unique<MappedFile>(path);
+    return std::make_unique<MappedFile>(path, FileAccess::Map, /*is_read_only=*/true);
   } catch (const MappingError& failure) {
     const bool is_file =
         failure.reason() == MappingError::Reason::Open || failure.reason() == MappingError::Reason::Map;
@@ -155,7 +155,7 @@ at::Tensor Archive::bytes(const std::string& record) const {
 
 at::Tensor Archive::view_bytes(const std::shared_ptr<const Archive>& archive, const std::string& record) {
   const std::string_view bytes = archive->unchecked_view(record);
-  // The mapping is private, so a write would change memory only.
+  // Weights::load gives a tensor memory of its own before anything may write to it.
   // NOLINTNEXTLINE(cppcoreguidelines-pro-type-const-cast)
   return at::from_blob(
       const_cast<char*>(bytes.data()), {static_cast<std::int64_t>(bytes.size())}, [archive](void*) {},
