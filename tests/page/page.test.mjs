@@ -19,6 +19,8 @@ const SCHEDULES = {
   // The costs give sizes of activations, which the page shows: 64 KiB for each of eight stages.
   dual: ['DualPipeV', '--ranks', '4', '--microbatches', '10', '--costs', 'COSTS'],
   lowered: ['ZBVZeroBubble', '--ranks', '4', '--microbatches', '8', '--lowered', '--latency', '0.1'],
+  // Two of four stages are recomputed; the first two ranks have less memory than they need.
+  memory: ['GPipe', '--ranks', '4', '--microbatches', '8', '--recompute', '2,3', '--costs', 'SIZES'],
   large: ['1F1B', '--ranks', '256', '--microbatches', '512'],
 };
 // Losses of steps 11 to 60, one of which is not finite.
@@ -32,8 +34,11 @@ before(async () => {
   assert.ok(process.env.PENSTOCK, 'PENSTOCK is not set. Hint: PENSTOCK=build/penstock node --test');
   const costs = join(folder, 'costs.json');
   writeFileSync(costs, JSON.stringify({ version: 1, stages: Array(8).fill({ activation_bytes: 65536 }) }));
+  const sizes = join(folder, 'sizes.json');
+  const stage = { activation_bytes: 8 << 20, input_bytes: 1 << 20, parameter_bytes: 16 << 20 };
+  writeFileSync(sizes, JSON.stringify({ version: 2, stages: Array(4).fill(stage), ranks: Array(4).fill({ capacity: 60 << 20 }) }));
   for (const [name, schedule] of Object.entries(SCHEDULES)) {
-    const file = join(folder, `${name}.html`), words = schedule.map((word) => (word === 'COSTS' ? costs : word));
+    const file = join(folder, `${name}.html`), words = schedule.map((word) => ({ COSTS: costs, SIZES: sizes }[word] ?? word));
     execFileSync(process.env.PENSTOCK, ['schedule', 'show', ...words, '--format', 'html', '-o', file]);
   }
   const html = readFileSync(TEMPLATE, 'utf8').replace('@PENSTOCK_TITLE@', 'by hand');
@@ -170,7 +175,7 @@ describe('Every page', () => {
       assert.equal(shown.Makespan.replaceAll(',', ''), String(Number(makespan.toPrecision(4))));
       assert.equal(shown.Bubble, `${rounded(bubble * 100, 1)}\u00a0%`);
       assert.equal(shown['Peak activations'], String(Math.max(...ranks.map((rank) => rank.peak_activations))));
-      assert.equal(shown['Peak memory'], name === 'dual' ? '576\u00a0KiB' : undefined);
+      assert.equal(shown['Peak memory'], { dual: '576\u00a0KiB', memory: '80\u00a0MiB' }[name]);
     }
   });
 
@@ -481,6 +486,31 @@ describe('The keyboard', () => {
   });
 });
 
+describe('The memory of ranks', () => {
+  test('is drawn under their actions, with their capacity', async (t) => {
+    const page = await open(t, 'memory'), box = await boxOf(page, 0, 0), last = await boxOf(page, 0, 15);
+    const lane = box.y + box.height + 26;
+    // At the bottom of the lane there is memory all the time; near its top only while all activations are saved.
+    const at = async (x, y) => (await pixel(page, 0, x, y)).join(' ');
+    const full = await at(box.x + 8 * box.width + 20, lane - 20), bottom = await at(box.x + 4, lane - 3);
+    assert.equal(full, bottom);
+    assert.notEqual(await at(box.x + 4, lane - 20), bottom);
+    assert.notEqual(await at(last.x + last.width - 4, lane - 20), bottom);
+    assert.match(await page.textContent('#legend'), /Recomputation.*Memory, up to 80\u00a0MiB/);
+    assert.match(await page.textContent('#metrics'), /lowest 31\u00a0MiB; more than ranks 0, 1 have/);
+    await page.mouse.move(box.x + 4, lane - 4);
+    assert.match(await page.textContent('#card'), /Peak memory.*80\u00a0MiB.*Capacity.*60\u00a0MiB/);
+  });
+
+  test('matches its data', async (t) => {
+    const page = await open(t, 'memory'), { ranks } = await page.evaluate(() => penstock.data.timelines[0]);
+    for (const { memory, peak_bytes: peak } of ranks) {
+      assert.equal(Math.max(...memory.bytes), peak);
+      assert.equal(memory.bytes.at(-1), 16 << 20);
+    }
+  });
+});
+
 describe('The colours', () => {
   test('are readable, light and dark, on the page and in the blocks', async (t) => {
     for (const colorScheme of ['light', 'dark']) {
@@ -507,8 +537,8 @@ describe('The colours', () => {
 
   test('differ for each computation and stage of a rank', async (t) => {
     const page = await open(t, 'zbv'), palette = await page.evaluate(() => penstock.palette);
-    const fills = palette.filter(({ group }) => 'FIWB'.includes(group)).map(({ fill }) => fill);
-    assert.equal(fills.length, 8);
+    const fills = palette.filter(({ group }) => 'FIWBR'.includes(group)).map(({ fill }) => fill);
+    assert.equal(fills.length, 10);
     for (const [at, one] of fills.entries()) {
       for (const other of fills.slice(0, at)) {
         const apart = Math.hypot(...rgb(one).map((value, channel) => value - rgb(other)[channel]));

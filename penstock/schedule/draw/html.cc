@@ -7,6 +7,7 @@
 #include "penstock/schedule/draw/blocks.h"
 #include "penstock/schedule/draw/page.h"
 #include "penstock/schedule/draw/xml.h"
+#include "penstock/schedule/liveness.h"
 
 namespace penstock {
 namespace {
@@ -49,7 +50,18 @@ json rank_data(const Drawing& drawing, int rank) {
   // Without sizes of activations in the costs, there is no peak memory to show.
   const auto& ranks = drawing.timeline.ranks;
   const bool bytes_known = std::ranges::any_of(ranks, [](const RankTimes& each) { return each.peak_bytes > 0; });
-  if (bytes_known) data["peak_bytes"] = times.peak_bytes;
+  if (bytes_known) {
+    json memory_time = json::array();
+    json memory_bytes = json::array();
+    for (const MemoryStep& step : memory_over_time(drawing.schedule, drawing.timeline, drawing.costs, rank)) {
+      memory_time.push_back(step.time);
+      memory_bytes.push_back(step.bytes);
+    }
+    data["peak_bytes"] = times.peak_bytes;
+    data["memory"] = {{"time", std::move(memory_time)}, {"bytes", std::move(memory_bytes)}};
+    const double capacity = drawing.costs.of_rank(rank).capacity;
+    if (capacity > 0) data["capacity"] = capacity;
+  }
   if (has_pairs) data["pair"] = std::move(pair);
   return data;
 }
@@ -57,10 +69,13 @@ json rank_data(const Drawing& drawing, int rank) {
 json timeline_data(const Drawing& drawing) {
   json ranks = json::array();
   for (int rank = 0; rank < drawing.schedule.ranks(); ++rank) ranks.push_back(rank_data(drawing, rank));
-  return {{"name", drawing.name},
-          {"makespan", drawing.timeline.makespan},
-          {"bubble", drawing.timeline.bubble},
-          {"ranks", std::move(ranks)}};
+  json data = {{"name", drawing.name},
+               {"makespan", drawing.timeline.makespan},
+               {"bubble", drawing.timeline.bubble},
+               {"ranks", std::move(ranks)}};
+  // A measured timeline has none.
+  if (drawing.timeline.longest_span > 0) data["longest_span"] = drawing.timeline.longest_span;
+  return data;
 }
 
 json page_data(const Drawing& drawing) {
