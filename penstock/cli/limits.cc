@@ -77,7 +77,7 @@ std::int64_t data_bytes() {
   return 0;
 }
 
-// RLIMIT_DATA counts all private writable memory, and so the mapped weights of a model.
+// RLIMIT_DATA counts all private writable memory: what a process has loaded of a model, and mapped files with weights.
 void limit_memory(double bytes) {
   constexpr double kMost = 1e18;
   rlimit limit{};

@@ -79,6 +79,15 @@ int run(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     explain_usage(app, error);
     return kUsageError;
+  } catch (const std::bad_alloc&) {
+    throw;
+  } catch (const std::filesystem::filesystem_error&) {
+    throw;
+  } catch (const std::exception& error) {
+    const CLI::App& command = deepest(app);
+    const auto has_option = [&](const std::string& name) { return command.get_option_no_throw(name) != nullptr; };
+    std::cerr << "penstock: " << with_option_hints(error.what(), has_option) << "\n";
+    return kUsageError;
   }
   if (!std::cout.flush()) throw std::runtime_error("standard output could not be written.");
   return exit;
@@ -98,7 +107,7 @@ int main(int argc, char** argv) {
   } catch (const std::filesystem::filesystem_error& error) {
     std::cerr << "penstock: " << error.path1().string() << ": " << error.code().message() << ".\n";
   } catch (const std::exception& error) {
-    std::cerr << "penstock: " << penstock::internal::cli::with_option_hints(error.what()) << "\n";
+    std::cerr << "penstock: " << error.what() << "\n";
   }
   return penstock::internal::cli::kUsageError;
 }

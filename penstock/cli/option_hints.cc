@@ -32,13 +32,13 @@ constexpr OptionHint kOptionHints[] = {
 
 }  // namespace
 
-std::string with_option_hints(std::string message) {
+std::string with_option_hints(std::string message, const std::function<bool(const std::string& name)>& has_option) {
   // Names of the user's own, such as paths, come before the hint and are left alone.
   const std::size_t begin = message.rfind("\n  Hint: ");
   if (begin == std::string::npos) return message;
   for (const OptionHint& hint : kOptionHints) {
     const std::size_t found = message.find(hint.advice, begin);
-    if (found == std::string::npos) continue;
+    if (found == std::string::npos || !has_option(std::string(hint.option.substr(0, hint.option.find(' '))))) continue;
     message.insert(found + hint.advice.size(), concat(" (", hint.option, ")"));
   }
   return message;

@@ -15,6 +15,7 @@
 #include "penstock/program/error.h"
 #include "penstock/program/interpreter/program_state.h"
 #include "penstock/program/interpreter/subgraph.h"
+#include "penstock/program/partition/colocation.h"
 #include "penstock/program/partition/partition.h"
 #include "penstock/program/partition/pipe_info.h"
 #include "penstock/tensor/nested.h"
@@ -165,7 +166,13 @@ void Pipe::State::make_modules(const Program& program) {
     }
     if (weight.is_parameter && copies.size() > 1) shared.push_back(std::move(copies));
   }
+  const std::set<int> mutated = internal::mutated_values(*state_of(program).exported);
   for (int stage = 0; stage < count; ++stage) {
+    for (const int weight : partitions[index(stage)].weights) {
+      const ProgramInput& input = program.inputs()[index(weight)];
+      if (input.kind != ProgramInput::Kind::Constant || !mutated.contains(input.value)) continue;
+      modules[index(stage)].state.emplace_back(input.name, *state_of(program).find_tensor(input));
+    }
     modules[index(stage)].forward = forward_of(program, stage, state_of(program).exported,
                                                [&](const at::Tensor& original) { return tensor_in(stage, original); });
   }

@@ -6,30 +6,13 @@
 #include <utility>
 
 #include "penstock/runtime/receives.h"
+#include "penstock/schedule/liveness.h"
 
 namespace penstock {
 
 using internal::for_each_receive;
 using internal::ReceivedMessage;
 using internal::working_span;
-
-namespace {
-
-// Returns the largest number of microbatches whose activations a rank holds at once, by its list.
-int peak_activations(std::span<const Action> actions) {
-  int kept = 0;
-  int peak = 0;
-  for (const Action& action : actions) {
-    for_each_part(action, [&](const Action& part) {
-      if (!part.is_compute()) return;
-      if (is_forward(part)) peak = std::max(peak, ++kept);
-      if (makes_weight_gradient(part)) --kept;
-    });
-  }
-  return peak;
-}
-
-}  // namespace
 
 Timeline timeline_of(const Schedule& schedule, const Record& record) {
   Timeline timeline;
@@ -52,7 +35,7 @@ Timeline timeline_of(const Schedule& schedule, const Record& record) {
       times.work += span.end - span.start;
       end_of_last = std::max(end_of_last, span.end);
     }
-    times.peak_activations = peak_activations(actions);
+    times.peak_activations = peak_memory(schedule, {}, rank).activations;
     work += times.work;
     timeline.makespan = std::max(timeline.makespan, end_of_last);
     timeline.ranks.push_back(std::move(times));

@@ -11,6 +11,7 @@ namespace {
 
 // True if both have the same bits. Values that cannot be compared so, such as NaN, may count as different.
 bool are_same(const at::Tensor& left, const at::Tensor& right) {
+  if (left.layout() != at::kStrided) return false;
   if (!left.is_cpu() || !left.is_contiguous() || !right.is_contiguous()) return at::equal(left, right);
   return left.nbytes() == right.nbytes() &&
          (left.nbytes() == 0 || std::memcmp(left.const_data_ptr(), right.const_data_ptr(), left.nbytes()) == 0);
@@ -19,7 +20,9 @@ bool are_same(const at::Tensor& left, const at::Tensor& right) {
 }  // namespace
 
 BufferHistory::BufferHistory(const NamedTensors& buffers) {
-  for (const auto& [name, buffer] : buffers) buffers_.push_back(buffer);
+  for (const auto& [name, buffer] : buffers) {
+    if (buffer.defined()) buffers_.push_back(buffer);
+  }
   last_.resize(buffers_.size());
 }
 

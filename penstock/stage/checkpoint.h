@@ -68,7 +68,9 @@ void replace_tensors(Other& /*value*/, const at::Tensor*& /*next*/) {}
 // refers to. It may use parameters without listing them, and must not write into its inputs. Within another checkpoint,
 // and without autograd, it is called as it is.
 //
-// Throws StageError if the function writes into an input, or computes something else the second time.
+// The result must depend on the inputs, on parameters and on buffers of the stage alone. Throws StageError if the function
+// writes into an input, and the backward throws it if a parameter has changed meanwhile, or the second run saves tensors of
+// another number, shape or dtype; other differences give wrong gradients.
 template <class Function, class... Inputs>
 auto checkpoint(Function function, Inputs... inputs) {
   if (!internal::CheckpointedPart::is_useful()) return function(inputs...);

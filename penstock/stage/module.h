@@ -30,6 +30,9 @@ struct StageModule {
   // synchronised between replicas and restored after a step that failed; a tensor that is in neither list is not.
   NamedTensors parameters = {};
   NamedTensors buffers = {};
+  // Further tensors that a forward may write to, which no checkpoint contains and replicas do not synchronise. They are
+  // restored after a step that failed, and when a forward is recomputed.
+  NamedTensors state = {};
 };
 
 }  // namespace penstock

@@ -1,6 +1,9 @@
 #include "penstock/stage/modules.h"
 
+#include <torch/csrc/jit/runtime/graph_executor.h>
+
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <unordered_map>
@@ -8,6 +11,7 @@
 
 #include "penstock/base/text.h"
 #include "penstock/stage/checkpoint.h"
+#include "penstock/stage/recomputation.h"
 #include "penstock/stage/wiring.h"
 #include "penstock/tensor/nested.h"
 
@@ -127,6 +131,9 @@ StageModule stage_module(torch::jit::Module module) {
   for (const auto& item : module.named_buffers()) result.buffers.emplace_back(item.name, item.value);
   result.forward = [module = std::move(module)](const Args& args, const Kwargs& kwargs) {
     torch::jit::Module copy = module;
+    // The optimizer changes what later calls save, so that a recomputation would not match its forward.
+    std::optional<torch::jit::GraphOptimizerEnabledGuard> unoptimized;
+    if (internal::RecomputedScope::is_open()) unoptimized.emplace(false);
     return copy.forward(args, std::unordered_map<std::string, c10::IValue>(kwargs.begin(), kwargs.end()));
   };
   return result;

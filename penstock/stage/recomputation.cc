@@ -3,9 +3,11 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
-#include <c10/util/ScopeExit.h>
+#include <c10/util/Exception.h>
 
+#include <array>
 #include <atomic>
+#include <exception>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -25,7 +27,7 @@ std::atomic<std::int64_t> recomputed = 0;
 
 // True within a part, in its forward and when it is computed again.
 thread_local bool is_in_part = false;
-thread_local BufferHistory* current_buffers = nullptr;
+thread_local std::shared_ptr<BufferHistory> current_buffers;
 
 std::uint32_t version_of(const at::Tensor& tensor) {
   return tensor.defined() && !tensor.is_inference() ? static_cast<std::uint32_t>(tensor._version()) : 0;
@@ -40,8 +42,10 @@ at::Tensor exchange_default_random(const at::Tensor& state) {
   return before;
 }
 
+// True for a parameter, and for a view of one.
 bool is_parameter(const at::Tensor& tensor) {
-  return tensor.is_leaf() && tensor.requires_grad();
+  const at::Tensor base = tensor.is_view() ? at::Tensor(tensor._base()) : tensor;
+  return base.is_leaf() && base.requires_grad();
 }
 
 }  // namespace
@@ -66,7 +70,7 @@ class Recomputation::DroppingHooks final : public torch::autograd::SavedVariable
     Saved& saved = of_->saved_[index_];
     saved.sizes = tensor.sizes().vec();
     saved.dtype = tensor.scalar_type();
-    if (is_parameter(tensor)) saved.version = version_of(tensor);
+    if (is_parameter(tensor)) saved.parameter_version = version_of(tensor);
   }
   at::Tensor call_unpack_hook() override { return of_->saved_tensor(index_); }
 
@@ -89,13 +93,15 @@ class Recomputation::CapturingHooks final : public torch::autograd::SavedVariabl
                               shape_text(tensor.sizes()),
                               " when it was computed again.\n  Hint: its result should depend on its inputs alone."));
     }
-    if (saved.version && is_parameter(tensor) && version_of(tensor) != *saved.version) {
+    if (saved.parameter_version && is_parameter(tensor) && version_of(tensor) != *saved.parameter_version) {
       throw StageError(
           concat("a parameter of shape ", shape_text(saved.sizes),
                  " was modified between a forward and its recomputation.\n  Hint: step the optimizer after "
                  "the backwards."));
     }
-    if (!saved.is_released) saved.tensor = tensor.detach();
+    if (saved.is_released) return;
+    saved.tensor = tensor.detach();
+    saved.version = version_of(saved.tensor);
   }
   at::Tensor call_unpack_hook() override {
     throw StageError(
@@ -107,8 +113,8 @@ class Recomputation::CapturingHooks final : public torch::autograd::SavedVariabl
   std::size_t index_;
 };
 
-Recomputation::Recomputation(const std::vector<at::Tensor>& inputs, BufferHistory* buffers)
-    : random_(RandomScope::position()), buffers_(buffers) {
+Recomputation::Recomputation(const std::vector<at::Tensor>& inputs, std::shared_ptr<BufferHistory> buffers)
+    : random_(RandomScope::position()), buffers_(std::move(buffers)) {
   for (const at::Tensor& input : inputs) {
     inputs_.push_back(input.defined() ? input.detach() : at::Tensor());
     needs_grad_.push_back(input.defined() && input.requires_grad());
@@ -131,11 +137,15 @@ void Recomputation::require_unwritten_inputs(const char* when) const {
 
 const at::Tensor& Recomputation::saved_tensor(std::size_t index) {
   run();
-  return saved_[index].tensor;
+  const Saved& saved = saved_[index];
+  if (version_of(saved.tensor) == saved.version) return saved.tensor;
+  throw StageError(concat("a tensor of shape ", shape_text(saved.sizes),
+                          " that a backward needs was modified in place after it had been computed again."));
 }
 
 void Recomputation::run() {
   if (is_done_) return;
+  if (is_expired_) throw StageError("a part of a forward cannot be computed again after its step.");
   if (!function_) {
     throw StageError(
         "a part of a forward that is recomputed runs a backward itself.\n  Hint: recompute the parts around it.");
@@ -150,33 +160,58 @@ void Recomputation::run() {
   function_ = nullptr;
 }
 
+void Recomputation::expire() {
+  is_expired_ = !is_done_;
+  inputs_.clear();
+  function_ = nullptr;
+}
+
+class Recomputation::ForwardState {
+ public:
+  explicit ForwardState(const Recomputation& part) : buffers_(part.buffers_) {
+    if (part.random_) {
+      random_.emplace(*part.random_);
+    } else {
+      default_random_ = exchange_default_random(part.default_random_);
+    }
+    for (std::size_t i = 0; i < part.autocast_.size(); ++i) {
+      const Autocast& then = part.autocast_[i];
+      const bool is_same = at::autocast::is_autocast_enabled(then.device) == then.enabled &&
+                           at::autocast::get_autocast_dtype(then.device) == then.dtype;
+      if (!is_same) autocast_[i].emplace(then.device, then.dtype, then.enabled);
+    }
+    if (buffers_ != nullptr) {
+      buffers_now_ = buffers_->now();
+      buffers_->restore(part.buffers_before_);
+    }
+    is_in_part = true;
+  }
+  ~ForwardState() {
+    is_in_part = was_in_part_;
+    // What fails here has succeeded before.
+    try {
+      if (buffers_ != nullptr) buffers_->restore(buffers_now_);
+      if (default_random_.defined()) exchange_default_random(default_random_);
+    } catch (const std::exception& error) {
+      TORCH_WARN("the state before a recomputation could not be restored: ", error.what());
+    }
+  }
+  ForwardState(const ForwardState&) = delete;
+  ForwardState& operator=(const ForwardState&) = delete;
+
+ private:
+  c10::AutoGradMode grad_mode_{true};
+  bool was_in_part_ = is_in_part;
+  std::optional<RandomScope> random_;
+  at::Tensor default_random_;
+  // Scopes end in reverse order.
+  std::array<std::optional<AutocastScope>, 2> autocast_;
+  std::shared_ptr<BufferHistory> buffers_;
+  BufferHistory::Moment buffers_now_;
+};
+
 void Recomputation::compute() {
-  const c10::AutoGradMode grad_mode(true);
-  std::optional<RandomScope> random;
-  at::Tensor default_random_now;
-  if (random_) {
-    random.emplace(*random_);
-  } else {
-    default_random_now = exchange_default_random(default_random_);
-  }
-  std::vector<std::unique_ptr<AutocastScope>> autocast;
-  for (const Autocast& then : autocast_) {
-    const bool is_same = at::autocast::is_autocast_enabled(then.device) == then.enabled &&
-                         at::autocast::get_autocast_dtype(then.device) == then.dtype;
-    if (!is_same) autocast.push_back(std::make_unique<AutocastScope>(then.device, then.dtype, then.enabled));
-  }
-  BufferHistory::Moment buffers_now;
-  if (buffers_ != nullptr) {
-    buffers_now = buffers_->now();
-    buffers_->restore(buffers_before_);
-  }
-  const bool was_in_part = std::exchange(is_in_part, true);
-  const auto restore = c10::make_scope_exit([&] {
-    is_in_part = was_in_part;
-    if (buffers_ != nullptr) buffers_->restore(buffers_now);
-    if (default_random_now.defined()) exchange_default_random(default_random_now);
-    buffers_before_.clear();
-  });
+  const ForwardState state(*this);
   std::vector<at::Tensor> terms;
   const LossTermScope ignored_terms(terms);
 
@@ -191,6 +226,7 @@ void Recomputation::compute() {
     const SavedTensorHooksScope hooks([&] { return std::make_unique<CapturingHooks>(*this, next++); });
     function_(inputs.take());
   }
+  buffers_before_.clear();
   if (next == saved_.size()) return;
   throw StageError(concat("a part of a forward saved ", saved_.size(), " tensors, and ", next,
                           " when it was computed again.\n  Hint: its result should depend on its inputs alone."));
@@ -216,15 +252,19 @@ std::shared_ptr<Recomputation> RecomputedScope::close(Recompute function) {
   return std::move(recomputation_);
 }
 
+bool RecomputedScope::is_open() {
+  return is_in_part;
+}
+
 bool RecomputedScope::is_useful() {
   return c10::GradMode::is_enabled() && !is_in_part;
 }
 
-RecomputedBuffersScope::RecomputedBuffersScope(BufferHistory* buffers)
-    : outer_(std::exchange(current_buffers, buffers)) {}
+RecomputedBuffersScope::RecomputedBuffersScope(std::shared_ptr<BufferHistory> buffers)
+    : outer_(std::exchange(current_buffers, std::move(buffers))) {}
 
 RecomputedBuffersScope::~RecomputedBuffersScope() {
-  current_buffers = outer_;
+  current_buffers = std::move(outer_);
 }
 
 }  // namespace penstock::internal

@@ -39,13 +39,15 @@ RecomputationCounts recomputation_counts();
 // backward that it waits for.
 class Recomputation : public std::enable_shared_from_this<Recomputation> {
  public:
-  Recomputation(const std::vector<at::Tensor>& inputs, BufferHistory* buffers);
+  Recomputation(const std::vector<at::Tensor>& inputs, std::shared_ptr<BufferHistory> buffers);
   Recomputation(const Recomputation&) = delete;
   Recomputation& operator=(const Recomputation&) = delete;
 
   // Computes the part again, unless that has been done. The graph calls it when it needs a tensor. Throws StageError if
-  // the part saves other tensors than in the forward, or a parameter was modified meanwhile.
+  // the part saves tensors of another number, shape or dtype than in the forward, or a parameter was modified meanwhile.
   void run();
+  // Releases the function and the inputs: the step is over, and nothing may be computed again.
+  void expire();
 
  private:
   friend class RecomputedScope;
@@ -56,10 +58,12 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
   struct Saved {
     std::vector<std::int64_t> sizes;
     at::ScalarType dtype = at::ScalarType::Undefined;
-    // Version of a parameter, which has to be the same when it is used again; none for other tensors.
-    std::optional<std::uint32_t> version;
-    // The tensor, once it has been computed again.
+    // Version of a parameter, or of what it is a view of, which has to be the same when it is computed again; none for
+    // other tensors.
+    std::optional<std::uint32_t> parameter_version;
+    // The tensor, once it has been computed again, and its version then.
     at::Tensor tensor;
+    std::uint32_t version = 0;
     // True when the node has released it.
     bool is_released = false;
   };
@@ -69,6 +73,8 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
     at::ScalarType dtype;
     bool enabled;
   };
+  // Thread-local and process-wide state that is that of the forward while the part is computed again.
+  class ForwardState;
 
   void require_unwritten_inputs(const char* when) const;
   void compute();
@@ -85,9 +91,10 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
   at::Tensor default_random_;
   std::vector<Autocast> autocast_;
   // Buffers of the stage, and their values before the part; null outside of a stage.
-  BufferHistory* buffers_;
+  std::shared_ptr<BufferHistory> buffers_;
   BufferHistory::Moment buffers_before_;
   bool is_done_ = false;
+  bool is_expired_ = false;
 };
 
 // The forward of a part: what operators of this thread save is dropped while it lives.
@@ -107,6 +114,8 @@ class RecomputedScope {
   // True if a part that begins here would save less: autograd is on, and this is not within another part, of which
   // nothing is saved, or which is being computed again as a whole.
   static bool is_useful();
+  // True within a part, in its forward and when it is computed again.
+  static bool is_open();
 
  private:
   std::shared_ptr<Recomputation> recomputation_;
@@ -116,14 +125,13 @@ class RecomputedScope {
 // While it lives, parts of the forward on this thread restore these buffers when they are computed again.
 class RecomputedBuffersScope {
  public:
-  // `buffers` outlives the graphs of the parts.
-  explicit RecomputedBuffersScope(BufferHistory* buffers);
+  explicit RecomputedBuffersScope(std::shared_ptr<BufferHistory> buffers);
   ~RecomputedBuffersScope();
   RecomputedBuffersScope(const RecomputedBuffersScope&) = delete;
   RecomputedBuffersScope& operator=(const RecomputedBuffersScope&) = delete;
 
  private:
-  BufferHistory* outer_;
+  std::shared_ptr<BufferHistory> outer_;
 };
 
 }  // namespace penstock::internal

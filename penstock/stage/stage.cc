@@ -78,6 +78,13 @@ void check(const std::string& subject, const std::vector<std::optional<TensorMet
 
 // A microbatch between its forward and the end of its backward.
 struct SavedMicrobatch {
+  SavedMicrobatch() = default;
+  ~SavedMicrobatch() {
+    if (recomputation) recomputation->expire();
+  }
+  SavedMicrobatch(const SavedMicrobatch&) = delete;
+  SavedMicrobatch& operator=(const SavedMicrobatch&) = delete;
+
   // Number of tensors that came and left along each link.
   std::vector<std::size_t> received;
   std::vector<std::size_t> sent;
@@ -107,7 +114,7 @@ struct PipelineStage::Impl {
   Mode mode = Mode::Evaluation;
   std::optional<internal::StageRouting> routing;
   // Buffers, for the parts of forwards that are recomputed.
-  std::optional<internal::BufferHistory> buffer_history;
+  std::shared_ptr<internal::BufferHistory> buffer_history;
   // Indexed by microbatch; null before the forward and after the backward.
   std::vector<std::unique_ptr<SavedMicrobatch>> microbatches;
 
@@ -173,7 +180,7 @@ PipelineStage::PipelineStage(StageModule module, int stage_index, int num_stages
   impl_->index = stage_index;
   impl_->stages = num_stages;
   impl_->options = std::move(options);
-  for (const NamedTensors* named : {&impl_->module.parameters, &impl_->module.buffers}) {
+  for (const NamedTensors* named : {&impl_->module.parameters, &impl_->module.buffers, &impl_->module.state}) {
     for (const auto& [name, tensor] : *named) impl_->own_storages.insert(storage_of(tensor));
   }
 }
@@ -212,7 +219,9 @@ internal::ParameterSync* PipelineStage::sync() const {
 
 void PipelineStage::begin(const Wiring& wiring, int microbatches, Mode mode) {
   impl_->routing.emplace(wiring, impl_->index);
-  impl_->buffer_history.emplace(impl_->module.buffers);
+  NamedTensors written = impl_->module.buffers;
+  written.insert(written.end(), impl_->module.state.begin(), impl_->module.state.end());
+  impl_->buffer_history = std::make_shared<internal::BufferHistory>(written);
   impl_->mode = mode;
   impl_->microbatches.clear();
   impl_->microbatches.resize(static_cast<std::size_t>(microbatches));
@@ -220,7 +229,9 @@ void PipelineStage::begin(const Wiring& wiring, int microbatches, Mode mode) {
 }
 
 void PipelineStage::save(internal::SavedState& saved, bool has_user_functions) const {
-  for (const auto& [name, buffer] : impl_->module.buffers) saved.add_values(buffer);
+  for (const NamedTensors* written : {&impl_->module.buffers, &impl_->module.state}) {
+    for (const auto& [name, tensor] : *written) saved.add_values(tensor);
+  }
   if (impl_->mode == Mode::Evaluation) return;
   const bool only_autograd_writes = impl_->mode == Mode::Autograd && !impl_->options.dw_builder && !has_user_functions;
   std::unordered_set<const void*> seen;
@@ -238,6 +249,9 @@ void PipelineStage::save(internal::SavedState& saved, bool has_user_functions) c
 }
 
 void PipelineStage::end() {
+  for (const auto& run : impl_->microbatches) {
+    if (run && run->recomputation) run->recomputation->expire();
+  }
   impl_->buffer_history.reset();
   if (impl_->sync) impl_->sync->end_step();
 }
@@ -323,7 +337,7 @@ PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Mess
   Forwarded result;
   {
     const internal::LossTermScope scope(result.losses);
-    const internal::RecomputedBuffersScope buffers(by_autograd ? &*impl_->buffer_history : nullptr);
+    const internal::RecomputedBuffersScope buffers(by_autograd ? impl_->buffer_history : nullptr);
     result.output = recomputed
                         ? impl_->forward_for_recomputation(*run, kept, arguments, is_first() ? args : Args(), kwargs)
                         : impl_->module.forward(arguments, kwargs);
@@ -408,6 +422,8 @@ void PipelineStage::weight_backward(int microbatch) {
 }
 
 void PipelineStage::recompute(int microbatch) {
+  // Other backwards save nothing, and compute what they need themselves.
+  if (impl_->mode != Mode::Autograd) return;
   SavedMicrobatch& run = impl_->saved(microbatch);
   if (run.recomputation) run.recomputation->run();
 }

@@ -42,7 +42,7 @@ struct Call : torch::CustomClassHolder {
   double scale = 1;
   std::vector<at::Tensor> captured;
 
-  const AttentionPlan& plan() const { return block_mask ? block_mask->plan() : *unmasked_plan; }
+  const AttentionPlan& plan() const { return block_mask ? internal::plan_of(*block_mask) : *unmasked_plan; }
 };
 
 // Returns the dtype in which attention on inputs of `type` is computed.

@@ -296,9 +296,9 @@ c10::IValue BlockMask::to_ivalue() const {
   return c10::make_intrusive<BlockMask>(*this);
 }
 
-const AttentionPlan& BlockMask::plan() const {
-  std::call_once(plan_->computed, [this] { plan_->plan = std::make_unique<const AttentionPlan>(*this); });
-  return *plan_->plan;
+const AttentionPlan& internal::plan_of(const BlockMask& mask) {
+  std::call_once(mask.plan_->computed, [&] { mask.plan_->plan = std::make_unique<const AttentionPlan>(mask); });
+  return *mask.plan_->plan;
 }
 
 BlockMask create_block_mask(const MaskMod& mask_mod, std::optional<std::int64_t> batch,

@@ -53,9 +53,13 @@ struct BlockList {
   at::Tensor indices;
 };
 
+class BlockMask;
+
 namespace internal {
 class AttentionPlan;
-}
+// Returns the order in which attention visits a mask, computed on first use and cached. Copies of the mask share it.
+const AttentionPlan& plan_of(const BlockMask& mask);
+}  // namespace internal
 
 class BlockMask : public DescribedObject {
  public:
@@ -127,10 +131,8 @@ class BlockMask : public DescribedObject {
   static const BlockMask& from_ivalue(const c10::IValue& value);
   c10::IValue to_ivalue() const;
 
-  // Returns the order in which attention visits the mask, computed on first use and cached. Copies of a mask share it.
-  const internal::AttentionPlan& plan() const;
-
  private:
+  friend const internal::AttentionPlan& internal::plan_of(const BlockMask& mask);
   // The plan of a mask and its copies, computed by the first that needs it.
   struct LazyPlan;
 

@@ -58,6 +58,7 @@ class ProgramModel final : public Model {
   }
 
   int num_stages() const override { return pipe_.num_stages(); }
+  void load_stage(int stage) const override { pipe_.get_stage_module(stage); }
   PipelineStage build_stage(int stage) const override { return {pipe_.get_stage_module(stage), stage, num_stages()}; }
   Wiring wiring() const override { return pipe_.wiring(); }
   SharedParameters shared_parameters() const override { return pipe_.shared_parameters(); }

@@ -21,6 +21,8 @@ class Model {
   virtual ~Model() = default;
 
   virtual int num_stages() const = 0;
+  // Reads what build_stage() needs from files, and throws what that does if they are damaged.
+  virtual void load_stage(int /*stage*/) const {}
   // Returns a new stage. Models that were constructed with the same arguments have the same initial weights.
   virtual PipelineStage build_stage(int stage) const = 0;
   virtual Wiring wiring() const { return Wiring(num_stages()); }

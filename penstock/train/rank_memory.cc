@@ -60,6 +60,15 @@ std::vector<StageMemory> memory_of_stages(const Schedule& schedule, const Traine
     }
   }
   processes.sum_in_place(numbers);
+  for (std::size_t i = 0; i < stages.size(); ++i) {
+    StageMemory& stage = stages[i];
+    // Estimates of what did not occur: a weight gradient needs at most what the whole backward does, and a forward that is
+    // recomputed saves its input, and its output until that has been sent.
+    if (stage.weight_inputs == 0) stage.weight_inputs = stage.saved_activations;
+    if (stage.recomputation_inputs == 0) {
+      stage.recomputation_inputs = stage.message + (i > 0 ? stages[i - 1].message : 0);
+    }
+  }
   return stages;
 }
 
@@ -89,8 +98,7 @@ void add_sizes(Costs& costs, const Schedule& schedule, const std::vector<StageMe
     StageCosts& stage = costs.stages[i];
     const StageMemory& memory = stages[i];
     stage.activation_bytes = memory.saved_activations;
-    // A backward that is not split tells nothing about its halves.
-    if (memory.weight_inputs > 0) stage.weight_bytes = memory.weight_inputs;
+    stage.weight_bytes = memory.weight_inputs;
     stage.input_bytes = memory.recomputation_inputs;
     stage.parameter_bytes = memory.parameters;
     stage.gradient_bytes = memory.gradients;

@@ -20,8 +20,8 @@ struct RankMemory {
   std::int64_t predicted = 0;
 };
 
-// Returns the memory of the first replica's stages, as measured so far. `last` is this process's record of the last step,
-// or null. A collective: all processes call it.
+// Returns the memory of the first replica's stages, as measured so far, with estimates for the halves of a backward and
+// for recomputations where there were none. `last` is this process's record of the last step, or null. A collective: all processes call it.
 std::vector<StageMemory> memory_of_stages(const Schedule& schedule, const TrainedStages& trained,
                                           const MemoryWatch& watch, const TrainingProcesses& processes,
                                           const Record* last, bool sharded);

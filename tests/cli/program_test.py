@@ -129,6 +129,12 @@ class Check(Case):
             r"  outputs: 1, all bitwise identical\n  gradients: \d+, all bitwise identical\nbitwise identical to one process\n$",
         )
 
+    def test_can_leave_out_the_comparison(self):
+        text = self.answers("check", self.model("moe"), "--stages", 2, "--transport", "gloo", "--no-reference")
+        self.assertRegex(text, r"^\S+moe\.pt2: 2 stages on 2 ranks \(gloo\), 1F1B, 4 microbatches, training\nnot compared with one process\n$")
+        text = self.answers("check", self.model("moe"), "--stages", 2, "--transport", "gloo")
+        self.assertRegex(text, r"training\n  reference: one process, with all [\d.]+ kB of weights\n  outputs: ")
+
     def test_recomputation_changes_no_bit(self):
         for words in (["all"], ["stages"], ["layers.0", "head"], ["none"]):
             with self.subTest(words=words):

@@ -3,6 +3,9 @@
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/dropout.h>
+#include <torch/nn/modules/linear.h>
 
 #include <cstdint>
 #include <map>
@@ -16,6 +19,7 @@
 #include "penstock/schedule/generators.h"
 #include "penstock/schedule/passes.h"
 #include "penstock/stage/checkpoint.h"
+#include "penstock/stage/modules.h"
 #include "tests/runtime/models.h"
 #include "tests/thrown.h"
 
@@ -263,6 +267,115 @@ TEST(Recomputation, DropsTheSavedActivations) {
   EXPECT_EQ(alive["0W0"], 0);
   EXPECT_EQ(alive["0R1"], 1);
   EXPECT_EQ(alive["0B1"], 0);
+}
+
+TEST(Recomputation, RefusesAParameterThatWasModifiedMeanwhile) {
+  // A linear layer saves a view of its weight.
+  for (const bool transposed : {false, true}) {
+    const at::Tensor w = weight("w", {kWide, kWide});
+    const at::Tensor y =
+        checkpoint([=](const at::Tensor& x) { return transposed ? at::linear(x, w) : at::matmul(x, w); },
+                   rows(2, "x").requires_grad_());
+    {
+      const at::NoGradGuard no_grad;
+      w.mul_(2);
+    }
+    const std::string error = message_of([&] { y.sum().backward(); });
+    EXPECT_NE(error.find("a parameter of shape [8, 8] was modified between a forward and its recomputation"),
+              std::string::npos)
+        << error;
+  }
+}
+
+TEST(Recomputation, RefusesATensorThatWasModifiedAfterItHadBeenSaved) {
+  const at::Tensor y = checkpoint(
+      [](const at::Tensor& x) {
+        at::Tensor h = x * 2;
+        const at::Tensor z = h.sigmoid() * h;
+        h.add_(1);
+        return z;
+      },
+      rows(2, "x").requires_grad_());
+  const std::string error = message_of([&] { y.sum().backward(); });
+  EXPECT_NE(error.find("a tensor of shape [2, 8] that a backward needs was modified in place"), std::string::npos)
+      << error;
+}
+
+TEST(Recomputation, CheckpointsEveryNthModuleOfASequential) {
+  const auto gradients = [](int every, std::int64_t& recomputed) {
+    at::manual_seed(3);
+    const torch::nn::Sequential sequential(torch::nn::Linear(kWide, kWide), torch::nn::Dropout(0.5), torch::nn::Tanh(),
+                                           torch::nn::Linear(kWide, kWide));
+    std::vector<PipelineStage> stages;
+    stages.emplace_back(stage_module(sequential, {.checkpoint_every = every}), 0, 1);
+    const Counted counted;
+    Pipeline pipeline(std::move(stages), generate("GPipe", {.ranks = 1, .microbatches = 2}), {.loss = squared_error});
+    pipeline.step({rows(4, "x")}, {}, rows(4, "y"));
+    recomputed = counted.recomputed();
+    std::vector<at::Tensor> found;
+    for (const at::Tensor& parameter : sequential->parameters()) found.push_back(parameter.grad());
+    return found;
+  };
+  std::int64_t none = 0;
+  const std::vector<at::Tensor> expected = gradients(0, none);
+  EXPECT_EQ(none, 0);
+  for (const int every : {1, 2, 3}) {
+    std::int64_t recomputed = 0;
+    expect_equal(expected, gradients(every, recomputed));
+    EXPECT_EQ(recomputed, 2 * (4 / every)) << every;
+  }
+  EXPECT_THROW(stage_module(torch::nn::Sequential(torch::nn::Tanh()), {.checkpoint_every = -1}), StageError);
+}
+
+TEST(Recomputation, WorksWithTorchScript) {
+  const auto gradients = [](const char* csv) {
+    torch::jit::Module module("scaled");
+    module.register_parameter("w", weight("w", {kWide, kWide}), /*is_buffer=*/false);
+    module.define(
+        "def forward(self, x):\n  y = torch.matmul(x, self.w)\n  return torch.tanh(y) * y + torch.sigmoid(y)\n");
+    std::vector<PipelineStage> stages;
+    stages.emplace_back(stage_module(module), 0, 1);
+    Pipeline pipeline(std::move(stages), parse_csv(csv), {.loss = squared_error});
+    for (int step = 0; step < 4; ++step) pipeline.step({rows(4, "x")}, {}, rows(4, "y"));
+    return std::vector<at::Tensor>{module.attr("w").toTensor().grad()};
+  };
+  const at::Tensor expected = gradients("0F0,0F1,0B0,0B1\n")[0];
+  const at::Tensor found = gradients("0F0,0F1,0R0,0B0,0R1,0B1\n")[0];
+  // The optimizer of TorchScript rounds in another way.
+  EXPECT_TRUE(at::allclose(expected, found, 1e-5, 1e-7));
+}
+
+TEST(Recomputation, LeavesBackwardsOfTheUserAlone) {
+  Model model = perceptron(1);
+  PipelineOptions options{.loss = squared_error, .backward_requires_autograd = false};
+  int backwards = 0;
+  options.functions.overrides[Computation::FullBackward] = [&](const Action&, ActionContext&) { ++backwards; };
+  Pipeline pipeline(model.build(), parse_csv("0F0,0F1,0R0,0B0,0R1,0B1\n"), options);
+  pipeline.step({rows(4, "x")}, {}, rows(4, "y"));
+  EXPECT_EQ(backwards, 2);
+}
+
+TEST(Recomputation, CannotFollowItsStep) {
+  at::Tensor aside;
+  Model model(1);
+  const at::Tensor w = weight("w", {kWide, kWide});
+  model.stages[0] = {.forward = [&](const Args& args, const Kwargs&) -> c10::IValue {
+                       const at::Tensor y = at::exp(at::matmul(tensor(args, 0), w));
+                       aside = y;
+                       return y;
+                     },
+                     .parameters = {{"w", w}}};
+  PipelineOptions options{.loss = squared_error};
+  // Nothing asks for the activations before the step ends.
+  for (const Computation computation : {Computation::Recompute, Computation::FullBackward}) {
+    options.functions.overrides[computation] = [](const Action&, ActionContext&) {};
+  }
+  {
+    Pipeline pipeline(model.build(), parse_csv("0F0,0R0,0B0\n"), options);
+    pipeline.step({rows(4, "x")}, {}, rows(4, "y"));
+  }
+  EXPECT_EQ(message_of<StageError>([&] { aside.sum().backward(); }),
+            "a part of a forward cannot be computed again after its step.");
 }
 
 TEST(Recomputation, AddsLossTermsOnce) {

@@ -418,7 +418,7 @@ TEST_F(AttentionTest, EvaluatesTheMaskFunctionOnceAndOnlyOnPartialBlocks) {
 
 TEST_F(AttentionTest, StoresEqualPartsOfAMaskOnce) {
   const BlockMask mask = create_block_mask(causal, 3, 3, 256, 256, 64);
-  const AttentionPlan& plan = mask.plan();
+  const AttentionPlan& plan = plan_of(mask);
   const auto words_of = [&plan](std::int64_t batch, std::int64_t head, std::size_t strip) {
     return plan.part(plan.runs(plan.strips(batch, head)[strip]).back(), 0).words;
   };

@@ -17,6 +17,7 @@
 #include "penstock/cli/program/model_files.h"
 #include "penstock/cli/program/options.h"
 #include "penstock/cli/program/pipelined.h"
+#include "penstock/cli/train/numbers.h"
 #include "penstock/program/error.h"
 #include "penstock/program/interpreter/reference_run.h"
 #include "penstock/schedule/generators.h"
@@ -44,6 +45,14 @@ class RestoredState {
   std::vector<std::pair<at::Tensor, at::Tensor>> saved_;
 };
 
+double bytes_of_weights(const Program& program) {
+  double bytes = 0;
+  for (const WeightInfo& weight : program.weights()) {
+    bytes += static_cast<double>(weight.numel()) * static_cast<double>(c10::elementSize(weight.dtype));
+  }
+  return bytes;
+}
+
 }  // namespace
 
 void add_check(CLI::App& command, int& exit) {
@@ -51,6 +60,7 @@ void add_check(CLI::App& command, int& exit) {
     CutOptions cut;
     RunOptions run;
     bool eval = false;
+    bool reference = true;
     std::string inputs;
     std::string dump;
     WeightsOption weights;
@@ -75,6 +85,8 @@ void add_check(CLI::App& command, int& exit) {
           "to it (default: 8 times the machine epsilon of its dtype)")
       ->option_text("T")
       ->check(cost());
+  command.add_flag("!--no-reference", options->reference,
+                   "Run the pipeline without comparing it with one process, which needs memory for the whole model");
   options->weights.add_to(command, "Weights to use instead of the model's own");
   on_call(command, [options, &exit] {
     if (!options->dump.empty()) require_writable_path(options->dump);
@@ -95,7 +107,8 @@ void add_check(CLI::App& command, int& exit) {
     pipelined.start();
     TensorsByName expected;
     std::map<std::string, double> contributions;
-    if (!LocalRanks::is_rank()) {
+    const bool is_compared = options->reference && !LocalRanks::is_rank();
+    if (is_compared) {
       const RestoredState restored(program);
       const ReferenceRun reference =
           run_reference(pipe, schedule, split_arguments(program, batch, schedule.microbatches()),
@@ -108,17 +121,25 @@ void add_check(CLI::App& command, int& exit) {
     }
     const TensorsByName found = pipelined.run(batch);
     if (interruptions() > 0) throw std::runtime_error("interrupted before the comparison was complete.");
-    const Comparison outputs = compare(expected, found, {.prefix = "output.", .tolerance = options->tolerance});
-    const Comparison gradients =
-        compare(expected, found, {.prefix = "grad.", .tolerance = options->tolerance, .contributions = contributions});
-    const bool is_identical = outputs.is_identical() && gradients.is_identical();
-    const bool is_good = outputs.is_tolerable() && gradients.is_tolerable();
+    if (!options->dump.empty()) write_safetensors(options->dump, {found.begin(), found.end()});
     std::cout << options->cut.model << ": " << schedule.stages() << (schedule.stages() == 1 ? " stage" : " stages")
               << " on " << schedule.ranks() << (schedule.ranks() == 1 ? " rank" : " ranks") << " ("
               << options->run.transport << "), "
               << (options->run.csv.empty() ? std::string(find_generator(options->run.schedule).name) : options->run.csv)
               << ", " << schedule.microbatches() << " microbatches, "
               << (program.is_training() ? "training" : "evaluation") << "\n";
+    if (!options->reference) {
+      std::cout << "not compared with one process\n";
+      return;
+    }
+    if (options->run.transport == "gloo") {
+      std::cout << "  reference: one process, with all " << short_number(bytes_of_weights(program)) << "B of weights\n";
+    }
+    const Comparison outputs = compare(expected, found, {.prefix = "output.", .tolerance = options->tolerance});
+    const Comparison gradients =
+        compare(expected, found, {.prefix = "grad.", .tolerance = options->tolerance, .contributions = contributions});
+    const bool is_identical = outputs.is_identical() && gradients.is_identical();
+    const bool is_good = outputs.is_tolerable() && gradients.is_tolerable();
     outputs.write(std::cout, "outputs");
     gradients.write(std::cout, "gradients");
     std::cout << (is_identical ? "bitwise identical to one process\n"
@@ -127,7 +148,6 @@ void add_check(CLI::App& command, int& exit) {
     if (!is_identical) {
       if (const auto reason = why_not_reproducible()) std::cout << "note: " << *reason << "\n";
     }
-    if (!options->dump.empty()) write_safetensors(options->dump, {found.begin(), found.end()});
     exit = is_good ? kSuccess : kCheckFailed;
   });
 }

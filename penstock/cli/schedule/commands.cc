@@ -121,10 +121,13 @@ void add_verify(CLI::App& parent, int& exit) {
   auto* const command =
       parent.add_subcommand("verify", "Verify that a schedule is complete, correctly ordered and free of deadlock");
   spec->add_to(*command);
-  command->callback([spec, &exit] {
+  command->callback([spec, command, &exit] {
     const Schedule given = spec->schedule();
     if (const auto violation = verify(given)) {
-      std::cout << spec->title() << ": not valid\n" << with_option_hints(explain(given, *violation));
+      std::cout << spec->title() << ": not valid\n"
+                << with_option_hints(explain(given, *violation), [&](const std::string& name) {
+                     return command->get_option_no_throw(name) != nullptr;
+                   });
       exit = kCheckFailed;
       return;
     }

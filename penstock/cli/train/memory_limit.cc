@@ -58,13 +58,7 @@ std::string size(double bytes) {
 class Alternatives {
  public:
   Alternatives(const TrainOptions& options, const Schedule& schedule, std::vector<StageMemory> stages, double limit)
-      : options_(options), schedule_(schedule), stages_(std::move(stages)), limit_(limit) {
-    // A forward that is recomputed saves its input, and its output until that has been sent.
-    for (std::size_t i = 0; i < stages_.size(); ++i) {
-      if (stages_[i].recomputation_inputs > 0) continue;
-      stages_[i].recomputation_inputs = stages_[i].message + (i > 0 ? stages_[i - 1].message : 0);
-    }
-  }
+      : options_(options), schedule_(schedule), stages_(std::move(stages)), limit_(limit) {}
 
   std::string text() {
     std::vector<int> all(static_cast<std::size_t>(schedule_.stages()));

@@ -100,8 +100,8 @@ struct Interpreter::Plan {
   };
   void run(Range range, std::vector<c10::IValue>& slots, const Mode& mode) const;
   // Runs calls so that they save their inputs only. Returns what the backward uses to run them again to the graph alone.
-  static void run_recomputed(const std::shared_ptr<const Plan>& plan, Range range, int part,
-                             std::vector<c10::IValue>& slots, const Mode& mode);
+  static void run_recomputed(const std::shared_ptr<const Plan>& plan, Range range, std::vector<c10::IValue>& slots,
+                             const Mode& mode);
   // Returns the slots that the calls read and others have written, weights apart.
   std::vector<std::size_t> inputs_of(Range range) const;
 };
@@ -229,18 +229,25 @@ std::vector<std::size_t> Interpreter::Plan::inputs_of(Range range) const {
   return read_slots;
 }
 
-void Interpreter::Plan::run_recomputed(const std::shared_ptr<const Plan>& plan, Range range, int part,
+void Interpreter::Plan::run_recomputed(const std::shared_ptr<const Plan>& plan, Range range,
                                        std::vector<c10::IValue>& slots, const Mode& mode) {
-  const std::set<int>& written = mode.recomputed->written[static_cast<std::size_t>(part)];
   const std::vector<std::size_t> inputs = plan->inputs_of(range);
-  // Tensors are kept by the scope, as detached aliases; of those that the calls write into, it keeps copies.
+  const auto written = [&](std::size_t slot) {
+    return mode.recomputed->written[static_cast<std::size_t>(plan->values[slot])];
+  };
+  // Copies of two inputs would not share memory as these do.
+  std::set<int> memories;
+  for (const std::size_t slot : inputs) {
+    if (written(slot) >= 0 && !memories.insert(written(slot)).second) return plan->run(range, slots, mode);
+  }
+  // Tensors are kept by the scope, as detached aliases; of those that some node writes into, it keeps copies.
   std::vector<at::Tensor> tensors;
   std::vector<std::pair<std::size_t, c10::IValue>> kept;
   for (const std::size_t slot : inputs) {
     const c10::IValue& content = slots[slot];
     if (content.isTensor()) {
       const at::Tensor& tensor = content.toTensor();
-      const bool is_written = tensor.defined() && written.contains(plan->values[slot]);
+      const bool is_written = tensor.defined() && written(slot) >= 0;
       tensors.push_back(is_written ? tensor.detach().clone().set_requires_grad(tensor.requires_grad()) : tensor);
     }
     kept.emplace_back(slot, content.isTensor() ? c10::IValue() : content);
@@ -372,7 +379,7 @@ std::vector<c10::IValue> Interpreter::run(std::vector<c10::IValue> inputs, const
     if (part < 0) {
       plan_->run(range, slots, mode);
     } else {
-      Plan::run_recomputed(plan_, range, part, slots, mode);
+      Plan::run_recomputed(plan_, range, slots, mode);
     }
   }
   std::vector<c10::IValue> outputs;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cctype>
 #include <map>
+#include <set>
 #include <string_view>
 #include <utility>
 
@@ -19,6 +20,16 @@ bool is_element(std::string_view path) {
   const std::size_t dot = path.rfind('.');
   const std::string_view last = dot == std::string_view::npos ? path : path.substr(dot + 1);
   return !last.empty() && std::ranges::all_of(last, [](unsigned char c) { return std::isdigit(c) != 0; });
+}
+
+// Returns the value in whose memory a value may lie: what it is a view of, or may be itself.
+int memory_of(const Effects& effects, int value) {
+  for (;;) {
+    const int root = effects.root_of(value);
+    const int alias = effects.maybe_alias_of[index(root)];
+    if (alias < 0) return root;
+    value = alias;
+  }
 }
 
 // Path of the list, and type of the element.
@@ -41,26 +52,22 @@ RecomputedModules recomputed_modules(const ExportedProgram& exported, std::span<
     throw ProgramError(concat("there is no module '", name, "' to recompute.",
                               near ? concat("\n  Hint: did you mean ", *near, "?") : ""));
   }
+  const std::set<std::string> wanted(names.begin(), names.end());
   RecomputedModules result;
   std::map<int, int> part_of_call;
+  std::set<int> written;
   for (std::size_t number = 0; number < graph.nodes.size(); ++number) {
     int outermost = -1;
     for (int call = graph.nodes[number].call; call >= 0; call = graph.calls[index(call)].parent) {
-      if (std::ranges::find(names, graph.calls[index(call)].path) != names.end()) outermost = call;
+      if (wanted.contains(graph.calls[index(call)].path)) outermost = call;
     }
-    if (outermost < 0) {
-      result.part_of_node.push_back(-1);
-      continue;
-    }
-    const int part = part_of_call.try_emplace(outermost, static_cast<int>(part_of_call.size())).first->second;
-    result.part_of_node.push_back(part);
-    result.written.resize(part_of_call.size());
-    for (const int value : exported.effects.writes[number]) {
-      const int root = exported.effects.root_of(value);
-      for (int other = 0; other < static_cast<int>(graph.values.size()); ++other) {
-        if (exported.effects.root_of(other) == root) result.written[index(part)].insert(other);
-      }
-    }
+    const int next = static_cast<int>(part_of_call.size());
+    result.part_of_node.push_back(outermost < 0 ? -1 : part_of_call.try_emplace(outermost, next).first->second);
+    for (const int value : exported.effects.writes[number]) written.insert(memory_of(exported.effects, value));
+  }
+  for (int value = 0; value < static_cast<int>(graph.values.size()); ++value) {
+    const int memory = memory_of(exported.effects, value);
+    result.written.push_back(written.contains(memory) ? memory : -1);
   }
   return result;
 }

@@ -1,7 +1,6 @@
 // Modules of a program that are computed again in the backward.
 #pragma once
 
-#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -13,8 +12,8 @@ namespace penstock::internal {
 struct RecomputedModules {
   // For each node of the graph, the index of the part that it is in: the outermost call of a recomputed module; or -1.
   std::vector<int> part_of_node;
-  // For each part, the values that its nodes write into, with all that share their memory.
-  std::vector<std::set<int>> written;
+  // For each value that some node writes into, or into whose memory it does, one value that stands for that memory; or -1.
+  std::vector<int> written;
 
   int part_of(int node) const { return part_of_node[static_cast<std::size_t>(node)]; }
 };

@@ -33,7 +33,7 @@ class Archive {
   bool contains(std::string_view record) const;
 
   // Return a copy of a record's bytes. Throws ProgramError if there is no such record or its checksum is wrong. bytes()
-  // leaves no pages of the record in the mapping.
+  // leaves no pages of the record in the mapping but those at the ends of its pieces.
   std::string text(const std::string& record) const;
   at::Tensor bytes(const std::string& record) const;
   // Returns a record's bytes where they lie in the archive, which the tensor keeps alive. Nothing is read, and the

@@ -144,6 +144,8 @@ void Weights::load(const at::Tensor& tensor) {
 void Weights::load_all() {
   if (!has_unloaded_) return;
   const MutexLock lock(mutex_);
+  // Copies that nobody has any more, such as those of another cut, are dropped.
+  std::erase_if(unloaded_, [](const auto& entry) { return entry.second.bytes.storage().use_count() == 1; });
   while (!unloaded_.empty()) load_storage(unloaded_.begin()->first);
   has_unloaded_ = false;
 }
