@@ -188,7 +188,7 @@ class Recomputation::ForwardState {
   }
   ~ForwardState() {
     is_in_part = was_in_part_;
-    // What fails here has succeeded before.
+    // Both calls have succeeded before with the same tensors.
     try {
       if (buffers_ != nullptr) buffers_->restore(buffers_now_);
       if (default_random_.defined()) exchange_default_random(default_random_);

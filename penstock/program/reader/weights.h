@@ -25,6 +25,7 @@ class Weights {
  public:
   // Reads the indices of the archive. Of an archive in memory everything is loaded at once. Throws ProgramError.
   explicit Weights(std::shared_ptr<const Archive> archive);
+  ~Weights() = default;
   Weights(const Weights&) = delete;
   Weights& operator=(const Weights&) = delete;
 
