@@ -65,6 +65,8 @@ class Recomputation::DroppingHooks final : public torch::autograd::SavedVariable
     saved.is_released = true;
     saved.tensor.reset();
   }
+  DroppingHooks(const DroppingHooks&) = delete;
+  DroppingHooks& operator=(const DroppingHooks&) = delete;
 
   void call_pack_hook(const at::Tensor& tensor) override {
     Saved& saved = of_->saved_[index_];

@@ -40,6 +40,7 @@ RecomputationCounts recomputation_counts();
 class Recomputation : public std::enable_shared_from_this<Recomputation> {
  public:
   Recomputation(const std::vector<at::Tensor>& inputs, std::shared_ptr<BufferHistory> buffers);
+  ~Recomputation() = default;
   Recomputation(const Recomputation&) = delete;
   Recomputation& operator=(const Recomputation&) = delete;
 
