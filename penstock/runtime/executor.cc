@@ -78,10 +78,7 @@ void Executor::run(const StepInputs& inputs, StepOutputs& outputs, std::vector<A
   losses_.begin_step(inputs, outputs);
 
   const std::span<const Action> actions = schedule.actions(rank());
-  recomputed_.clear();
-  for (const Action& action : actions) {
-    if (action.computation == Computation::Recompute) recomputed_.emplace(action.stage, action.microbatch);
-  }
+  recomputed_ = recomputed_microbatches(schedule, rank());
   record.assign(actions.size(), {});
   const c10::AutoGradMode grad_mode(inputs.autograd);
   std::int64_t now = nanoseconds(Clock::now() - inputs.began);

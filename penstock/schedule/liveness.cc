@@ -1,9 +1,7 @@
 #include "penstock/schedule/liveness.h"
 
 #include <algorithm>
-#include <array>
-#include <unordered_map>
-#include <unordered_set>
+#include <map>
 #include <utility>
 
 #include "penstock/schedule/simulate.h"
@@ -13,98 +11,90 @@ namespace {
 
 using Kind = SavedActivations::Kind;
 
-// Follows the actions of a rank, with what is saved of each stage and microbatch at the moment.
-class LivenessWalk {
- public:
-  LivenessWalk(const Schedule& schedule, int rank) : schedule_(schedule), actions_(schedule.actions(rank)) {
-    for (const Action& action : actions_) {
-      for_each_part(action, [&](const Action& part) {
-        has_backward_ |= part.is_compute() && !is_forward(part);
-        if (part.computation == Computation::Recompute) recomputed_.insert(cell(part));
-      });
-    }
-  }
-
-  std::vector<SavedActivations> run() {
-    for (std::size_t i = 0; i < actions_.size(); ++i) {
-      ActionPlace place{.action = i};
-      for_each_part(actions_[i], [&](const Action& part) {
-        if (part.is_compute()) pass(part, place);
-        place.second_part = true;
-      });
-    }
-    return std::move(saved_);
-  }
-
- private:
-  std::size_t cell(const Action& part) const { return schedule_.cell(part.stage, part.microbatch); }
-
-  void pass(const Action& part, ActionPlace place) {
-    if (is_forward(part)) {
-      begin(part, recomputed_.contains(cell(part)) ? Kind::Inputs : Kind::Activations, place);
-      // Without backwards, nothing is saved for them.
-      if (!has_backward_) end(part, place);
-      return;
-    }
-    end(part, place);
-    if (part.computation == Computation::Recompute) begin(part, Kind::Activations, place);
-    if (part.computation == Computation::InputBackward) begin(part, Kind::WeightInputs, place);
-  }
-
-  void begin(const Action& part, Kind kind, ActionPlace place) {
-    current_[cell(part)] = saved_.size();
-    saved_.push_back({.stage = part.stage, .microbatch = part.microbatch, .kind = kind, .begin = place, .end = place});
-  }
-
-  void end(const Action& part, ActionPlace place) { saved_[current_.at(cell(part))].end = place; }
-
-  const Schedule& schedule_;
-  std::span<const Action> actions_;
-  bool has_backward_ = false;
-  std::unordered_set<std::size_t> recomputed_;
-  // Index in saved_, by stage and microbatch.
-  std::unordered_map<std::size_t, std::size_t> current_;
-  std::vector<SavedActivations> saved_;
-};
-
-// A change of what is saved: at the start or the end of a computation.
+// A change of what a rank saves, at the start or the end of a computation.
 struct Change {
   ActionPlace place;
   bool at_end = false;
-  double bytes = 0;
-  int activations = 0;
+  // The computation, whose stage and microbatch it is of.
+  Action part;
+  Kind kind = Kind::Activations;
+  // True if it is saved from here on, false if it has been until now.
+  bool begins = false;
 };
 
-// Returns the changes in the order in which they happen: at one moment, what is freed before what is allocated.
-std::vector<Change> changes_of(const Schedule& schedule, const Costs& costs, int rank) {
-  std::vector<Change> changes;
-  for (const SavedActivations& saved : activation_liveness(schedule, rank)) {
-    const double bytes = saved_bytes(saved, costs.of_stage(saved.stage));
-    const int activations = saved.kind == Kind::Inputs ? 0 : 1;
-    changes.push_back({saved.begin, saved.kind == Kind::WeightInputs, bytes, activations});
-    changes.push_back({saved.end, saved.kind != Kind::Inputs, -bytes, -activations});
+// Calls visit(change) for each change in the order in which they happen: at one moment, what is freed before what is
+// allocated.
+template <class Visit>
+void for_each_change(const Schedule& schedule, int rank, const Visit& visit) {
+  const auto recomputed = recomputed_microbatches(schedule, rank);
+  const auto actions = schedule.actions(rank);
+  bool has_backward = false;
+  for (const Action& action : actions) {
+    for_each_part(action, [&](const Action& part) { has_backward |= makes_weight_gradient(part); });
   }
-  std::ranges::stable_sort(changes, [](const Change& left, const Change& right) {
-    if (left.place != right.place) return left.place < right.place;
-    if (left.at_end != right.at_end) return right.at_end;
-    return left.activations < right.activations;
-  });
-  return changes;
+  for (std::size_t i = 0; i < actions.size(); ++i) {
+    ActionPlace place{.action = i};
+    for_each_part(actions[i], [&](const Action& part) {
+      const auto begin = [&](Kind kind, bool at_end) { visit(Change{place, at_end, part, kind, /*begins=*/true}); };
+      const auto end = [&](Kind kind, bool at_end) { visit(Change{place, at_end, part, kind, /*begins=*/false}); };
+      switch (part.computation) {
+        case Computation::Forward:
+          begin(recomputed.contains({part.stage, part.microbatch}) ? Kind::Inputs : Kind::Activations, false);
+          // Without backwards, nothing is saved for them.
+          if (!has_backward) end(Kind::Activations, true);
+          break;
+        case Computation::Recompute:
+          end(Kind::Inputs, false);
+          begin(Kind::Activations, false);
+          break;
+        case Computation::InputBackward:
+          end(Kind::Activations, true);
+          begin(Kind::WeightInputs, true);
+          break;
+        case Computation::WeightBackward: end(Kind::WeightInputs, true); break;
+        case Computation::FullBackward: end(Kind::Activations, true); break;
+        default: break;
+      }
+      place.second_part = true;
+    });
+  }
 }
 
-}  // namespace
-
-std::vector<SavedActivations> activation_liveness(const Schedule& schedule, int rank) {
-  return LivenessWalk(schedule, rank).run();
-}
-
-double saved_bytes(const SavedActivations& saved, const StageCosts& stage) {
-  switch (saved.kind) {
+double saved_bytes(Kind kind, const StageCosts& stage) {
+  switch (kind) {
     case Kind::Inputs: return stage.input_bytes;
     case Kind::Activations: return stage.activation_bytes;
     case Kind::WeightInputs: return stage.weight_bytes.value_or(stage.activation_bytes);
   }
   return 0;
+}
+
+// Returns by how many bytes a change makes more or less memory used.
+double more_bytes(const Change& change, const Costs& costs) {
+  const double bytes = saved_bytes(change.kind, costs.of_stage(change.part.stage));
+  return change.begins ? bytes : -bytes;
+}
+
+}  // namespace
+
+std::vector<SavedActivations> activation_liveness(const Schedule& schedule, int rank) {
+  std::vector<SavedActivations> saved;
+  // Index in `saved`, by stage and microbatch.
+  std::map<std::pair<int, int>, std::size_t> current;
+  for_each_change(schedule, rank, [&](const Change& change) {
+    const std::pair cell{change.part.stage, change.part.microbatch};
+    if (!change.begins) {
+      saved[current.at(cell)].end = change.place;
+      return;
+    }
+    current[cell] = saved.size();
+    saved.push_back({.stage = cell.first,
+                     .microbatch = cell.second,
+                     .kind = change.kind,
+                     .begin = change.place,
+                     .end = change.place});
+  });
+  return saved;
 }
 
 double static_bytes(const Schedule& schedule, const Costs& costs, int rank) {
@@ -119,12 +109,12 @@ double static_bytes(const Schedule& schedule, const Costs& costs, int rank) {
 PeakMemory peak_memory(const Schedule& schedule, const Costs& costs, int rank) {
   PeakMemory now{.bytes = static_bytes(schedule, costs, rank)};
   PeakMemory peak = now;
-  for (const Change& change : changes_of(schedule, costs, rank)) {
-    now.activations += change.activations;
-    now.bytes += change.bytes;
+  for_each_change(schedule, rank, [&](const Change& change) {
+    if (change.kind != Kind::Inputs) now.activations += change.begins ? 1 : -1;
+    now.bytes += more_bytes(change, costs);
     peak.activations = std::max(peak.activations, now.activations);
     peak.bytes = std::max(peak.bytes, now.bytes);
-  }
+  });
   return peak;
 }
 
@@ -142,16 +132,16 @@ std::vector<MemoryStep> memory_over_time(const Schedule& schedule, const Timelin
     return change.at_end ? span.end : span.start;
   };
   std::vector<MemoryStep> steps = {{.time = 0, .bytes = static_bytes(schedule, costs, rank)}};
-  for (const Change& change : changes_of(schedule, costs, rank)) {
+  for_each_change(schedule, rank, [&](const Change& change) {
     // On a measured timeline, the estimated spans of a pair's parts may overlap.
     const double time = std::max(steps.back().time, time_of(change));
-    const double bytes = steps.back().bytes + change.bytes;
+    const double bytes = steps.back().bytes + more_bytes(change, costs);
     if (time == steps.back().time) {
       steps.back().bytes = bytes;
     } else {
       steps.push_back({.time = time, .bytes = bytes});
     }
-  }
+  });
   return steps;
 }
 

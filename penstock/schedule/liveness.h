@@ -53,9 +53,6 @@ struct SavedActivations {
 // its activations in memory while it runs. Requires a schedule that verify_each_list accepts.
 std::vector<SavedActivations> activation_liveness(const Schedule& schedule, int rank);
 
-// Returns the size of what is saved, by the cost model.
-double saved_bytes(const SavedActivations& saved, const StageCosts& stage);
-
 // Memory of a rank from a point in time to the next step.
 struct MemoryStep {
   double time = 0;

@@ -18,8 +18,9 @@ Schedule merge_backwards(const Schedule& schedule);
 
 // Adds R directly before the backward of each microbatch of the given stages, where it has none. A microbatch whose
 // backward follows its forward directly, or in the same pair, is not recomputed: nothing would be freed in between.
-// Throws ScheduleError if the schedule has no such stage, or has messages already.
+// Throws ScheduleError if the schedule has no such stage, or has messages already. Without `stages`, all are recomputed.
 Schedule add_recomputation(const Schedule& schedule, const std::vector<int>& stages);
+Schedule add_recomputation(const Schedule& schedule);
 
 // Adds UNSHARD before a stage's computations and RESHARD after them. At most `max_active_stages` stages of a rank are
 // gathered at a time: those that it computes next, so that gathering runs ahead.

@@ -73,6 +73,14 @@ Features features_of(const Schedule& schedule) {
   return features;
 }
 
+std::set<std::pair<int, int>> recomputed_microbatches(const Schedule& schedule, int rank) {
+  std::set<std::pair<int, int>> recomputed;
+  for (const Action& action : schedule.actions(rank)) {
+    if (action.computation == Computation::Recompute) recomputed.emplace(action.stage, action.microbatch);
+  }
+  return recomputed;
+}
+
 std::string counted(std::size_t number, const std::string& what) {
   const char* const plural = what.ends_with("ch") ? "es" : "s";
   return concat(number, " ", what, number == 1 ? "" : plural);

@@ -26,6 +26,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <set>
 #include <span>
 #include <string>
 #include <utility>
@@ -112,6 +113,9 @@ struct Features {
 
 // Returns the kinds of actions that occur in a schedule.
 Features features_of(const Schedule& schedule);
+
+// Returns the stages and microbatches for which a rank has an R.
+std::set<std::pair<int, int>> recomputed_microbatches(const Schedule& schedule, int rank);
 
 // Returns the size of a schedule: "4 ranks, 8 stages, 8 microbatches".
 std::string size_text(const Schedule& schedule);

@@ -21,9 +21,7 @@ class MemoryWalk {
   }
 
   void run(int rank) {
-    for (const Action& action : schedule_.actions(rank)) {
-      if (action.computation == Computation::Recompute) recomputed_.emplace(action.stage, action.microbatch);
-    }
+    recomputed_ = recomputed_microbatches(schedule_, rank);
     for (const Action& action : schedule_.actions(rank)) {
       for_each_part(action, [&](const Action& part) { run(part); });
     }

@@ -158,9 +158,7 @@ struct MemoryWatch::Scope::Guard {
 MemoryWatch::MemoryWatch(const Schedule& schedule, int replicas)
     : counts_(std::make_shared<Counts>(schedule.ranks(), schedule.stages(), replicas)) {
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
-    for (const Action& action : schedule.actions(rank)) {
-      if (action.computation == Computation::Recompute) recomputed_.emplace(action.stage, action.microbatch);
-    }
+    recomputed_.merge(recomputed_microbatches(schedule, rank));
   }
 }
 MemoryWatch::~MemoryWatch() = default;

@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -25,12 +24,6 @@
 
 namespace penstock::internal::testing {
 namespace {
-
-std::vector<int> all_stages(const Schedule& schedule) {
-  std::vector<int> stages(static_cast<std::size_t>(schedule.stages()));
-  std::iota(stages.begin(), stages.end(), 0);
-  return stages;
-}
 
 // Places an R directly after every forward that is not part of a pair, also where the backward follows.
 Schedule recomputed_early(const Schedule& schedule) {
@@ -115,8 +108,7 @@ INSTANTIATE_TEST_SUITE_P(Threads, EveryRecomputedSchedule, ::testing::ValuesIn(r
 TEST_P(EveryRecomputedSchedule, GivesTheLossesOutputsAndGradientsOfOneProcess) {
   const Schedule plain_schedule = schedule();
   if (!features_of(plain_schedule).backward) return;
-  for (const Schedule& recomputed :
-       {add_recomputation(plain_schedule, all_stages(plain_schedule)), recomputed_early(plain_schedule)}) {
+  for (const Schedule& recomputed : {add_recomputation(plain_schedule), recomputed_early(plain_schedule)}) {
     for (const NamedModel& named : kModels) {
       const Counted counted;
       expect_what_one_process_gives(named, recomputed);
@@ -188,7 +180,7 @@ TEST_P(EveryRecomputedSchedule, UpdatesBuffersOnce) {
   const Normalised plain_model(made.stages());
   train(plain_model, made);
   const Normalised recomputed(made.stages());
-  train(recomputed, add_recomputation(made, all_stages(made)));
+  train(recomputed, add_recomputation(made));
   expect_equal(plain_model.buffers(), recomputed.buffers());
   expect_equal(gradients_of(plain_model.model), gradients_of(recomputed.model));
   Normalised parts(made.stages());
@@ -216,7 +208,7 @@ TEST(Recomputation, WorksWithReplicasAndShards) {
       }
       return found;
     };
-    expect_equal(gradients(made), gradients(add_recomputation(made, all_stages(made))));
+    expect_equal(gradients(made), gradients(add_recomputation(made)));
   }
 }
 

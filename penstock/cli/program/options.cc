@@ -1,7 +1,6 @@
 #include "penstock/cli/program/options.h"
 
 #include <algorithm>
-#include <numeric>
 
 #include "penstock/base/deadline.h"
 #include "penstock/base/text.h"
@@ -102,8 +101,8 @@ int RunOptions::stages_wanted() const {
 }
 
 void RunOptions::recompute_modules(Program& program) const {
-  if (recompute == std::vector<std::string>{"none"} || recompute == std::vector<std::string>{"stages"}) return;
-  if (recompute != std::vector<std::string>{"all"}) return program.recompute(recompute);
+  if (recomputes("none") || recomputes("stages")) return;
+  if (!recomputes("all")) return program.recompute(recompute);
   const std::vector<std::string> modules = program.repeated_modules();
   if (modules.empty()) {
     throw ProgramError(concat(program.name(), ": --recompute all finds no modules in lists that the model repeats.\n",
@@ -114,10 +113,7 @@ void RunOptions::recompute_modules(Program& program) const {
 
 Schedule RunOptions::make(int stages, int available) const {
   const Schedule made = make_without_recomputation(stages, available);
-  if (recompute != std::vector<std::string>{"stages"}) return made;
-  std::vector<int> all(static_cast<std::size_t>(stages));
-  std::iota(all.begin(), all.end(), 0);
-  return add_recomputation(made, all);
+  return recomputes("stages") ? add_recomputation(made) : made;
 }
 
 Schedule RunOptions::make_without_recomputation(int stages, int available) const {

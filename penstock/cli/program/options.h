@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "penstock/cli/limits.h"
@@ -52,6 +53,8 @@ struct RunOptions {
   // Returns the schedule for this number of stages. `available` is the number of microbatches that the inputs can be split
   // into, or 0 if any number will do. Throws ProgramError if schedule, stages and ranks do not fit together.
   Schedule make(int stages, int available) const;
+  // True if --recompute is this word alone.
+  bool recomputes(std::string_view word) const { return recompute.size() == 1 && recompute.front() == word; }
   // Selects the modules of --recompute. Throws ProgramError if there is no such module.
   void recompute_modules(Program& program) const;
 

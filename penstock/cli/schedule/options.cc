@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <charconv>
-#include <numeric>
 #include <sstream>
 #include <utility>
 
@@ -99,14 +98,8 @@ std::string ScheduleOptions::title() const {
 Schedule ScheduleOptions::schedule() const {
   const Schedule given = schedule_without_recomputation();
   if (recompute.empty()) return given;
-  std::vector<int> stages;
-  if (recompute == "all") {
-    stages.resize(static_cast<std::size_t>(given.stages()));
-    std::iota(stages.begin(), stages.end(), 0);
-  } else {
-    stages = numbers(recompute, ',', "--recompute", "all, or --recompute 0,3");
-  }
-  return add_recomputation(given, stages);
+  if (recompute == "all") return add_recomputation(given);
+  return add_recomputation(given, numbers(recompute, ',', "--recompute", "all, or --recompute 0,3"));
 }
 
 Schedule ScheduleOptions::schedule_without_recomputation() const {

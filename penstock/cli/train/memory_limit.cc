@@ -1,7 +1,6 @@
 #include "penstock/cli/train/memory_limit.h"
 
 #include <algorithm>
-#include <numeric>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -61,10 +60,8 @@ class Alternatives {
       : options_(options), schedule_(schedule), stages_(std::move(stages)), limit_(limit) {}
 
   std::string text() {
-    std::vector<int> all(static_cast<std::size_t>(schedule_.stages()));
-    std::iota(all.begin(), all.end(), 0);
-    if (options_.run.recompute == std::vector<std::string>{"none"}) {
-      add("--recompute stages", add_recomputation(schedule_, all), stages_);
+    if (options_.run.recomputes("none")) {
+      add("--recompute stages", add_recomputation(schedule_), stages_);
     }
     const int per_rank = schedule_.stages() / schedule_.ranks();
     for (const Generator& generator : generators()) {

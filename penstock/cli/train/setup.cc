@@ -19,8 +19,8 @@ TrainSetup set_up(const TrainOptions& options, int replicas) {
   if (options.is_gpt()) {
     GptOptions gpt = options.gpt;
     gpt.bfloat16 = bfloat16;
-    if (run.recompute != std::vector<std::string>{"none"} && run.recompute != std::vector<std::string>{"stages"}) {
-      gpt.recomputed = run.recompute == std::vector<std::string>{"all"} ? gpt.blocks() : run.recompute;
+    if (!run.recomputes("none") && !run.recomputes("stages")) {
+      gpt.recomputed = run.recomputes("all") ? gpt.blocks() : run.recompute;
     }
     if (options.data.empty()) {
       auto sums = std::make_unique<AdditionData>(options.digits, options.rows, seed);

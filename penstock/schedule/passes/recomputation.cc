@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <numeric>
 #include <unordered_set>
 #include <vector>
 
@@ -48,6 +49,12 @@ Schedule add_recomputation(const Schedule& schedule, const std::vector<int>& sta
     }
   }
   return result;
+}
+
+Schedule add_recomputation(const Schedule& schedule) {
+  std::vector<int> all(static_cast<std::size_t>(schedule.stages()));
+  std::iota(all.begin(), all.end(), 0);
+  return add_recomputation(schedule, all);
 }
 
 }  // namespace penstock
