@@ -19,11 +19,13 @@ bool are_same(const at::Tensor& left, const at::Tensor& right) {
 
 }  // namespace
 
-BufferHistory::BufferHistory(const NamedTensors& buffers) {
-  for (const auto& [name, buffer] : buffers) {
-    if (buffer.defined()) buffers_.push_back(buffer);
+BufferHistory::BufferHistory(const StageModule& module) {
+  for (const NamedTensors* written : {&module.buffers, &module.state}) {
+    for (const auto& [name, tensor] : *written) {
+      if (tensor.defined()) buffers_.push_back(tensor);
+    }
   }
-  last_.resize(buffers_.size());
+  forget();
 }
 
 BufferHistory::Moment BufferHistory::now() {

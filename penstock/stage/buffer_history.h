@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "penstock/tensor/named_tensors.h"
+#include "penstock/stage/module.h"
 
 namespace penstock::internal {
 
@@ -15,13 +15,16 @@ class BufferHistory {
   // A copy of each buffer. Never written to.
   using Moment = std::vector<at::Tensor>;
 
-  explicit BufferHistory(const NamedTensors& buffers);
+  // Follows the buffers and the state of a module.
+  explicit BufferHistory(const StageModule& module);
 
   // Returns the values of the buffers.
   Moment now();
   // Writes the values of a moment into the buffers. Only buffers that differ are written, without a new version: tensors
   // that autograd has saved stay valid.
   void restore(const Moment& moment);
+  // Releases the copies that no moment needs.
+  void forget() { last_.assign(buffers_.size(), {}); }
 
  private:
   std::vector<at::Tensor> buffers_;

@@ -1,16 +1,9 @@
 #include "penstock/stage/checkpoint.h"
 
-#include <optional>
-
 #include "penstock/stage/recomputation.h"
 #include "penstock/tensor/nested.h"
 
 namespace penstock::internal {
-
-struct CheckpointedPart::Scope {
-  explicit Scope(const std::vector<at::Tensor>& inputs) : scope(inputs) {}
-  RecomputedScope scope;
-};
 
 CheckpointedPart::CheckpointedPart() = default;
 CheckpointedPart::~CheckpointedPart() = default;
@@ -20,18 +13,16 @@ bool CheckpointedPart::is_useful() {
 }
 
 void CheckpointedPart::add(const c10::IValue& value) {
-  for (const c10::IValue& leaf : flatten_args(value)) {
-    if (leaf.isTensor()) inputs_.push_back(leaf.toTensor());
-  }
+  add(extract_tensor_args(value));
 }
 
 void CheckpointedPart::begin() {
-  scope_ = std::make_unique<Scope>(inputs_);
+  scope_ = std::make_unique<RecomputedScope>(inputs_);
   inputs_.clear();
 }
 
 void CheckpointedPart::finish(std::function<void(const std::vector<at::Tensor>& inputs)> function) {
-  scope_->scope.close(std::move(function));
+  scope_->close(std::move(function));
 }
 
 void replace_tensors(c10::IValue& value, const at::Tensor*& next) {

@@ -21,6 +21,8 @@ namespace penstock {
 
 namespace internal {
 
+class RecomputedScope;
+
 // A part of a forward. The forward runs while it exists, and finish() ends it.
 class CheckpointedPart {
  public:
@@ -44,10 +46,9 @@ class CheckpointedPart {
   CheckpointedPart& operator=(const CheckpointedPart&) = delete;
 
  private:
-  struct Scope;
   std::vector<at::Tensor> inputs_;
   // Null before begin().
-  std::unique_ptr<Scope> scope_;
+  std::unique_ptr<RecomputedScope> scope_;
 };
 
 // Replace the tensors of a value by the next of those given, or by none, so that the value keeps no graph alive.

@@ -29,6 +29,9 @@ std::atomic<std::int64_t> recomputed = 0;
 thread_local bool is_in_part = false;
 thread_local std::shared_ptr<BufferHistory> current_buffers;
 
+constexpr const char* kBackwardWithin =
+    "a part of a forward that is recomputed runs a backward itself.\n  Hint: recompute the parts around it.";
+
 std::uint32_t version_of(const at::Tensor& tensor) {
   return tensor.defined() && !tensor.is_inference() ? static_cast<std::uint32_t>(tensor._version()) : 0;
 }
@@ -105,10 +108,7 @@ class Recomputation::CapturingHooks final : public torch::autograd::SavedVariabl
     saved.tensor = tensor.detach();
     saved.version = version_of(saved.tensor);
   }
-  at::Tensor call_unpack_hook() override {
-    throw StageError(
-        "a part of a forward that is recomputed runs a backward itself.\n  Hint: recompute the parts around it.");
-  }
+  at::Tensor call_unpack_hook() override { throw StageError(kBackwardWithin); }
 
  private:
   std::shared_ptr<Recomputation> of_;
@@ -148,10 +148,7 @@ const at::Tensor& Recomputation::saved_tensor(std::size_t index) {
 void Recomputation::run() {
   if (is_done_) return;
   if (is_expired_) throw StageError("a part of a forward cannot be computed again after its step.");
-  if (!function_) {
-    throw StageError(
-        "a part of a forward that is recomputed runs a backward itself.\n  Hint: recompute the parts around it.");
-  }
+  if (!function_) throw StageError(kBackwardWithin);
   require_unwritten_inputs("before it was computed again");
   is_done_ = true;
   if (!saved_.empty()) {
@@ -171,11 +168,6 @@ void Recomputation::expire() {
 class Recomputation::ForwardState {
  public:
   explicit ForwardState(const Recomputation& part) : buffers_(part.buffers_) {
-    if (part.random_) {
-      random_.emplace(*part.random_);
-    } else {
-      default_random_ = exchange_default_random(part.default_random_);
-    }
     for (std::size_t i = 0; i < part.autocast_.size(); ++i) {
       const Autocast& then = part.autocast_[i];
       const bool is_same = at::autocast::is_autocast_enabled(then.device) == then.enabled &&
@@ -185,6 +177,11 @@ class Recomputation::ForwardState {
     if (buffers_ != nullptr) {
       buffers_now_ = buffers_->now();
       buffers_->restore(part.buffers_before_);
+    }
+    if (part.random_) {
+      random_.emplace(*part.random_);
+    } else {
+      default_random_ = exchange_default_random(part.default_random_);
     }
     is_in_part = true;
   }
@@ -236,9 +233,9 @@ void Recomputation::compute() {
 
 RecomputedScope::RecomputedScope(const std::vector<at::Tensor>& inputs)
     : recomputation_(std::make_shared<Recomputation>(inputs, current_buffers)) {
-  is_in_part = true;
   hooks_.emplace(
       [recomputation = recomputation_] { return std::make_unique<Recomputation::DroppingHooks>(recomputation); });
+  is_in_part = true;
 }
 
 RecomputedScope::~RecomputedScope() {

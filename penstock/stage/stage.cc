@@ -183,6 +183,7 @@ PipelineStage::PipelineStage(StageModule module, int stage_index, int num_stages
   for (const NamedTensors* named : {&impl_->module.parameters, &impl_->module.buffers, &impl_->module.state}) {
     for (const auto& [name, tensor] : *named) impl_->own_storages.insert(storage_of(tensor));
   }
+  impl_->buffer_history = std::make_shared<internal::BufferHistory>(impl_->module);
 }
 
 PipelineStage::~PipelineStage() = default;
@@ -219,9 +220,6 @@ internal::ParameterSync* PipelineStage::sync() const {
 
 void PipelineStage::begin(const Wiring& wiring, int microbatches, Mode mode) {
   impl_->routing.emplace(wiring, impl_->index);
-  NamedTensors written = impl_->module.buffers;
-  written.insert(written.end(), impl_->module.state.begin(), impl_->module.state.end());
-  impl_->buffer_history = std::make_shared<internal::BufferHistory>(written);
   impl_->mode = mode;
   impl_->microbatches.clear();
   impl_->microbatches.resize(static_cast<std::size_t>(microbatches));
@@ -252,12 +250,13 @@ void PipelineStage::end() {
   for (const auto& run : impl_->microbatches) {
     if (run && run->recomputation) run->recomputation->expire();
   }
-  impl_->buffer_history.reset();
+  impl_->buffer_history->forget();
   if (impl_->sync) impl_->sync->end_step();
 }
 
 void PipelineStage::rollback() {
   impl_->microbatches.clear();
+  impl_->buffer_history->forget();
   if (impl_->sync) impl_->sync->rollback();
 }
 
@@ -283,9 +282,7 @@ c10::IValue PipelineStage::Impl::forward_for_recomputation(SavedMicrobatch& run,
     for (auto& [name, value] : to_kwargs) act(value);
   };
   for_each_value(kept_args, kept_kwargs, [&](c10::IValue& value) {
-    for (const c10::IValue& leaf : flatten_args(value)) {
-      if (leaf.isTensor()) inputs.push_back(leaf.toTensor());
-    }
+    std::ranges::move(extract_tensor_args(value), std::back_inserter(inputs));
     const at::Tensor* none = nullptr;
     internal::replace_tensors(value, none);
   });
