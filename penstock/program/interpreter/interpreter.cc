@@ -99,7 +99,7 @@ struct Interpreter::Plan {
     std::size_t end = 0;
   };
   void run(Range range, std::vector<c10::IValue>& slots, const Mode& mode) const;
-  // Runs calls so that they save their inputs only. Returns what the backward uses to run them again to the graph alone.
+  // Runs calls so that their inputs are all that is saved of them, from which the backward runs them again.
   static void run_recomputed(const std::shared_ptr<const Plan>& plan, Range range, std::vector<c10::IValue>& slots,
                              const Mode& mode);
   // Returns the slots that the calls read and others have written, weights apart.
@@ -241,19 +241,21 @@ void Interpreter::Plan::run_recomputed(const std::shared_ptr<const Plan>& plan, 
     if (written(slot) >= 0 && !memories.insert(written(slot)).second) return plan->run(range, slots, mode);
   }
   // Tensors are kept by the scope, as detached aliases; of those that some node writes into, it keeps copies.
+  struct Kept {
+    std::size_t slot;
+    bool is_tensor;
+    c10::IValue other;
+  };
   std::vector<at::Tensor> tensors;
-  std::vector<std::pair<std::size_t, c10::IValue>> kept;
+  std::vector<Kept> kept;
   for (const std::size_t slot : inputs) {
     const c10::IValue& content = slots[slot];
-    if (content.isTensor()) {
-      const at::Tensor& tensor = content.toTensor();
-      const bool is_written = tensor.defined() && written(slot) >= 0;
-      tensors.push_back(is_written ? tensor.detach().clone().set_requires_grad(tensor.requires_grad()) : tensor);
-    }
-    kept.emplace_back(slot, content.isTensor() ? c10::IValue() : content);
+    kept.push_back({slot, content.isTensor(), content.isTensor() ? c10::IValue() : content});
+    if (!content.isTensor()) continue;
+    const at::Tensor& tensor = content.toTensor();
+    const bool is_written = tensor.defined() && written(slot) >= 0;
+    tensors.push_back(is_written ? tensor.detach().clone().set_requires_grad(tensor.requires_grad()) : tensor);
   }
-  std::vector<bool> is_tensor;
-  for (const std::size_t slot : inputs) is_tensor.push_back(slots[slot].isTensor());
   // Buffers are inputs of the program, and it writes to them after all calls.
   const RecomputedBuffersScope no_buffers(nullptr);
   RecomputedScope scope(tensors);
@@ -261,11 +263,11 @@ void Interpreter::Plan::run_recomputed(const std::shared_ptr<const Plan>& plan, 
   plan->run(range, slots, mode);
   Mode again = mode;
   again.after_node = nullptr;
-  scope.close([plan, range, kept = std::move(kept), is_tensor = std::move(is_tensor),
+  scope.close([plan, range, kept = std::move(kept),
                again = std::move(again)](const std::vector<at::Tensor>& fresh) {
     std::vector<c10::IValue> own = plan->initial;
     auto next = fresh.begin();
-    for (std::size_t i = 0; i < kept.size(); ++i) own[kept[i].first] = is_tensor[i] ? *next++ : kept[i].second;
+    for (const Kept& input : kept) own[input.slot] = input.is_tensor ? c10::IValue(*next++) : input.other;
     plan->run(range, own, again);
   });
 }
