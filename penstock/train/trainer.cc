@@ -24,6 +24,15 @@ Kwargs kwargs_of(const Batch& batch) {
 
 }  // namespace
 
+std::vector<int> local_stages(const Schedule& schedule, const Transport* transport) {
+  std::vector<int> stages;
+  for (int stage = 0; stage < schedule.stages(); ++stage) {
+    const int rank = schedule.placement().rank_of(stage);
+    if (transport == nullptr || rank == transport->rank() % schedule.ranks()) stages.push_back(stage);
+  }
+  return stages;
+}
+
 Trainer::Trainer(std::vector<std::unique_ptr<Model>> replicas, const Data& data, const Schedule& schedule,
                  TrainerOptions options)
     : replicas_(std::move(replicas)),
@@ -47,10 +56,8 @@ std::unique_ptr<Pipeline> Trainer::build_pipeline(const Schedule& schedule) {
   for (std::size_t replica = 0; replica < replicas_.size(); ++replica) {
     const Model& model = *replicas_[replica];
     std::vector<PipelineStage> stages;
-    for (int stage = 0; stage < schedule.stages(); ++stage) {
+    for (const int stage : local_stages(schedule, options_.transport.get())) {
       const int rank = schedule.placement().rank_of(stage);
-      const Transport* const transport = options_.transport.get();
-      if (transport != nullptr && rank != transport->rank() % schedule.ranks()) continue;
       const MemoryWatch::Scope scope(memory_, rank, static_cast<int>(replica));
       stages.push_back(model.build_stage(stage));
     }

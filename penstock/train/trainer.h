@@ -58,6 +58,9 @@ struct TrainerOptions {
   std::chrono::milliseconds timeout = std::chrono::minutes(5);
 };
 
+// Returns the stages of one replica whose ranks are in this process, ascending: all without a transport.
+std::vector<int> local_stages(const Schedule& schedule, const Transport* transport);
+
 // Owns the models, the pipeline and the optimizers of this process. Each process of a run has one Trainer, and all call
 // the same members in the same order; those that are marked as collective wait for the other processes. One thread at a
 // time calls a Trainer. During a call, operators of the calling thread use TrainerOptions::intra_op_threads.

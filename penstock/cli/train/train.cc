@@ -7,7 +7,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "penstock/base/text.h"
 #include "penstock/cli/command.h"
@@ -66,7 +65,7 @@ class Run {
                           .microbatches = setup_.schedule->microbatches()});
     });
     agreement.fail_together([&] {
-      for (const int stage : local_stages()) {
+      for (const int stage : local_stages(*setup_.schedule, transport_.get())) {
         for (const auto& replica : setup_.replicas) replica->load_stage(stage);
       }
     });
@@ -201,18 +200,6 @@ class Run {
     // A run with a huge number of steps is meant to be stopped early.
     constexpr std::int64_t kMostLines = 100'000;
     directories.require_space(steps, checkpoint_bytes, std::min(lines, kMostLines) * kLine);
-  }
-
-  // Returns the stages whose ranks are in this process.
-  std::vector<int> local_stages() const {
-    const Schedule& schedule = *setup_.schedule;
-    std::vector<int> stages;
-    for (int rank = 0; rank < schedule.ranks(); ++rank) {
-      if (transport_ != nullptr && rank != transport_->rank() % schedule.ranks()) continue;
-      const auto placed = schedule.placement().stages_of(rank);
-      stages.insert(stages.end(), placed.begin(), placed.end());
-    }
-    return stages;
   }
 
   void require_processes() const {
