@@ -33,6 +33,8 @@ SAMPLED_ALLOCATIONS = 30
 # Texts of raw exceptions, which no message may contain.
 RAW = re.compile(r"filesystem error|Success|terminate called|json\.exception|basic_\w+|std::|what\(\)|bad_alloc|c10::")
 NAMED = re.compile(r"^penstock: \S*\b(ck|run|model\.safetensors|trained\.pt2|pair\.pt2|data)\b[^:\s]*: ", re.M)
+# How oneDNN reports that it could not allocate: its message names the object but no reason.
+ONEDNN = re.compile(r"could not create an? (engine|stream|memory|primitive)\b")
 # Calls whose failure loses data, so that a run may not succeed silently.
 LOSES_DATA = {"write", "fsync", "rename", "mkdir", "truncate"}
 
@@ -63,7 +65,7 @@ def problems_of_message(fault, message):
     if raw := RAW.search(message):
         yield f"the message has the text of a raw exception or of no error: '{raw[0]}'"
     if fault.kind == "new":
-        if "not enough memory" not in message and not NAMED.search(message):
+        if "not enough memory" not in message and not NAMED.search(message) and not ONEDNN.search(message):
             yield "the message does not name a reason"
         return
     if not NAMED.search(message):
