@@ -48,6 +48,9 @@ struct PipeInfo {
     // Numbers of elements.
     std::int64_t parameters = 0;
     std::int64_t buffers = 0;
+    // Bytes of parameters and buffers together, and of the gradients of the parameters that have some.
+    std::int64_t weight_bytes = 0;
+    std::int64_t gradient_bytes = 0;
     // Floating-point operations of the forward.
     double flops = 0;
     // Seconds of forward and backward.
@@ -76,8 +79,9 @@ class Pipe {
   // Returns the stage of each node of the program.
   const std::vector<int>& stages() const { return stage_of_node_; }
 
-  // Returns a stage as a module, with its weights in memory. Its parameters share storage with the program's, but of a parameter that several stages
-  // use, each stage after the first has a copy. Throws ProgramError if there is no such stage.
+  // Returns a stage as a module, with its weights in memory. Its parameters share storage with the program's, but of a
+  // parameter that several stages use, each stage after the first has a copy. Throws ProgramError if there is no such
+  // stage.
   const StageModule& get_stage_module(int stage) const;
 
   // Returns the model for a Pipeline: all stages, with their wiring and the parameters that they share. On a device other

@@ -21,9 +21,16 @@ class GptModel final : public Model {
   }
 
   int num_stages() const override { return static_cast<int>(firsts_.size()) - 1; }
+  WeightBytes weight_bytes(int stage) const override {
+    WeightBytes bytes;
+    for (const auto& [name, parameter] : module(stage).parameters) {
+      bytes.weights += static_cast<std::int64_t>(parameter.nbytes());
+    }
+    bytes.gradients = bytes.weights;
+    return bytes;
+  }
   PipelineStage build_stage(int stage) const override {
-    const auto index = static_cast<std::size_t>(stage);
-    StageModule module = gpt_.stage(firsts_.at(index), firsts_.at(index + 1), training_);
+    StageModule module = this->module(stage);
     if (weights_) load_state(tensors_of(module), weights_->tensors);
     return {std::move(module), stage, num_stages()};
   }
@@ -37,6 +44,10 @@ class GptModel final : public Model {
   bool is_training() const override { return *training_; }
 
  private:
+  StageModule module(int stage) const {
+    const auto index = static_cast<std::size_t>(stage);
+    return gpt_.stage(firsts_.at(index), firsts_.at(index + 1), training_);
+  }
   static std::vector<ModelTensor> tensors_of(const StageModule& module) {
     std::vector<ModelTensor> tensors;
     for (const auto& [name, parameter] : module.parameters) tensors.push_back({.names = {name}, .tensor = parameter});
@@ -58,6 +69,10 @@ class ProgramModel final : public Model {
   }
 
   int num_stages() const override { return pipe_.num_stages(); }
+  WeightBytes weight_bytes(int stage) const override {
+    const PipeInfo::Stage& info = pipe_.info().stages.at(static_cast<std::size_t>(stage));
+    return {.weights = info.weight_bytes, .gradients = info.gradient_bytes};
+  }
   void load_stage(int stage) const override { pipe_.get_stage_module(stage); }
   PipelineStage build_stage(int stage) const override { return {pipe_.get_stage_module(stage), stage, num_stages()}; }
   Wiring wiring() const override { return pipe_.wiring(); }

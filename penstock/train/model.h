@@ -1,6 +1,7 @@
 // A model that is cut into stages and can be trained: the built-in GPT, or an exported program.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,12 +16,20 @@
 
 namespace penstock::internal {
 
+// Bytes of the weights of a stage, and of their gradients.
+struct WeightBytes {
+  std::int64_t weights = 0;
+  std::int64_t gradients = 0;
+};
+
 // Not thread-safe, except that stages that were built may run on several threads.
 class Model {
  public:
   virtual ~Model() = default;
 
   virtual int num_stages() const = 0;
+  // Returns sizes, without loading the weights of the model.
+  virtual WeightBytes weight_bytes(int stage) const = 0;
   // Reads what build_stage() needs from files, and throws what that does if they are damaged.
   virtual void load_stage(int /*stage*/) const {}
   // Returns a new stage. Models that were constructed with the same arguments have the same initial weights.

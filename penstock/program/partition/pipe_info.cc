@@ -86,8 +86,16 @@ PipeInfo make_pipe_info(const Program& program, const std::vector<int>& stage_of
     const StagePartition& partition = partitions[index(stage)];
     PipeInfo::Stage statistics{.modules = modules_of(graph, stage_of_node, stage),
                                .nodes = static_cast<int>(partition.nodes.size())};
-    for (const auto& [name, tensor] : modules[index(stage)].parameters) add(tensor.numel(), statistics.parameters);
-    for (const auto& [name, tensor] : modules[index(stage)].buffers) add(tensor.numel(), statistics.buffers);
+    for (const auto& [name, tensor] : modules[index(stage)].parameters) {
+      const auto bytes = static_cast<std::int64_t>(tensor.nbytes());
+      add(tensor.numel(), statistics.parameters);
+      add(bytes, statistics.weight_bytes);
+      if (tensor.requires_grad()) add(bytes, statistics.gradient_bytes);
+    }
+    for (const auto& [name, tensor] : modules[index(stage)].buffers) {
+      add(tensor.numel(), statistics.buffers);
+      add(static_cast<std::int64_t>(tensor.nbytes()), statistics.weight_bytes);
+    }
     for (const int number : partition.nodes) {
       statistics.flops += costs[index(number)].flops;
       statistics.seconds += costs[index(number)].seconds;
