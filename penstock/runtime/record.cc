@@ -35,7 +35,7 @@ Timeline timeline_of(const Schedule& schedule, const Record& record) {
       times.work += span.end - span.start;
       end_of_last = std::max(end_of_last, span.end);
     }
-    times.peak_activations = peak_memory(schedule, {}, rank).activations;
+    times.peak_activations = peak_activations(schedule, rank);
     work += times.work;
     timeline.makespan = std::max(timeline.makespan, end_of_last);
     timeline.ranks.push_back(std::move(times));

@@ -76,6 +76,63 @@ class CostsReader {
   std::string source_;
 };
 
+// Call visit(key, member) for each number of a stage, a link and a rank.
+template <class Stage, class Visit>
+void for_each_number_of_stage(Stage& stage, int version, Visit&& visit) {
+  visit("forward", stage.forward);
+  visit("input", stage.input);
+  visit("weight", stage.weight);
+  visit("bytes_sent", stage.bytes_sent);
+  visit("activation_bytes", stage.activation_bytes);
+  visit("unshard", stage.unshard);
+  visit("reshard", stage.reshard);
+  visit("reduce", stage.reduce);
+  if (version < 2) return;
+  visit("recompute", stage.recompute);
+  visit("weight_bytes", stage.weight_bytes);
+  visit("input_bytes", stage.input_bytes);
+  visit("parameter_bytes", stage.parameter_bytes);
+  visit("gradient_bytes", stage.gradient_bytes);
+  visit("optimizer_bytes", stage.optimizer_bytes);
+  visit("unsharded_bytes", stage.unsharded_bytes);
+  visit("forward_workspace", stage.forward_workspace);
+  visit("backward_workspace", stage.backward_workspace);
+  visit("update_workspace", stage.update_workspace);
+  visit("message_bytes", stage.message_bytes);
+}
+
+template <class Link, class Visit>
+void for_each_number_of_link(Link& link, Visit&& visit) {
+  visit("latency", link.latency);
+  visit("bandwidth", link.bandwidth);
+  visit("send", link.send);
+  visit("post", link.post);
+  visit("receive", link.receive);
+}
+
+template <class Rank, class Visit>
+void for_each_number_of_rank(Rank& rank, Visit&& visit) {
+  visit("capacity", rank.capacity);
+  visit("buffer_bytes", rank.buffer_bytes);
+  visit("sent_bytes", rank.sent_bytes);
+}
+
+void write(json& object, const char* key, double value) {
+  object[key] = value;
+}
+void write(json& object, const char* key, const std::optional<double>& value) {
+  if (value) object[key] = *value;
+}
+
+// Reads the numbers of an object, which for_each visits, and refuses other keys but those of `others`.
+template <class ForEach>
+void read_numbers(const CostsReader& reader, const json& object, const std::string& path,
+                  std::vector<std::string> others, const ForEach& for_each) {
+  for_each([&](const char* key, auto&) { others.emplace_back(key); });
+  reader.require_keys(object, path, others);
+  for_each([&](const char* key, auto& value) { reader.number(object, path, key, value); });
+}
+
 }  // namespace
 
 const LinkCosts& Costs::of_link(int from_rank, int to_rank) const {
@@ -118,9 +175,10 @@ Costs split_rank_costs(const Costs& by_rank, const Placement& placement) {
     if (stage.recompute) *stage.recompute /= parts;
     stage.activation_bytes /= parts;
     if (stage.weight_bytes) *stage.weight_bytes /= parts;
-    stage.parameter_bytes /= parts;
-    stage.gradient_bytes /= parts;
-    stage.optimizer_bytes /= parts;
+    for (double* bytes : {&stage.parameter_bytes, &stage.gradient_bytes, &stage.optimizer_bytes, &stage.unsharded_bytes,
+                          &stage.forward_workspace, &stage.backward_workspace, &stage.update_workspace}) {
+      *bytes /= parts;
+    }
     stage.unshard /= parts;
     stage.reshard /= parts;
     stage.reduce /= parts;
@@ -128,61 +186,6 @@ Costs split_rank_costs(const Costs& by_rank, const Placement& placement) {
   }
   return result;
 }
-
-namespace {
-
-// Calls visit(key, member) for each number of a stage, a link and a rank. Those after `recompute` are new in version 2.
-template <class Stage, class Visit>
-void for_each_number_of_stage(Stage& stage, int version, Visit&& visit) {
-  visit("forward", stage.forward);
-  visit("input", stage.input);
-  visit("weight", stage.weight);
-  visit("bytes_sent", stage.bytes_sent);
-  visit("activation_bytes", stage.activation_bytes);
-  visit("unshard", stage.unshard);
-  visit("reshard", stage.reshard);
-  visit("reduce", stage.reduce);
-  if (version < 2) return;
-  visit("recompute", stage.recompute);
-  visit("weight_bytes", stage.weight_bytes);
-  visit("input_bytes", stage.input_bytes);
-  visit("parameter_bytes", stage.parameter_bytes);
-  visit("gradient_bytes", stage.gradient_bytes);
-  visit("optimizer_bytes", stage.optimizer_bytes);
-}
-
-template <class Link, class Visit>
-void for_each_number_of_link(Link& link, Visit&& visit) {
-  visit("latency", link.latency);
-  visit("bandwidth", link.bandwidth);
-  visit("send", link.send);
-  visit("post", link.post);
-  visit("receive", link.receive);
-}
-
-template <class Rank, class Visit>
-void for_each_number_of_rank(Rank& rank, Visit&& visit) {
-  visit("capacity", rank.capacity);
-  visit("buffer_bytes", rank.buffer_bytes);
-}
-
-void write(json& object, const char* key, double value) {
-  object[key] = value;
-}
-void write(json& object, const char* key, const std::optional<double>& value) {
-  if (value) object[key] = *value;
-}
-
-// Reads the numbers of an object, which for_each visits, and refuses other keys but those of `others`.
-template <class ForEach>
-void read_numbers(const CostsReader& reader, const json& object, const std::string& path,
-                  std::vector<std::string> others, const ForEach& for_each) {
-  for_each([&](const char* key, auto&) { others.emplace_back(key); });
-  reader.require_keys(object, path, others);
-  for_each([&](const char* key, auto& value) { reader.number(object, path, key, value); });
-}
-
-}  // namespace
 
 Costs parse_costs(std::string_view text, const std::string& source, const Costs& defaults) {
   const CostsReader reader(source);

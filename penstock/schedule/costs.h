@@ -34,10 +34,20 @@ struct StageCosts {
   double activation_bytes = 0;
   std::optional<double> weight_bytes = std::nullopt;
   double input_bytes = 0;
-  // Sizes of what is in memory all the time.
+  // Sizes of what is in memory all the time, and of the gradients, which are from the first weight gradient on.
   double parameter_bytes = 0;
-  double gradient_bytes = 0;
   double optimizer_bytes = 0;
+  double gradient_bytes = 0;
+  // Size of the full parameters that UNSHARD gathers. Full gradients take as much until REDUCE_GRAD; the sizes above are
+  // then those of shards.
+  double unsharded_bytes = 0;
+  // Temporary memory of a forward or recomputation, of a backward, and of the optimizer step.
+  double forward_workspace = 0;
+  double backward_workspace = 0;
+  double update_workspace = 0;
+  // Memory that a message with the stage's output, or with its gradient, takes in its sender and in its receiver; 0 if
+  // messages are not copied, as between threads.
+  double message_bytes = 0;
   // Times that UNSHARD, RESHARD and REDUCE_GRAD keep the rank busy. They do not depend on the microbatch.
   double unshard = 0;
   double reshard = 0;
@@ -61,9 +71,16 @@ struct LinkCosts {
 struct RankCosts {
   // Memory that the rank has; 0 for unlimited.
   double capacity = 0;
-  // Memory that is used all the time besides that of the stages, such as communication buffers.
+  // Memory that is used all the time besides that of the stages.
   double buffer_bytes = 0;
+  // Most memory that sent messages take until the end of the step; 0 for unlimited.
+  double sent_bytes = 0;
 };
+
+// Returns true if a rank has that much memory.
+inline bool fits(const RankCosts& rank, double bytes) {
+  return rank.capacity == 0 || bytes <= rank.capacity;
+}
 
 struct Costs {
   // Costs by stage. `stage` applies to stages beyond the end of the list.
@@ -97,8 +114,8 @@ double median(std::vector<double> measured, double if_none = 0);
 void require_fit(const Costs& costs, int stages, int ranks);
 
 // Turns costs by rank into costs by stage. In `by_rank`, `stages[r]` are the costs of all stages of rank r together;
-// each stage of the rank gets an equal part of them, but all of `bytes_sent` and `input_bytes`, the sizes of a boundary.
-// So schedules with different numbers of stages per rank do the same work.
+// each stage of the rank gets an equal part of them, but all of `bytes_sent`, `message_bytes` and `input_bytes`, the sizes
+// of a boundary. So schedules with different numbers of stages per rank do the same work.
 Costs split_rank_costs(const Costs& by_rank, const Placement& placement);
 
 // Parses a costs file. Costs that it does not name are those of `defaults`.
@@ -106,9 +123,10 @@ Costs split_rank_costs(const Costs& by_rank, const Placement& placement);
 //   {"version": 2,
 //    "stages": [{"forward": 1, "input": 1, "weight": 1, "recompute": 1, "bytes_sent": 4096, "activation_bytes": 65536,
 //                "weight_bytes": 32768, "input_bytes": 4096, "parameter_bytes": 1e6, "gradient_bytes": 1e6,
-//                "optimizer_bytes": 2e6, "unshard": 0, "reshard": 0, "reduce": 0}, …],
+//                "optimizer_bytes": 2e6, "unsharded_bytes": 0, "forward_workspace": 0, "backward_workspace": 0,
+//                "update_workspace": 0, "message_bytes": 0, "unshard": 0, "reshard": 0, "reduce": 0}, …],
 //    "links": [{"from": 0, "to": 1, "latency": 0.1, "bandwidth": 1e9, "send": 0, "post": 0, "receive": 0}, …],
-//    "ranks": [{"capacity": 2e9, "buffer_bytes": 1e6}, …]}
+//    "ranks": [{"capacity": 2e9, "buffer_bytes": 1e6, "sent_bytes": 0}, …]}
 //
 // Version 1 has no sizes but bytes_sent and activation_bytes, no times of recomputations, and no ranks.
 // Throws ScheduleError, which names `source` and the path of the wrong entry.

@@ -1,5 +1,5 @@
 // Computes which activations each rank saves for its backwards, and from which action to which: from the schedule alone,
-// without times.
+// without times; and with the sizes of a cost model, how much memory each rank needs.
 //
 //   for (const SavedActivations& saved : activation_liveness(schedule, /*rank=*/0)) {
 //     std::cout << saved.stage << " " << saved.microbatch << ": " << saved.begin.action << " to " << saved.end.action;
@@ -61,22 +61,28 @@ struct MemoryStep {
   friend bool operator==(const MemoryStep&, const MemoryStep&) = default;
 };
 
-// Returns a rank's memory over time: the static bytes of its stages and what they save, on a simulated or measured
-// timeline of the schedule. The first step is at time 0.
+// Returns the largest number of microbatches whose activations a rank saves at a time. Those of which only inputs are
+// saved, for a recomputation, do not count.
+int peak_activations(const Schedule& schedule, int rank);
+
+// The memory of a rank, by the sizes of a cost model, is the sum of:
+//   - all the time: parameters and optimizer state of its stages, its buffers, and the buffers of received messages,
+//     which are reused for later messages;
+//   - what it saves for its backwards: see SavedActivations;
+//   - the gradients of a stage, from its first weight gradient on. Of a sharded stage these are full gradients until
+//     REDUCE_GRAD, which copies them to a buffer that stays with their shard;
+//   - the full parameters of a sharded stage, from UNSHARD to RESHARD, and twice while UNSHARD gathers them;
+//   - messages that it has sent, up to RankCosts::sent_bytes, until the end of the step;
+//   - the temporary memory of a computation while it runs.
+// After the actions it steps the optimizers, which have temporary memory too.
+
+// Returns the bytes that a rank has in memory all the time.
+double static_bytes(const Schedule& schedule, const Costs& costs, int rank);
+// Returns the peak memory of a rank in bytes, the optimizer step included.
+double peak_bytes(const Schedule& schedule, const Costs& costs, int rank);
+// Returns a rank's memory over time, without the optimizer step, on a timeline of the schedule. The first step is at
+// time 0.
 std::vector<MemoryStep> memory_over_time(const Schedule& schedule, const Timeline& timeline, const Costs& costs,
                                          int rank);
-
-// Bytes that a rank has in memory all the time: parameters, gradients and optimizer state of its stages, and buffers.
-double static_bytes(const Schedule& schedule, const Costs& costs, int rank);
-
-// Peak memory of a rank.
-struct PeakMemory {
-  // Largest number of microbatches whose activations are saved at a time; those of which only inputs are saved, for a
-  // recomputation, do not count.
-  int activations = 0;
-  // Largest number of bytes, static ones included.
-  double bytes = 0;
-};
-PeakMemory peak_memory(const Schedule& schedule, const Costs& costs, int rank);
 
 }  // namespace penstock

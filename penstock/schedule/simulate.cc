@@ -10,7 +10,6 @@
 
 #include "penstock/base/text.h"
 #include "penstock/schedule/error.h"
-#include "penstock/schedule/liveness.h"
 #include "penstock/schedule/simulate/network.h"
 #include "penstock/schedule/simulate/sampler.h"
 #include "penstock/schedule/source.h"
@@ -324,9 +323,9 @@ class Simulator {
 void add_memory(const Schedule& schedule, const Costs& costs, Timeline& timeline) {
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     RankTimes& times = timeline.ranks[static_cast<std::size_t>(rank)];
-    const PeakMemory peak = peak_memory(schedule, costs, rank);
-    times.peak_activations = peak.activations;
-    times.peak_bytes = peak.bytes;
+    times.peak_activations = peak_activations(schedule, rank);
+    if (!times.memory.empty()) continue;
+    times.peak_bytes = peak_bytes(schedule, costs, rank);
     times.static_bytes = static_bytes(schedule, costs, rank);
   }
 }

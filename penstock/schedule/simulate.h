@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "penstock/schedule/costs.h"
+#include "penstock/schedule/liveness.h"
 #include "penstock/schedule/samples.h"
 #include "penstock/schedule/schedule.h"
 
@@ -42,11 +43,13 @@ struct RankTimes {
   std::map<int, double> waiting;
   // Time from the start of the first computation to the end of the last computation or collective.
   double span = 0;
-  // Bytes that are in memory all the time, and the peak of these and of saved activations together; and the largest
-  // number of microbatches whose activations are saved at a time. liveness.h says when they are saved.
+  // Bytes that are in memory all the time, and the peak of all memory; and the largest number of microbatches whose
+  // activations are saved at a time. liveness.h says when they are saved.
   double static_bytes = 0;
   double peak_bytes = 0;
   int peak_activations = 0;
+  // Measured memory over time; empty for a simulation.
+  std::vector<MemoryStep> memory;
 };
 
 struct Timeline {
@@ -71,7 +74,7 @@ PairSpans split_pair(const Action& pair, const Span& span, const Costs& costs);
 // Returns the time of a computation, or of an operation on parameters, of a stage.
 double duration(Computation computation, const StageCosts& stage);
 
-// Sets the memory of each rank in a timeline, simulated or measured, by the cost model.
+// Sets the memory of each rank in a timeline by the cost model, except for ranks whose memory was measured.
 void add_memory(const Schedule& schedule, const Costs& costs, Timeline& timeline);
 
 // Simulates a schedule. Throws ScheduleError if `verify_each_list` refuses it, if it deadlocks (`verify` explains

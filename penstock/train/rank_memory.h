@@ -7,8 +7,8 @@
 #include "penstock/runtime/record.h"
 #include "penstock/schedule/costs.h"
 #include "penstock/schedule/schedule.h"
-#include "penstock/train/memory_prediction.h"
 #include "penstock/train/memory_watch.h"
+#include "penstock/train/optimizer.h"
 #include "penstock/train/trained_stages.h"
 #include "penstock/train/training_processes.h"
 
@@ -20,19 +20,15 @@ struct RankMemory {
   std::int64_t predicted = 0;
 };
 
-// Returns the memory of the first replica's stages, as measured so far, with estimates for the halves of a backward and
-// for recomputations where there were none. `last` is this process's record of the last step, or null. A collective: all processes call it.
-std::vector<StageMemory> memory_of_stages(const Schedule& schedule, const TrainedStages& trained,
-                                          const MemoryWatch& watch, const TrainingProcesses& processes,
-                                          const Record* last, bool sharded);
-// Returns the measured memory of the first replica's ranks, and the one predicted from that of their stages. A
-// collective.
-std::vector<RankMemory> memory_of_ranks(const Schedule& schedule, const std::vector<StageMemory>& stages,
-                                        const TrainedStages& trained, const MemoryWatch& watch,
-                                        const TrainingProcesses& processes);
+// Sets the sizes of a cost model to those of the first replica's stages, as measured so far, with estimates for
+// recomputations and for the state of the optimizer where there was none. `last` is this process's record of the last
+// step, or null. A collective: all processes call it.
+void add_sizes(Costs& costs, const Schedule& schedule, const TrainedStages& trained, const MemoryWatch& watch,
+               const TrainingProcesses& processes, const Record* last, const OptimizerOptions& optimizer, bool sharded);
 
-// Sets the sizes of a cost model to those of the stages. The temporary memory of a rank's computations counts as its
-// buffers.
-void add_sizes(Costs& costs, const Schedule& schedule, const std::vector<StageMemory>& stages);
+// Returns the measured memory of the first replica's ranks, and the one that is predicted from the sizes of `costs`. A
+// collective.
+std::vector<RankMemory> memory_of_ranks(const Schedule& schedule, const Costs& costs, const TrainedStages& trained,
+                                        const MemoryWatch& watch, const TrainingProcesses& processes);
 
 }  // namespace penstock::internal

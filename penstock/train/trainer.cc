@@ -246,16 +246,13 @@ Pipeline& Trainer::generation_pipeline() {
 }
 
 std::vector<RankMemory> Trainer::memory() const {
-  return memory_of_ranks(pipeline_->schedule(), stage_memory(), stages_, memory_, processes_);
-}
-
-std::vector<StageMemory> Trainer::stage_memory() const {
-  return memory_of_stages(pipeline_->schedule(), stages_, memory_, processes_, records_.last(), options_.sharded);
+  return memory_of_ranks(pipeline_->schedule(), costs({}), stages_, memory_, processes_);
 }
 
 Costs Trainer::costs(const std::vector<Record>& records) const {
-  Costs costs = costs_of(pipeline_->schedule(), records);
-  add_sizes(costs, pipeline_->schedule(), stage_memory());
+  Costs costs = records.empty() ? Costs() : costs_of(pipeline_->schedule(), records);
+  add_sizes(costs, pipeline_->schedule(), stages_, memory_, processes_, records_.last(), options_.optimizer,
+            options_.sharded);
   return costs;
 }
 

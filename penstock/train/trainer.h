@@ -109,11 +109,9 @@ class Trainer {
   bool is_coordinator() const { return processes_.is_coordinator(); }
   // Returns the measured and predicted peak memory of the first replica's ranks. A collective.
   std::vector<RankMemory> memory() const;
-  // Returns the cost model of the first replica: times and links of `records`, as records() returns them, and the
-  // measured sizes of its stages. A collective.
+  // Returns the cost model of the first replica: times and links of `records`, as records() returns them, if there are
+  // any, and the measured sizes of its stages. A collective.
   Costs costs(const std::vector<Record>& records) const;
-  // Returns the memory of the first replica's stages, as measured so far. A collective.
-  std::vector<StageMemory> stage_memory() const;
   // Returns the sizes of the first replica's stages, indexed by stage. A collective.
   std::vector<StageSize> stage_sizes() const { return stages_.sizes(processes_); }
   // Returns the records of the last steps, at most kRecords, oldest first. Each is that of the last batch of its step,

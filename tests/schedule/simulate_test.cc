@@ -248,8 +248,10 @@ TEST(Costs, AreReadFromAFile) {
 TEST(Costs, HaveSizesAndRanksInVersionTwo) {
   const std::string text =
       R"({"version": 2, "stages": [{"recompute": 3, "activation_bytes": 7, "weight_bytes": 5, "input_bytes": 2,
-                                    "parameter_bytes": 10, "gradient_bytes": 11, "optimizer_bytes": 12}, {}],
-          "ranks": [{"capacity": 1000, "buffer_bytes": 20}]})";
+                                    "parameter_bytes": 10, "gradient_bytes": 11, "optimizer_bytes": 12, "unsharded_bytes": 13,
+                                    "forward_workspace": 14, "backward_workspace": 15, "update_workspace": 16,
+                                    "message_bytes": 17}, {}],
+          "ranks": [{"capacity": 1000, "buffer_bytes": 20, "sent_bytes": 30}]})";
   const Costs read = parse_costs(text, "costs.json");
   // Costs that were written are read back as the same.
   for (const Costs& costs : {read, parse_costs(to_json(read), "costs.json")}) {
@@ -260,10 +262,16 @@ TEST(Costs, HaveSizesAndRanksInVersionTwo) {
     EXPECT_EQ(costs.of_stage(0).parameter_bytes, 10);
     EXPECT_EQ(costs.of_stage(0).gradient_bytes, 11);
     EXPECT_EQ(costs.of_stage(0).optimizer_bytes, 12);
+    EXPECT_EQ(costs.of_stage(0).unsharded_bytes, 13);
+    EXPECT_EQ(costs.of_stage(0).forward_workspace, 14);
+    EXPECT_EQ(costs.of_stage(0).backward_workspace, 15);
+    EXPECT_EQ(costs.of_stage(0).update_workspace, 16);
+    EXPECT_EQ(costs.of_stage(0).message_bytes, 17);
     EXPECT_EQ(costs.of_stage(1).recompute, std::nullopt);
     EXPECT_EQ(costs.of_stage(1).weight_bytes, std::nullopt);
     EXPECT_EQ(costs.of_rank(0).capacity, 1000);
     EXPECT_EQ(costs.of_rank(0).buffer_bytes, 20);
+    EXPECT_EQ(costs.of_rank(0).sent_bytes, 30);
     EXPECT_EQ(costs.of_rank(1).capacity, 0);
   }
   expect_error([&] { require_fit(read, 2, 0); }, "the costs have 1 entries in \"ranks\", but there are 0.");

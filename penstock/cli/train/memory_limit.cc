@@ -1,5 +1,3 @@
-#include "penstock/cli/train/memory_limit.h"
-
 #include <algorithm>
 #include <optional>
 #include <stdexcept>
@@ -9,13 +7,14 @@
 
 #include "penstock/base/text.h"
 #include "penstock/cli/byte_units.h"
+#include "penstock/cli/train/memory_limit.h"
 #include "penstock/cli/train/numbers.h"
 #include "penstock/cli/train/setup.h"
 #include "penstock/schedule/error.h"
 #include "penstock/schedule/generators.h"
+#include "penstock/schedule/liveness.h"
 #include "penstock/schedule/passes.h"
 #include "penstock/tensor/microbatch.h"
-#include "penstock/train/memory_prediction.h"
 
 namespace penstock::internal::cli {
 namespace {
@@ -41,10 +40,10 @@ class FirstMicrobatches final : public Data {
   int microbatches_;
 };
 
-double largest(const Schedule& schedule, const std::vector<StageMemory>& stages, bool between_processes) {
+double largest(const Schedule& schedule, const Costs& costs) {
   double bytes = 0;
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
-    bytes = std::max(bytes, predicted_bytes(schedule, rank, stages, between_processes));
+    bytes = std::max(bytes, peak_bytes(schedule, costs, rank));
   }
   return bytes;
 }
@@ -56,12 +55,12 @@ std::string size(double bytes) {
 // Collects options under which the run would fit.
 class Alternatives {
  public:
-  Alternatives(const TrainOptions& options, const Schedule& schedule, std::vector<StageMemory> stages, double limit)
-      : options_(options), schedule_(schedule), stages_(std::move(stages)), limit_(limit) {}
+  Alternatives(const TrainOptions& options, const Schedule& schedule, Costs costs, double limit)
+      : options_(options), schedule_(schedule), costs_(std::move(costs)), limit_(limit) {}
 
   std::string text() {
     if (options_.run.recomputes("none")) {
-      add("--recompute stages", add_recomputation(schedule_), stages_);
+      add("--recompute stages", add_recomputation(schedule_), costs_);
     }
     const int per_rank = schedule_.stages() / schedule_.ranks();
     for (const Generator& generator : generators()) {
@@ -70,15 +69,16 @@ class Alternatives {
       const Schedule other =
           generate(generator.name,
                    {.ranks = schedule_.ranks(), .stages_per_rank = per_rank, .microbatches = schedule_.microbatches()});
-      if (features_of(other).backward) add(concat("--schedule ", generator.name), other, stages_);
+      if (features_of(other).backward) add(concat("--schedule ", generator.name), other, costs_);
     }
     for (const int factor : {2, 4}) {
       if (!options_.run.csv.empty()) break;
       const int microbatches = factor * schedule_.microbatches();
-      std::vector<StageMemory> smaller = stages_;
-      for (StageMemory& stage : smaller) {
-        for (double* bytes : {&stage.saved_activations, &stage.weight_inputs, &stage.recomputation_inputs,
-                              &stage.forward_workspace, &stage.backward_workspace, &stage.message}) {
+      Costs smaller = costs_;
+      for (StageCosts& stage : smaller.stages) {
+        if (stage.weight_bytes) *stage.weight_bytes /= factor;
+        for (double* bytes : {&stage.activation_bytes, &stage.input_bytes, &stage.forward_workspace,
+                              &stage.backward_workspace, &stage.message_bytes}) {
           *bytes /= factor;
         }
       }
@@ -92,14 +92,14 @@ class Alternatives {
   }
 
  private:
-  void add(const std::string& what, const Schedule& schedule, const std::vector<StageMemory>& stages) {
-    const double bytes = largest(lower(schedule), stages, options_.run.transport == "gloo");
+  void add(const std::string& what, const Schedule& schedule, const Costs& costs) {
+    const double bytes = largest(lower(schedule), costs);
     if (bytes <= limit_) found_.push_back(concat(what, " (", size(bytes), ")"));
   }
 
   const TrainOptions& options_;
   const Schedule& schedule_;
-  std::vector<StageMemory> stages_;
+  Costs costs_;
   double limit_;
   std::vector<std::string> found_;
 };
@@ -115,21 +115,20 @@ void require_memory(const TrainOptions& options, const Schedule& schedule, const
   const FirstMicrobatches data(*trial.data, schedule.microbatches());
   TrainerOptions trial_options = trainer_options;
   trial_options.on_nonfinite = OnNonFinite::Skip;
-  std::vector<StageMemory> stages;
+  Costs costs;
   {
     Trainer trainer(std::move(trial.replicas), data, keep_microbatches(schedule, 1), std::move(trial_options));
     // The second step has the optimizer's state from its beginning.
     for (int step = 0; step < 2; ++step) trainer.step();
-    stages = trainer.stage_memory();
+    costs = trainer.costs({});
   }
-  const bool between_processes = trainer_options.transport != nullptr;
   const Schedule lowered = lower(schedule);
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
-    const double bytes = predicted_bytes(lowered, rank, stages, between_processes);
+    const double bytes = peak_bytes(lowered, costs, rank);
     if (bytes <= limit) continue;
     throw std::runtime_error(concat("rank ", rank, " would need ", size(bytes),
                                     " of memory for its tensors, and --memory ", "allows ", options.memory, ".",
-                                    Alternatives(options, schedule, stages, limit).text()));
+                                    Alternatives(options, schedule, costs, limit).text()));
   }
 }
 
