@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "penstock/runtime/receives.h"
-#include "penstock/schedule/liveness.h"
 
 namespace penstock {
 
@@ -23,10 +22,17 @@ Timeline timeline_of(const Schedule& schedule, const Record& record) {
     const auto& recorded = record.at(static_cast<std::size_t>(rank));
     const auto actions = schedule.actions(rank);
     double end_of_last = 0;
+    double end_of_collective = 0;
     bool begun = false;
     for (std::size_t i = 0; i < recorded.size(); ++i) {
       const Span span = working_span(recorded[i]);
       times.spans.push_back(span);
+      if (recorded[i].peak_allocated > 0) {
+        times.memory.push_back({.time = span.start, .bytes = static_cast<double>(recorded[i].peak_allocated)});
+        times.memory.push_back({.time = span.end, .bytes = static_cast<double>(recorded[i].allocated)});
+        times.peak_bytes = std::max(times.peak_bytes, static_cast<double>(recorded[i].peak_allocated));
+      }
+      if (actions[i].computation == Computation::SumShared) end_of_collective = span.end;
       if (!actions[i].is_compute()) continue;
       if (!begun) times.fill = span.start;
       if (begun && recorded[i].peer >= 0) times.waiting[recorded[i].peer] += span.start - end_of_last;
@@ -36,6 +42,8 @@ Timeline timeline_of(const Schedule& schedule, const Record& record) {
       end_of_last = std::max(end_of_last, span.end);
     }
     times.peak_activations = peak_activations(schedule, rank);
+    if (begun) times.span = std::max(end_of_last, end_of_collective) - times.fill;
+    timeline.longest_span = std::max(timeline.longest_span, times.span);
     work += times.work;
     timeline.makespan = std::max(timeline.makespan, end_of_last);
     timeline.ranks.push_back(std::move(times));

@@ -26,6 +26,9 @@ struct ActionRecord {
   std::int64_t bytes = 0;
   // Other rank of a message, or the rank that a computation waited for last; -1 for none.
   int peer = -1;
+  // Bytes of the rank's tensors after the action, and at most while it ran; 0 if they were not measured.
+  std::int64_t allocated = 0;
+  std::int64_t peak_allocated = 0;
 };
 
 // One record for each action, by rank.

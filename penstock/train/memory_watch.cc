@@ -9,6 +9,7 @@
 #include <atomic>
 #include <limits>
 #include <optional>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 
@@ -20,6 +21,8 @@ struct MemoryWatch::RankCounts {
   std::atomic<std::int64_t> current = 0;
   std::atomic<std::int64_t> peak = 0;
   std::atomic<std::int64_t> peak_in_action = 0;
+  // Bytes after each action of a batch, and at most during it. Only the thread of the rank adds to it.
+  std::vector<std::pair<std::int64_t, std::int64_t>> actions;
   // Number of threads that have been assigned to a replica. Used in the counts of the first replica only.
   std::atomic<int> threads = 0;
 };
@@ -213,10 +216,15 @@ void MemoryWatch::watch(ActionFunctions& functions) {
   functions.after = [this](int rank, const Action& action) {
     scope.reset();
     // An evaluation saves no activations, and its microbatches may be larger.
-    if (!action.is_compute() || !c10::GradMode::is_enabled()) return;
-    const auto stage = static_cast<std::size_t>(action.stage);
+    if (!c10::GradMode::is_enabled()) return;
     const int replica = replica_of_thread(rank);
     const std::int64_t after = current(rank, replica);
+    RankCounts& counts = counts_of(rank, replica);
+    const std::int64_t peak = counts.peak_in_action.load(std::memory_order_relaxed);
+    counts.actions.emplace_back(is_profiled<Counts>() ? std::pair<std::int64_t, std::int64_t>()
+                                                      : std::pair{after, peak});
+    if (!action.is_compute()) return;
+    const auto stage = static_cast<std::size_t>(action.stage);
     const bool is_recomputed = recomputed_.contains({action.stage, action.microbatch});
     const std::int64_t more = after - before;
     if (is_forward(action)) {
@@ -227,12 +235,24 @@ void MemoryWatch::watch(ActionFunctions& functions) {
       // The gradient that is sent on was allocated too.
       Counts::raise(counts_->weight_inputs[stage], saved_activations(action.stage) + more);
     }
-    const std::int64_t peak = counts_of(rank, replica).peak_in_action.load(std::memory_order_relaxed);
     const std::int64_t workspace = peak - std::max(before, after);
     const bool runs_forward = is_forward(action) || action.computation == Computation::Recompute;
     if (runs_forward) Counts::raise(counts_->forward_workspace[stage], workspace);
     if (makes_input_gradient(action)) Counts::lower(counts_->backward_workspace[stage], workspace);
   };
+}
+
+void MemoryWatch::begin_batch() {
+  for (RankCounts& counts : counts_->ranks) counts.actions.clear();
+}
+
+void MemoryWatch::add_to(Record& record) const {
+  for (std::size_t rank = 0; rank < record.size(); ++rank) {
+    const auto& actions = counts_of(static_cast<int>(rank), 0).actions;
+    for (std::size_t i = 0; i < std::min(actions.size(), record[rank].size()); ++i) {
+      std::tie(record[rank][i].allocated, record[rank][i].peak_allocated) = actions[i];
+    }
+  }
 }
 
 std::int64_t MemoryWatch::forward_workspace(int stage) const {

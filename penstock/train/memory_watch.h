@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "penstock/runtime/actions.h"
+#include "penstock/runtime/record.h"
 #include "penstock/schedule/schedule.h"
 
 namespace penstock::internal {
@@ -41,6 +42,10 @@ class MemoryWatch {
 
   // Runs each action of a pipeline in the scope of its rank. Replicas are distinguished by their threads.
   void watch(ActionFunctions& functions);
+  // Forgets the memory of single actions. Call it before each batch, between steps of the pipeline.
+  void begin_batch();
+  // Sets the memory of each action of the last batch in a record of one replica, for the ranks of this process.
+  void add_to(Record& record) const;
 
   // Calls `update`, the optimizer step of a stage, and measures its temporary memory.
   void measure_update(int stage, int rank, int replica, const std::function<void()>& update);

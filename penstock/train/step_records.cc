@@ -10,7 +10,7 @@ namespace penstock::internal {
 namespace {
 
 // Number of fields of an ActionRecord, which are sent as int64.
-constexpr std::int64_t kFields = 5;
+constexpr std::int64_t kFields = 7;
 
 }  // namespace
 
@@ -36,6 +36,8 @@ std::vector<Record> StepRecords::gather(const Schedule& schedule, const Training
         row[2] = actions[i].waited;
         row[3] = actions[i].bytes;
         row[4] = actions[i].peer;
+        row[5] = actions[i].allocated;
+        row[6] = actions[i].peak_allocated;
       }
     }
     processes.broadcast(numbers, rank);
@@ -44,8 +46,13 @@ std::vector<Record> StepRecords::gather(const Schedule& schedule, const Training
       actions.resize(count);
       for (std::size_t i = 0; i < count; ++i) {
         const auto row = fields[step][static_cast<std::int64_t>(i)];
-        actions[i] = {
-            .start = row[0], .end = row[1], .waited = row[2], .bytes = row[3], .peer = static_cast<int>(row[4])};
+        actions[i] = {.start = row[0],
+                      .end = row[1],
+                      .waited = row[2],
+                      .bytes = row[3],
+                      .peer = static_cast<int>(row[4]),
+                      .allocated = row[5],
+                      .peak_allocated = row[6]};
       }
     }
   }

@@ -125,7 +125,9 @@ void Trainer::run_batches(const StepBatches& batches, int stop_code, StepReport&
     if (!processes_.has_rank(rank)) continue;
     statistics.memory[static_cast<std::size_t>(rank)] = static_cast<double>(memory_.peak(rank));
   }
-  records_.add(pipeline_->record());
+  Record record = pipeline_->record();
+  memory_.add_to(record);
+  records_.add(std::move(record));
   statistics.gradient_squares = gradients_.squares();
   statistics.stop_codes[static_cast<std::size_t>(processes_.index())] = stop_code;
   statistics.sum_over(processes_);
@@ -152,6 +154,7 @@ void Trainer::run_batch(const StepBatches& batches, std::size_t index, StepStati
   step.reduce = index + 1 == batches.batches.size();
   step.return_outputs = false;
   const Batch batch = local_part(batches.batches[index]);
+  memory_.begin_batch();
   const StepResult result = run_named(batches.batches[index], shares, pipeline_->schedule().microbatches(), [&] {
     return pipeline_->step(batch.args, kwargs_of(batch), batch.target, step);
   });

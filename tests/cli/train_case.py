@@ -5,6 +5,7 @@ schedule runs on process ranks too."""
 import json
 import os
 import pathlib
+import re
 import subprocess
 import time
 
@@ -69,6 +70,12 @@ save_tensors({"args.0": x, "target": x @ torch.ones(4, 2)}, "data/eval-0.safeten
     def losses(self, output="run"):
         lines = (self.folder / output / "metrics.jsonl").read_text().splitlines()
         return {line["step"]: line["loss"] for line in map(json.loads, lines) if "loss" in line}
+
+    def timelines(self, output="run"):
+        """Returns the timelines of the page by name: of each, the data of its ranks."""
+        page = (self.folder / output / "timeline.html").read_text()
+        data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[1])
+        return {timeline["name"]: timeline["ranks"] for timeline in data["timelines"]}
 
     def peaks(self, output="run"):
         """Returns the peak memory of each rank."""

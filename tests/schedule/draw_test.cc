@@ -4,6 +4,7 @@
 
 #include <map>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <sstream>
 
 #include "penstock/schedule/csv.h"
@@ -118,6 +119,39 @@ TEST(SvgDrawing, HasABlockForEachComputationAndEscapesItsTitle) {
       });
     }
   }
+}
+
+TEST(Drawings, ShowRecomputations) {
+  const Schedule schedule = add_recomputation(gpipe(1, 2));
+  EXPECT_NE(drawn(schedule, as_text()).find("R recomputation"), std::string::npos);
+  // Each kind of computation has a colour of its own.
+  const std::string text = drawn(schedule, as_text({.colour = true}));
+  std::set<std::string> colours;
+  for (const std::string block : {"0F0", "0R0", "0B0"}) {
+    const std::size_t at = text.find("m" + block);
+    ASSERT_NE(at, std::string::npos) << text;
+    colours.insert(text.substr(text.rfind('\033', at), at - text.rfind('\033', at)));
+  }
+  EXPECT_EQ(colours.size(), 3U);
+  const std::string svg = drawn(schedule, draw_svg);
+  EXPECT_NE(svg.find("<title>0R0 recomputation, rank 0, 2 to 3</title>"), std::string::npos) << svg;
+  EXPECT_NE(drawn(schedule, draw_trace).find("\"name\":\"0R0\",\"cat\":\"computation\""), std::string::npos);
+}
+
+// Measured memory is drawn in place of the cost model's.
+TEST(HtmlDrawing, HasTheMemoryThatWasMeasured) {
+  const Schedule schedule = gpipe(1, 1);
+  Costs costs;
+  costs.stage.activation_bytes = 10;
+  costs.rank.capacity = 40;
+  Timeline timeline = simulate(schedule, costs);
+  timeline.ranks[0].memory = {{0, 20}, {1, 30}, {2, 5}};
+  timeline.ranks[0].peak_bytes = 35;
+  add_memory(schedule, costs, timeline);
+  std::ostringstream out;
+  draw_html(out, {.schedule = schedule, .timeline = timeline, .costs = costs});
+  EXPECT_NE(out.str().find(R"("memory":{"bytes":[20.0,30.0,5.0],"time":[0.0,1.0,2.0]})"), std::string::npos);
+  EXPECT_NE(out.str().find(R"("peak_bytes":35.0)"), std::string::npos);
 }
 
 TEST(HtmlDrawing, CarriesItsDataSafely) {

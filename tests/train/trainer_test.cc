@@ -348,6 +348,32 @@ TEST(Trainer, PredictsTheMemoryOfRanks) {
   }
 }
 
+TEST(Trainer, RecordsTheMemoryOfEachAction) {
+  const auto trainer = trainer_of({.schedule = "GPipe", .ranks = 2, .accumulate = 2});
+  losses_of(*trainer, 3);
+  trainer->evaluate({sums().batch(0)});
+  const std::vector<RankMemory> memory = trainer->memory();
+  const Record record = trainer->records().back();
+  const Timeline timeline = timeline_of(trainer->pipeline().schedule(), record);
+  for (std::size_t rank = 0; rank < 2; ++rank) {
+    std::int64_t peak = 0;
+    for (const ActionRecord& action : record[rank]) {
+      EXPECT_GT(action.allocated, 0);
+      EXPECT_GE(action.peak_allocated, action.allocated);
+      peak = std::max(peak, action.peak_allocated);
+    }
+    // The peak of the run includes the optimizer step.
+    EXPECT_LE(peak, memory[rank].measured);
+    EXPECT_GT(static_cast<double>(peak), 0.5 * static_cast<double>(memory[rank].measured));
+    EXPECT_EQ(timeline.ranks[rank].peak_bytes, static_cast<double>(peak));
+    EXPECT_EQ(timeline.ranks[rank].memory.size(), 2 * record[rank].size());
+    // All forwards come before all backwards, so activations pile up in between.
+    EXPECT_GT(record[rank][record[rank].size() / 2].allocated, record[rank].front().allocated);
+    EXPECT_GT(timeline.ranks[rank].span, 0);
+    EXPECT_LE(timeline.ranks[rank].span, timeline.longest_span);
+  }
+}
+
 // The ranks of each replica are measured separately: their memory does not include that of other replicas.
 TEST(Trainer, MeasuresTheMemoryOfEachReplicaSeparately) {
   const auto alone = trainer_of({.schedule = "GPipe", .ranks = 2});

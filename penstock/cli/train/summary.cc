@@ -44,13 +44,19 @@ void print_introduction(const Trainer& trainer, const TrainOptions& options, con
   std::cout << std::endl;
 }
 
-void write_timeline(const std::string& path, Trainer& trainer, const std::vector<Record>& records, const Costs& costs,
-                    const Progress& progress) {
+void write_timeline(const std::string& path, Trainer& trainer, const std::vector<Record>& records,
+                    const std::vector<RankMemory>& memory, const Costs& costs, const Progress& progress) {
   const Schedule& schedule = trainer.pipeline().schedule();
   Timeline measured = timeline_of(schedule, records.back());
   Timeline simulated = simulate_records(schedule, records);
+  // Under PyTorch's own profiler nothing is measured here, and the page shows the cost model.
   add_memory(schedule, costs, measured);
   add_memory(schedule, costs, simulated);
+  // The peak of the whole run includes the optimizer step.
+  for (std::size_t rank = 0; rank < memory.size(); ++rank) {
+    RankTimes& times = measured.ranks[rank];
+    if (!times.memory.empty()) times.peak_bytes = static_cast<double>(memory[rank].measured);
+  }
   const std::vector<double>& losses = progress.losses();
   write_output(path, [&](std::ostream& out) {
     draw_html(out, {.schedule = schedule,

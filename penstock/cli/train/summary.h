@@ -19,9 +19,9 @@ void print_introduction(const Trainer& trainer, const TrainOptions& options, con
                         const std::string& kind);
 
 // Writes the interactive timeline of the last step, measured and simulated, with the curve of the loss. `records` are those
-// of the last steps.
-void write_timeline(const std::string& path, Trainer& trainer, const std::vector<Record>& records, const Costs& costs,
-                    const Progress& progress);
+// of the last steps, `memory` is that of the ranks.
+void write_timeline(const std::string& path, Trainer& trainer, const std::vector<Record>& records,
+                    const std::vector<RankMemory>& memory, const Costs& costs, const Progress& progress);
 
 // Prints throughput, bubble, memory by rank, and the number of skipped steps. `unit` is what throughput counts: "rows".
 void print_statistics(Trainer& trainer, const std::vector<Record>& records, const std::vector<RankMemory>& memory,

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "penstock/base/text.h"
+#include "penstock/cli/byte_units.h"
 #include "penstock/cli/command.h"
 #include "penstock/cli/interruption.h"
 #include "penstock/cli/output.h"
@@ -246,11 +247,12 @@ class Run {
   void summarize(Trainer& trainer, std::optional<Progress>& progress) {
     const std::vector<Record> records = trainer.records();
     const std::vector<RankMemory> memory = trainer.memory();
-    const std::optional<Costs> costs = records.empty() ? std::nullopt : std::optional(trainer.costs(records));
-    if (!progress || !costs) return;
+    Costs costs = trainer.costs(records);
+    if (!progress || records.empty()) return;
+    for (RankCosts& rank : costs.ranks) rank.capacity = parse_bytes(options_.memory).value_or(0);
     const std::string page = path("timeline.html");
-    write_timeline(page, trainer, records, *costs, *progress);
-    write_output(path("costs.json"), [&](std::ostream& out) { out << to_json(*costs); });
+    write_timeline(page, trainer, records, memory, costs, *progress);
+    write_output(path("costs.json"), [&](std::ostream& out) { out << to_json(costs); });
     print_statistics(trainer, records, memory, setup_.data->unit(), *progress);
     progress->print("timeline     " + page + "\n");
   }

@@ -3,6 +3,7 @@
 #include <ostream>
 #include <stdexcept>
 #include <string_view>
+#include <vector>
 
 #include "penstock/schedule/draw/blocks.h"
 #include "penstock/schedule/draw/page.h"
@@ -53,7 +54,9 @@ json rank_data(const Drawing& drawing, int rank) {
   if (bytes_known) {
     json memory_time = json::array();
     json memory_bytes = json::array();
-    for (const MemoryStep& step : memory_over_time(drawing.schedule, drawing.timeline, drawing.costs, rank)) {
+    const std::vector<MemoryStep> steps =
+        times.memory.empty() ? memory_over_time(drawing.schedule, drawing.timeline, drawing.costs, rank) : times.memory;
+    for (const MemoryStep& step : steps) {
       memory_time.push_back(step.time);
       memory_bytes.push_back(step.bytes);
     }
@@ -69,13 +72,11 @@ json rank_data(const Drawing& drawing, int rank) {
 json timeline_data(const Drawing& drawing) {
   json ranks = json::array();
   for (int rank = 0; rank < drawing.schedule.ranks(); ++rank) ranks.push_back(rank_data(drawing, rank));
-  json data = {{"name", drawing.name},
-               {"makespan", drawing.timeline.makespan},
-               {"bubble", drawing.timeline.bubble},
-               {"ranks", std::move(ranks)}};
-  // A measured timeline has none.
-  if (drawing.timeline.longest_span > 0) data["longest_span"] = drawing.timeline.longest_span;
-  return data;
+  return {{"name", drawing.name},
+          {"makespan", drawing.timeline.makespan},
+          {"bubble", drawing.timeline.bubble},
+          {"longest_span", drawing.timeline.longest_span},
+          {"ranks", std::move(ranks)}};
 }
 
 json page_data(const Drawing& drawing) {
