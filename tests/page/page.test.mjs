@@ -42,7 +42,7 @@ before(async () => {
     execFileSync(process.env.PENSTOCK, ['schedule', 'show', ...words, '--format', 'html', '-o', file]);
   }
   const html = readFileSync(TEMPLATE, 'utf8').replace('@PENSTOCK_TITLE@', 'by hand');
-  const pages = { hand: byHand(), curve: { ...byHand(), title: 'with a curve', curve: CURVE } };
+  const pages = { hand: byHand(), curve: { ...byHand(), title: 'with a curve', curve: CURVE }, memories: twice('memory') };
   for (const [name, data] of Object.entries(pages)) {
     const json = JSON.stringify(data).replaceAll('<', '\\u003c');
     writeFileSync(join(folder, `${name}.html`), html.replace('@PENSTOCK_DATA@', () => json));
@@ -58,6 +58,15 @@ after(async () => {
   await browser?.close();
   rmSync(folder, { recursive: true, force: true });
 });
+
+// The data of a page, with a second timeline that has less memory, as `penstock train` draws what it has measured.
+function twice(name) {
+  const page = readFileSync(join(folder, `${name}.html`), 'utf8');
+  const data = JSON.parse(/<script type="application\/json" id="data">(.*?)<\/script>/s.exec(page)[1]);
+  const [measured] = structuredClone(data.timelines);
+  for (const rank of measured.ranks) rank.memory.bytes = rank.memory.bytes.map((bytes) => bytes / 2);
+  return { ...data, timelines: [{ ...measured, name: 'measured' }, { ...data.timelines[0], name: 'simulated' }] };
+}
 
 // Two ranks in two timelines. Stage 0 has a skip connection to stage 2.
 function byHand() {
@@ -500,6 +509,23 @@ describe('The memory of ranks', () => {
     assert.match(await page.textContent('#metrics'), /lowest 31\u00a0MiB; more than ranks 0, 1 have/);
     await page.mouse.move(box.x + 4, lane - 4);
     assert.match(await page.textContent('#card'), /Peak memory.*80\u00a0MiB.*Capacity.*60\u00a0MiB/);
+  });
+
+  test('is drawn in a common window for two timelines of four ranks', async (t) => {
+    const page = await open(t, 'memories', { viewport: { width: 1366, height: 768 } });
+    if (shots) await page.screenshot({ path: join(shots, 'memories.png') });
+    const heights = [];
+    for (const timeline of [0, 1]) {
+      // While all activations are saved, the lane below the actions is full in one timeline, and half full in the other.
+      const box = await boxOf(page, 0, 8, timeline), { row } = await page.evaluate(() => penstock.view);
+      const lane = Math.round(row / 3), colours = [];
+      for (let up = 2; up < lane; ++up) {
+        colours.push((await pixel(page, 0, box.x - 6, box.y + box.height + lane - up)).join(' '));
+      }
+      heights.push(colours.filter((colour) => colour === colours[0]).length);
+    }
+    assert.ok(heights[0] >= 2 && heights[1] >= 1.5 * heights[0], String(heights));
+    assert.match(await page.textContent('table'), /Capacity.*60\u00a0MiB/s);
   });
 
   test('matches its data', async (t) => {
