@@ -29,50 +29,6 @@ class Training(Case):
         self.assertIn('"name":"simulated"', page)
         self.assertIn('"curve":{"first":1,"name":"Loss"', page)
 
-    def test_writes_the_costs_that_the_simulator_reads(self):
-        common = ["--digits", 1, "--rows", 64, "--layers", 8, "--width", 64, "--heads", 2, "--steps", 4, "--ranks", 2]
-        for words in (["--schedule", "GPipe"], ["--schedule", "GPipe", "--recompute", "stages"], ["--schedule", "ZBVZeroBubble"]):
-            with self.subTest(words=words):
-                self.train(*common, *words, output="run")
-                costs = json.loads((self.folder / "run/costs.json").read_text())
-                self.assertEqual(costs["version"], 2)
-                simulated = self.penstock("schedule", "simulate", words[1], "--ranks", 2, "--microbatches", 8, "--json",
-                                          "--costs", "run/costs.json", *(["--recompute", "all"] if len(words) > 2 else []))
-                predicted = json.loads(simulated.stdout)["peak_bytes"]
-                for found, expected in zip(predicted, self.peaks(), strict=True):
-                    self.assertAlmostEqual(found, expected, delta=0.1 * expected)
-
-    def test_refuses_a_run_that_needs_more_memory_than_there_is(self):
-        common = ["--digits", 1, "--rows", 64, "--layers", 8, "--width", 64, "--heads", 2, "--steps", 2, "--ranks", 2]
-        self.train(*common, "--schedule", "GPipe", output="run")
-        needed = max(self.peaks())
-        limit = f"{0.6 * needed:.0f}B"
-        for transport in ("threads", "gloo"):
-            with self.subTest(transport=transport):
-                words = [*common, "--transport", transport, "--memory", limit, "--output", "other"]
-                error = self.refuses("train", *words, "--schedule", "GPipe", message=f" of memory for its tensors, and --memory allows {limit}.\n")
-                self.assertRegex(error, r"Hint: it would fit with --recompute stages \([\d.]+ MB\), or --schedule 1F1B \([\d.]+ MB\)")
-                self.assertFalse((self.folder / "other/metrics.jsonl").exists())
-        # The hints keep their promise.
-        self.train(*common, "--memory", limit, "--schedule", "GPipe", "--recompute", "stages", output="recomputed")
-        self.train(*common, "--memory", limit, "--schedule", "1F1B", output="other")
-        for output in ("recomputed", "other"):
-            self.assertLessEqual(max(self.peaks(output)), 0.6 * needed)
-        # The trial before the run has no effect on it.
-        self.train(*common, "--schedule", "1F1B", output="free")
-        self.assertEqual(self.losses("other"), self.losses("free"))
-        self.refuses("train", *common, "--memory", "1kB", message="Hint: cut the model into more stages on more ranks, or make the batches smaller.")
-        self.refuses("train", *common, "--memory", "much", message="--memory: 'much' should be a size above 0, such as 512MiB or 2GB")
-
-    def test_predicts_the_memory_of_process_ranks_within_ten_percent(self):
-        for schedule in ("1F1B", "ZBVZeroBubble"):
-            text = self.train("--rows", 32, "--layers", 4, "--width", 64, "--steps", 3, "--ranks", 2, "--schedule", schedule,
-                              "--transport", "gloo")
-            ranks = re.findall(r"rank \d: ([\d.]+) MB measured, ([\d.]+) MB predicted", text)
-            self.assertEqual(len(ranks), 2, text)
-            for measured, predicted in ranks:
-                self.assertAlmostEqual(float(predicted), float(measured), delta=0.1 * float(measured))
-
     def test_names_places_in_the_file_of_a_schedule(self):
         (self.folder / "stuck.csv").write_text("# Stuck.\n0F0,0B0,0F1,0B1\n\n1F1,1F0,1B0,1B1\n")
         self.assert_refused("train", *SMALL, "--steps", 1, "--csv", "stuck.csv",
@@ -278,21 +234,6 @@ class Sameness(Case):
                                    output="other")
                         self.assertEqual(self.losses("other"), whole)
 
-    def test_recomputation_changes_memory_but_not_losses(self):
-        common = ["--digits", 1, "--rows", 32, "--layers", 4, "--width", 32, "--heads", 2, "--steps", 2, "--dropout", 0.1,
-                  "--schedule", "GPipe", "--ranks", 2]
-        self.train(*common, output="plain")
-        plain, memory = self.losses("plain"), self.peaks("plain")
-        for words in (["all"], ["stages"], ["blocks.0", "blocks.3"]):
-            for transport in ("threads", "gloo"):
-                with self.subTest(words=words, transport=transport):
-                    self.train(*common, "--recompute", *words, "--transport", transport, output="recomputed")
-                    self.assertEqual(self.losses("recomputed"), plain)
-                    if transport == "threads":
-                        self.assertLess(sum(self.peaks("recomputed")), 0.9 * sum(memory))
-        self.refuses("train", *common, "--recompute", "blocks.4",
-                     message="a GPT cannot have a module 'blocks.4' that is recomputed: its modules are blocks.0 to blocks.3.")
-
     def test_replicas_agree_up_to_rounding(self):
         common = ["--digits", 1, "--rows", 16, "--layers", 2, "--width", 16, "--heads", 2, "--steps", 4]
         self.train(*common, "--microbatches", 4, output="one")
@@ -468,6 +409,9 @@ for name in ("one", "two"):
         for text, code in ranks(["--checkpoint", "kept", "--seed", 3], []):
             self.assertEqual(code, 2, text)
             self.assertIn("\n  checkpoint: not given on rank 1, given on rank 0\n  seed: 0 on rank 1, 3 on rank 0\n", text)
+        for text, code in ranks(["--memory", "1GB"], []):
+            self.assertEqual(code, 2, text)
+            self.assertIn("\n  memory: not given on rank 1, 1GB on rank 0\n", text)
         (self.folder / "a").write_text("the water turns the wheel. " * 40)
         (self.folder / "b").write_text("the wheel turns the water. " * 40)
         size = ["--length", 8]

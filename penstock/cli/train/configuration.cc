@@ -152,6 +152,7 @@ RankOptions TrainOptions::shared_by_ranks(const json& configuration) const {
   }
   if (resume) shared["resume"] = "given";
   if (dry_run) shared["dry-run"] = "given";
+  if (!memory.empty()) shared["memory"] = memory;
   return shared;
 }
 
