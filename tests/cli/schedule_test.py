@@ -231,7 +231,11 @@ class ExportAndShow(Case):
     def test_names_what_torch_cannot_read(self):
         result = self.penstock("schedule", "export", "1F1B", "--ranks", 2, "--microbatches", 2, "--recompute", "all")
         self.assertEqual(result.stdout, "0F0,0F1,0R0,0B0,0R1,0B1\n1F0,1B0,1F1,1B1\n")
-        self.assertEqual(result.stderr, "note: torch.distributed.pipelining misreads this file: it does not know recomputations (0R0).\n")
+        self.assertEqual(result.stderr, "note: torch.distributed.pipelining refuses this file: it does not know recomputations (0R0).\n")
+        result = self.penstock("schedule", "export", "1F1B", "--ranks", 3, "--microbatches", 2, "--lowered", "--edges", "0-2",
+                               "--shared", "0,2")
+        self.assertEqual(result.stderr, "note: torch.distributed.pipelining refuses this file: it does not know sums of shared parameters (0SUM_SHARED).\n"
+                         "note: torch.distributed.pipelining misreads this file: it does not know messages off the chain (0RECV_B0@2).\n")
         self.assertEqual(self.penstock("schedule", "export", "1F1B", "--ranks", 2, "--microbatches", 2).stderr, "")
 
     def test_drawings(self):

@@ -109,8 +109,8 @@ void add_export(CLI::App& parent) {
     const Schedule given = options->spec.schedule();
     const Schedule wanted = options->is_lowered ? lowered(given) : given;
     require_valid(wanted);
-    for (const std::string& what : unknown_to_torch(wanted)) {
-      std::cerr << "note: torch.distributed.pipelining misreads this file: it does not know " << what << ".\n";
+    for (const std::string& problem : problems_in_torch(wanted)) {
+      std::cerr << "note: torch.distributed.pipelining " << problem << ".\n";
     }
     write_output(options->output, [&](std::ostream& out) { out << to_csv(wanted); });
   });

@@ -7,6 +7,7 @@
 #include <map>
 #include <ostream>
 
+#include "penstock/base/text.h"
 #include "penstock/schedule/passes.h"
 #include "penstock/schedule/verify.h"
 
@@ -41,18 +42,27 @@ std::string contents_text(const Schedule& schedule) {
          counted(count_messages(schedule), "message");
 }
 
-std::vector<std::string> unknown_to_torch(const Schedule& schedule) {
-  std::map<std::string, Action> unknown;
+std::vector<std::string> problems_in_torch(const Schedule& schedule) {
+  // The first action of each kind.
+  std::map<std::string, std::string> refused;
+  std::string off_chain;
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     for (const Action& action : schedule.actions(rank)) {
-      if (action.computation == Computation::Recompute) unknown.emplace("recomputations", action);
-      if (action.computation == Computation::SumShared) unknown.emplace("sums of shared parameters", action);
-      if (to_string(action).find('@') != std::string::npos) unknown.emplace("messages off the chain", action);
+      const std::string text = to_string(action);
+      if (action.computation == Computation::Recompute) refused.emplace("recomputations", text);
+      if (action.computation == Computation::SumShared) refused.emplace("sums of shared parameters", text);
+      if (off_chain.empty() && text.find('@') != std::string::npos) off_chain = text;
     }
   }
-  std::vector<std::string> texts;
-  for (const auto& [what, action] : unknown) texts.push_back(what + " (" + to_string(action) + ")");
-  return texts;
+  std::vector<std::string> problems;
+  for (const auto& [what, text] : refused) {
+    problems.push_back(concat("refuses this file: it does not know ", what, " (", text, ")"));
+  }
+  // It ignores what follows the microbatch.
+  if (!off_chain.empty()) {
+    problems.push_back(concat("misreads this file: it does not know messages off the chain (", off_chain, ")"));
+  }
+  return problems;
 }
 
 void write_columns(std::ostream& out, const std::vector<std::vector<std::string>>& rows) {

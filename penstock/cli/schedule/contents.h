@@ -20,9 +20,9 @@ std::size_t count_messages(const Schedule& schedule);
 // Returns "4 ranks, 4 stages, 8 microbatches, 64 computations, 48 messages".
 std::string contents_text(const Schedule& schedule);
 
-// Returns what of the schedule torch.distributed.pipelining cannot read, such as "SUM_SHARED (0SUM_SHARED)"; empty if it
-// can read all of it.
-std::vector<std::string> unknown_to_torch(const Schedule& schedule);
+// Returns what torch.distributed.pipelining does wrong with the schedule as a CSV file, as ends of sentences: "refuses this
+// file: it does not know recomputations (0R0)". Empty if it can read the file.
+std::vector<std::string> problems_in_torch(const Schedule& schedule);
 
 // Writes a table with aligned columns, the first to the left and the others to the right.
 void write_columns(std::ostream& out, const std::vector<std::vector<std::string>>& rows);
