@@ -137,6 +137,9 @@ class Simulate(Case):
         result = self.simulate(*size, "--costs", costs)
         self.assertEqual(result["makespan"], 10 + 3 + 3 + 2)
         self.assertEqual(result["peak_bytes"], [5, 0])
+        measured = self.write("measured.json", '{"version": 2, "stages": [{"parameter_bytes": 5}]}')
+        noted = self.penstock("schedule", "simulate", *size, "--costs", measured)
+        self.assertEqual(noted.stderr, f"note: {measured} has the costs of 1 of 2 stages; the others take the default costs, without sizes.\n")
         bad = self.write("bad.json", '{"version": 9}')
         self.refuses("schedule", "simulate", *size, "--costs", bad, message="bad.json: version should be 1 or 2, but is 9")
 
@@ -151,9 +154,12 @@ class Simulate(Case):
         self.assertEqual(plain["peak_bytes"], [145, 140])
         self.assertEqual(plain["static_bytes"], [105, 100])
         self.assertEqual(plain["capacity"], [120, 200])
+        self.assertEqual(plain["fits"], [False, True])
         recomputed = self.simulate(*size, "--recompute", "all")
         self.assertEqual(recomputed["peak_bytes"], [105 + 10 + 3, 100 + 10 + 3])
         self.assertEqual(recomputed["work"], [4 * 3.5, 4 * 3.5])
+        self.assertEqual(self.simulate(*size, "--recompute", "stages"), recomputed)
+        self.assertEqual(self.simulate(*size, "--recompute", "none"), plain)
         self.assertEqual(self.simulate(*size, "--recompute", "1")["peak_bytes"], [145, 113])
         text = self.answers("simulate", *size)
         self.assertRegex(text, r"peak bytes +capacity +fits +waits most for\n0 .* 145 +120 +no ")
@@ -344,6 +350,7 @@ class Compare(Case):
         _, rows = self.compared("--ranks", 2, "--microbatches", 8, "--costs", costs)
         fits = {name: row["fits"] for name, row in rows.items()}
         self.assertEqual((rows["GPipe"]["peak_bytes"], fits["GPipe"], fits["1F1B"]), (8500, False, True))
+        self.assertEqual(rows["1F1B"]["peak_bytes_by_rank"], [2500, 1500])
         _, rows = self.compared("--ranks", 2, "--microbatches", 8, "--costs", costs, "--memory", "2kB")
         self.assertFalse(rows["1F1B"]["fits"])
 

@@ -145,7 +145,7 @@ void add_simulate(CLI::App& parent) {
   };
   const auto options = std::make_shared<Options>();
   auto* const command =
-      parent.add_subcommand("simulate", "Simulate a schedule: makespan, bubble, stalls and peak activations");
+      parent.add_subcommand("simulate", "Simulate a schedule: makespan, bubble, stalls, and peak memory of each rank");
   options->spec.add_to(*command);
   options->costs.add_to(*command, "one stage and one microbatch");
   command->add_flag("--json", options->json, "Print JSON");
@@ -173,6 +173,7 @@ void add_simulate(CLI::App& parent) {
         result["static_bytes"].push_back(times.static_bytes);
         result["peak_bytes"].push_back(times.peak_bytes);
         result["capacity"].push_back(capacity > 0 ? nlohmann::json(capacity) : nlohmann::json());
+        result["fits"].push_back(fits(costs.of_rank(rank), times.peak_bytes));
         result["work"].push_back(times.work);
         result["idle"].push_back({{"fill", times.fill}, {"drain", times.drain}, {"waiting", waiting}});
       }
@@ -197,7 +198,7 @@ void add_simulate(CLI::App& parent) {
       if (has_capacity) {
         const double capacity = costs.of_rank(rank).capacity;
         row.push_back(capacity > 0 ? rounded(capacity, 0) : "-");
-        row.emplace_back(capacity > 0 && times.peak_bytes > capacity ? "no" : "yes");
+        row.emplace_back(fits(costs.of_rank(rank), times.peak_bytes) ? "yes" : "no");
       }
       row.push_back(waiting > 0 ? "rank " + std::to_string(most->first) : "-");
     }

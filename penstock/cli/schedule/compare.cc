@@ -25,7 +25,7 @@
 namespace penstock::internal::cli {
 namespace {
 
-// Memory of a rank for saved activations: in bytes, or in microbatches of the rank's whole share of the model.
+// Memory of a rank: all of it in bytes, or that for saved activations in microbatches of the rank's share of the model.
 struct MemoryLimit {
   double amount = 0;
   bool is_bytes = false;
@@ -60,7 +60,6 @@ struct Row {
   // in bytes.
   double microbatches = 0;
   double bytes = 0;
-
   // True if each rank stays within the capacity that the costs give it.
   bool within_capacity = true;
 
@@ -84,8 +83,7 @@ Row simulated(std::string name, const Schedule& schedule, const Costs& by_rank) 
     row.most_stages_per_rank = std::max(row.most_stages_per_rank, stages);
     if (stages > 0) row.microbatches = std::max(row.microbatches, 1.0 * times.peak_activations / stages);
     row.bytes = std::max(row.bytes, times.peak_bytes);
-    const double capacity = by_rank.of_rank(rank).capacity;
-    row.within_capacity = row.within_capacity && (capacity == 0 || times.peak_bytes <= capacity);
+    row.within_capacity = row.within_capacity && penstock::fits(by_rank.of_rank(rank), times.peak_bytes);
   }
   return row;
 }
@@ -160,6 +158,7 @@ void write_json(const std::vector<Row>& rows, const ScheduleOptions& size, const
                             {"peak_microbatches", row.microbatches},
                             {"peak_bytes", row.bytes},
                             {"messages", row.messages}};
+    for (const RankTimes& times : row.timeline.ranks) entry["peak_bytes_by_rank"].push_back(times.peak_bytes);
     if (has_limit) entry["fits"] = row.fits(limit);
     result["schedules"].push_back(std::move(entry));
   }
@@ -219,8 +218,8 @@ void add_compare(CLI::App& parent) {
   command
       ->add_option(
           "--memory", options->memory,
-          "Memory of a rank for activations, to mark the schedules that fit: microbatches such as 4, or bytes such as "
-          "512MiB (needs activation_bytes in --costs)")
+          "Memory of a rank, to mark the schedules that fit: microbatches of saved activations such as 4, or bytes for "
+          "all that it keeps such as 512MiB (needs activation_bytes in --costs). Capacities in --costs count too")
       ->option_text("N");
   command->add_flag("--json", options->json, "Print JSON");
   command->callback([options] { compare(*options); });

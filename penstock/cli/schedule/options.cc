@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <iostream>
 #include <sstream>
 #include <utility>
 
@@ -79,11 +80,11 @@ void ScheduleOptions::add_to(CLI::App& command) {
       ->expected(1)
       ->take_all();
   command
-      .add_option(
-          "--recompute", recompute,
-          "Stages whose forwards save their inputs only, and are computed again before their backwards: all, or "
-          "stages such as 0,3")
-      ->option_text("LIST");
+      .add_option("--recompute", recompute,
+                  "Whole stages whose forwards save their inputs only, and are computed again before their backwards: "
+                  "all of them "
+                  "(which `penstock train` calls stages), some such as 0,3, or none")
+      ->option_text("all|stages|none|LIST [none]");
 }
 
 void ScheduleOptions::add_size_to(CLI::App& command) {
@@ -97,8 +98,8 @@ std::string ScheduleOptions::title() const {
 
 Schedule ScheduleOptions::schedule() const {
   const Schedule given = schedule_without_recomputation();
-  if (recompute.empty()) return given;
-  if (recompute == "all") return add_recomputation(given);
+  if (recompute.empty() || recompute == "none") return given;
+  if (recompute == "all" || recompute == "stages") return add_recomputation(given);
   return add_recomputation(given, numbers(recompute, ',', "--recompute", "all, or --recompute 0,3"));
 }
 
@@ -138,7 +139,11 @@ void CostOptions::add_to(CLI::App& command, const std::string& unit) {
   add("--weight", costs.stage.weight, "Time of a weight backward; a full backward takes the time of both");
   add("--latency", costs.link.latency, "Time from a send to its arrival");
   add("--bandwidth", costs.link.bandwidth, "Bandwidth of a link in bytes per unit of time (0: unlimited)");
-  command.add_option("--costs", file, "JSON file with costs by stage and by link")->option_text("FILE.json");
+  command
+      .add_option("--costs", file,
+                  "JSON file with times and sizes by stage, times by link, and memory by rank, such as costs.json of "
+                  "`penstock train`")
+      ->option_text("FILE.json");
 }
 
 Costs CostOptions::get(int entries, int ranks) const {
@@ -148,6 +153,13 @@ Costs CostOptions::get(int entries, int ranks) const {
     require_fit(result, entries, ranks);
   } catch (const ScheduleError& error) {
     throw ScheduleError(file + ": " + error.what());
+  }
+  // Measured costs of a model that was cut into fewer stages.
+  const bool has_sizes =
+      std::ranges::any_of(result.stages, [](const auto& stage) { return stage.parameter_bytes > 0; });
+  if (has_sizes && result.stages.size() < static_cast<std::size_t>(entries)) {
+    std::cerr << "note: " << file << " has the costs of " << result.stages.size() << " of " << entries
+              << " stages; the others take the default costs, without sizes.\n";
   }
   return result;
 }
