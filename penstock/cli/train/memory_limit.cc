@@ -1,25 +1,31 @@
-#include <algorithm>
+#include "penstock/cli/train/memory_limit.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <map>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "penstock/base/text.h"
 #include "penstock/cli/byte_units.h"
-#include "penstock/cli/train/memory_limit.h"
 #include "penstock/cli/train/numbers.h"
-#include "penstock/cli/train/setup.h"
 #include "penstock/schedule/error.h"
 #include "penstock/schedule/generators.h"
 #include "penstock/schedule/liveness.h"
 #include "penstock/schedule/passes.h"
 #include "penstock/tensor/microbatch.h"
+#include "penstock/train/optimizer.h"
+#include "penstock/train/step_batches.h"
 
 namespace penstock::internal::cli {
 namespace {
 
-// The first microbatch of each batch.
+// The first microbatch of each batch. All of them count in the loss, even if they have no target that does.
 class FirstMicrobatches final : public Data {
  public:
   FirstMicrobatches(const Data& data, int microbatches) : data_(data), microbatches_(microbatches) {}
@@ -30,7 +36,6 @@ class FirstMicrobatches final : public Data {
   at::Tensor loss(const c10::IValue& output, const c10::IValue& target) const override {
     return data_.loss(output, target);
   }
-  double loss_weight(const Batch& microbatch) const override { return data_.loss_weight(microbatch); }
   std::int64_t size_of(const Batch& batch) const override { return data_.size_of(batch); }
   std::string unit() const override { return data_.unit(); }
   std::string description() const override { return data_.description(); }
@@ -40,96 +45,213 @@ class FirstMicrobatches final : public Data {
   int microbatches_;
 };
 
-double largest(const Schedule& schedule, const Costs& costs) {
-  double bytes = 0;
-  for (int rank = 0; rank < schedule.ranks(); ++rank) {
-    bytes = std::max(bytes, peak_bytes(schedule, costs, rank));
-  }
-  return bytes;
+// Builds a model of its own for a trial, with the weights of this process's stages. A collective.
+TrainSetup set_up_trial(const TrainOptions& options, const TrainerOptions& trainer_options,
+                        const Agreement& agreement) {
+  const bool between_processes = trainer_options.transport != nullptr;
+  TrainSetup setup;
+  agreement.fail_together([&] {
+    setup = set_up(options, between_processes ? 1 : options.data_parallel);
+    require_splittable(setup, options, between_processes);
+    microbatch_shares(*setup.data, setup.data->batch(0), options.data_parallel, setup.schedule->microbatches());
+    for (const int stage : local_stages(*setup.schedule, trainer_options.transport.get())) {
+      for (const auto& replica : setup.replicas) replica->load_stage(stage);
+    }
+  });
+  return setup;
+}
+
+// Measurements of two trial steps.
+struct Trial {
+  Costs costs;
+  StageGraph graph;
+};
+
+// Trains two steps of one microbatch. A collective.
+Trial run_trial(TrainSetup setup, TrainerOptions trainer_options) {
+  const FirstMicrobatches data(*setup.data, setup.schedule->microbatches());
+  // Losses that are not finite are for the run to judge.
+  trainer_options.on_nonfinite = OnNonFinite::Skip;
+  trainer_options.max_skipped = std::numeric_limits<int>::max();
+  Trainer trainer(std::move(setup.replicas), data, keep_microbatches(*setup.schedule, 1), std::move(trainer_options));
+  // The second step has the optimizer's state from its beginning.
+  for (int step = 0; step < 2; ++step) trainer.step();
+  return {.costs = trainer.costs({}), .graph = trainer.pipeline().schedule().graph()};
 }
 
 std::string size(double bytes) {
   return concat(short_number(bytes), "B");
 }
 
-// Collects options under which the run would fit.
+struct RankNeed {
+  double bytes = 0;
+  int rank = 0;
+};
+
+RankNeed max_of(const RankNeed& left, const RankNeed& right) {
+  return right.bytes > left.bytes ? right : left;
+}
+
+// Returns the need of the rank that needs most in any case. No weights are loaded for it.
+RankNeed static_need(const TrainOptions& options, const TrainSetup& setup) {
+  RankNeed worst;
+  for (int rank = 0; rank < setup.schedule->ranks(); ++rank) {
+    std::int64_t bytes = 0;
+    for (const int stage : setup.schedule->placement().stages_of(rank)) {
+      const WeightBytes stage_bytes = setup.replicas.front()->weight_bytes(stage);
+      bytes += stage_bytes.weights + stage_bytes.gradients + state_bytes(options.optimizer, stage_bytes.gradients);
+    }
+    const int shards = options.shard ? options.data_parallel : 1;
+    worst = max_of(worst, {.bytes = static_cast<double>(bytes) / shards, .rank = rank});
+  }
+  return worst;
+}
+
+// Returns the need of the rank that needs most for a schedule.
+RankNeed need_of(const Schedule& schedule, const Trial& trial) {
+  const Schedule lowered = lower(schedule.with_graph(trial.graph));
+  RankNeed worst;
+  for (int rank = 0; rank < lowered.ranks(); ++rank) {
+    worst = max_of(worst, {.bytes = peak_bytes(lowered, trial.costs, rank), .rank = rank});
+  }
+  return worst;
+}
+
+std::runtime_error refusal(const RankNeed& need, const std::string& purpose, const std::string& limit,
+                           const std::string& hint) {
+  return std::runtime_error(concat("rank ", need.rank, " would need ", size(need.bytes), " of memory for ", purpose,
+                                   ", and --memory allows ", limit, ".\n  Hint: ", hint));
+}
+
+// Finds options under which a run would fit: copies of the given ones with one to three of them changed. What a
+// microbatch needs with other recomputations or another size is measured by a trial.
 class Alternatives {
  public:
-  Alternatives(const TrainOptions& options, const Schedule& schedule, Costs costs, double limit)
-      : options_(options), schedule_(schedule), costs_(std::move(costs)), limit_(limit) {}
+  Alternatives(const TrainOptions& options, const TrainSetup& setup, const TrainerOptions& trainer_options,
+               const Agreement& agreement, Trial trial)
+      : options_(options), setup_(setup), trainer_options_(trainer_options), agreement_(agreement) {
+    trials_.emplace(std::pair{options.run.recompute, setup.schedule->microbatches()}, std::move(trial));
+  }
 
-  std::string text() {
-    if (options_.run.recomputes("none")) {
-      add("--recompute stages", add_recomputation(schedule_), costs_);
+  // A collective.
+  std::string hint() {
+    // Values to try. An empty one leaves the option as it is.
+    std::vector<std::string> recompute{""};
+    std::vector<std::string> schedules{""};
+    std::vector<std::string> microbatches{""};
+    if (options_.run.recomputes("none")) recompute = {"stages", "all", ""};
+    if (options_.run.csv.empty()) {
+      const std::string_view given = find_generator(options_.run.schedule).name;
+      schedules.clear();
+      for (const Generator& generator : generators()) {
+        if (generator.name != given) schedules.emplace_back(generator.name);
+      }
+      schedules.emplace_back();
+      const int count = setup_.schedule->microbatches();
+      microbatches = {std::to_string(2 * count), std::to_string(4 * count), ""};
     }
-    const int per_rank = schedule_.stages() / schedule_.ranks();
-    for (const Generator& generator : generators()) {
-      if (!options_.run.csv.empty() || generator.name == find_generator(options_.run.schedule).name) continue;
-      if (generator.stages_per_rank != 0 && generator.stages_per_rank != per_rank) continue;
-      const Schedule other =
-          generate(generator.name,
-                   {.ranks = schedule_.ranks(), .stages_per_rank = per_rank, .microbatches = schedule_.microbatches()});
-      if (features_of(other).backward) add(concat("--schedule ", generator.name), other, costs_);
-    }
-    for (const int factor : {2, 4}) {
-      if (!options_.run.csv.empty()) break;
-      const int microbatches = factor * schedule_.microbatches();
-      Costs smaller = costs_;
-      for (StageCosts& stage : smaller.stages) {
-        if (stage.weight_bytes) *stage.weight_bytes /= factor;
-        for (double* bytes : {&stage.activation_bytes, &stage.input_bytes, &stage.forward_workspace,
-                              &stage.backward_workspace, &stage.message_bytes}) {
-          *bytes /= factor;
+    for (int changes = 1; changes <= 3 && found_.empty(); ++changes) {
+      for (const std::string& part : recompute) {
+        for (const std::string& name : schedules) {
+          for (const std::string& number : microbatches) {
+            if (!part.empty() + !name.empty() + !number.empty() == changes) add(part, name, number);
+          }
         }
       }
-      add(concat("--microbatches ", microbatches),
-          generate(options_.run.schedule,
-                   {.ranks = schedule_.ranks(), .stages_per_rank = per_rank, .microbatches = microbatches}),
-          smaller);
     }
-    if (found_.empty()) return "\n  Hint: cut the model into more stages on more ranks, or make the batches smaller.";
-    return "\n  Hint: it would fit with " + join(found_, ", or ") + ".";
+    if (found_.empty()) return "cut the model into more stages on more ranks, or make the batches smaller.";
+    return concat("it would fit with ", join(found_, ", or "), ".");
   }
 
  private:
-  void add(const std::string& what, const Schedule& schedule, const Costs& costs) {
-    const double bytes = largest(lower(schedule), costs);
-    if (bytes <= limit_) found_.push_back(concat(what, " (", size(bytes), ")"));
+  void add(const std::string& recompute, const std::string& schedule, const std::string& microbatches) {
+    constexpr std::size_t kMost = 6;
+    if (found_.size() == kMost) return;
+    TrainOptions options = options_;
+    std::vector<std::string> words;
+    if (!recompute.empty()) {
+      options.run.recompute = {recompute};
+      words.push_back("--recompute " + recompute);
+    }
+    if (!schedule.empty()) {
+      options.run.schedule = schedule;
+      words.push_back("--schedule " + schedule);
+    }
+    if (!microbatches.empty()) {
+      options.run.microbatches = std::stoi(microbatches);
+      words.push_back("--microbatches " + microbatches);
+    }
+    const std::optional<Schedule> made = with_the_same_cut(options);
+    if (!made || !features_of(*made).backward) return;
+    const std::optional<Trial>& trial = trial_of(options.run.recompute, made->microbatches());
+    if (!trial) return;
+    const RankNeed need = need_of(*made, *trial);
+    if (need.bytes <= *parse_bytes(options_.memory)) {
+      found_.push_back(concat(join(words, " "), " (", size(need.bytes), ")"));
+    }
+  }
+
+  // Returns the schedule that a run with these options has; none if it would cut or place the model otherwise.
+  std::optional<Schedule> with_the_same_cut(const TrainOptions& options) const {
+    const int stages = setup_.schedule->stages();
+    const bool is_cut_by_options =
+        options.cut.stages > 0 || !options.cut.at.empty() || (setup_.program && !setup_.program->graph().marks.empty());
+    RunOptions run = options.run;
+    run.ranks = options.ranks_wanted();
+    if (!is_cut_by_options && run.stages_wanted() != stages) return std::nullopt;
+    try {
+      const Schedule made = make_schedule(options, stages);
+      if (made.ranks() == setup_.schedule->ranks()) return made;
+    } catch (const std::runtime_error&) {
+      // The schedule has another number of stages per rank.
+    }
+    return std::nullopt;
+  }
+
+  // Returns what a trial with the run's own schedule has measured; none if the model has nothing of that kind to
+  // recompute, or its batches cannot be split so.
+  const std::optional<Trial>& trial_of(const std::vector<std::string>& recompute, int microbatches) {
+    const auto [entry, is_new] = trials_.try_emplace(std::pair{recompute, microbatches});
+    std::optional<Trial>& trial = entry->second;
+    if (!is_new) return trial;
+    TrainOptions options = options_;
+    options.run.recompute = recompute;
+    options.run.microbatches = microbatches;
+    std::optional<TrainSetup> setup;
+    try {
+      setup = set_up_trial(options, trainer_options_, agreement_);
+    } catch (const std::exception&) {
+      return trial;
+    }
+    return trial = run_trial(std::move(*setup), trainer_options_);
   }
 
   const TrainOptions& options_;
-  const Schedule& schedule_;
-  Costs costs_;
-  double limit_;
+  const TrainSetup& setup_;
+  const TrainerOptions& trainer_options_;
+  const Agreement& agreement_;
+  // Trials for each value of --recompute and number of microbatches.
+  std::map<std::pair<std::vector<std::string>, int>, std::optional<Trial>> trials_;
   std::vector<std::string> found_;
 };
 
 }  // namespace
 
-void require_memory(const TrainOptions& options, const Schedule& schedule, const TrainerOptions& trainer_options) {
+void require_memory(const TrainOptions& options, const TrainSetup& setup, const TrainerOptions& trainer_options,
+                    const Agreement& agreement) {
   const double limit = *parse_bytes(options.memory);
-  if (features_of(schedule).communication) {
+  if (features_of(*setup.schedule).communication) {
     throw ScheduleError("--memory needs a schedule without messages, which are added when it is lowered.");
   }
-  TrainSetup trial = set_up(options, trainer_options.transport == nullptr ? options.data_parallel : 1);
-  const FirstMicrobatches data(*trial.data, schedule.microbatches());
-  TrainerOptions trial_options = trainer_options;
-  trial_options.on_nonfinite = OnNonFinite::Skip;
-  Costs costs;
-  {
-    Trainer trainer(std::move(trial.replicas), data, keep_microbatches(schedule, 1), std::move(trial_options));
-    // The second step has the optimizer's state from its beginning.
-    for (int step = 0; step < 2; ++step) trainer.step();
-    costs = trainer.costs({});
+  if (const RankNeed need = static_need(options, setup); need.bytes > limit) {
+    throw refusal(need, "its weights, gradients and optimizer state", options.memory,
+                  "cut the model into more stages on more ranks, or shard it over replicas with --shard.");
   }
-  const Schedule lowered = lower(schedule);
-  for (int rank = 0; rank < schedule.ranks(); ++rank) {
-    const double bytes = peak_bytes(lowered, costs, rank);
-    if (bytes <= limit) continue;
-    throw std::runtime_error(concat("rank ", rank, " would need ", size(bytes),
-                                    " of memory for its tensors, and --memory ", "allows ", options.memory, ".",
-                                    Alternatives(options, schedule, costs, limit).text()));
-  }
+  Trial trial = run_trial(set_up_trial(options, trainer_options, agreement), trainer_options);
+  const RankNeed need = need_of(*setup.schedule, trial);
+  if (need.bytes <= limit) return;
+  throw refusal(need, "its tensors", options.memory,
+                Alternatives(options, setup, trainer_options, agreement, std::move(trial)).hint());
 }
 
 }  // namespace penstock::internal::cli

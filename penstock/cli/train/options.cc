@@ -127,14 +127,15 @@ void TrainOptions::add_to(CLI::App& command) {
                    "Remove the checkpoints and metrics of an earlier run, and start a new one");
   command
       .add_option("--memory", memory,
-                  "Memory of each rank for tensors; a run that would need more is refused before its first step")
+                  "Memory of each rank for tensors; a run that would need more is refused before its first step, with "
+                  "options under which it would fit")
       ->option_text("SIZE")
       ->check(size_in_bytes());
   command.add_flag("--dry-run", dry_run,
                    "Check all inputs and outputs, estimate memory and time with two trial steps, and exit");
   command.add_option("--log-every", log_every, "Steps between lines of progress (default: about twenty lines in all)")
       ->option_text("N");
-  command.add_option("--output", output, "Run directory, for metrics, configuration and timeline")
+  command.add_option("--output", output, "Run directory, for metrics, configuration, timeline and costs")
       ->option_text("DIR [penstock-train]")
       ->check(path());
   command.add_option("--config", config, "TOML or JSON file with options by name; the command line takes precedence")

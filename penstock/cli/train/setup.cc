@@ -45,7 +45,7 @@ TrainSetup set_up(const TrainOptions& options, int replicas) {
       program.train();
       if (bfloat16) program.set_autocast(at::kBFloat16);
       run.recompute_modules(program);
-      if (i == 0) setup.program = program;
+      if (i == 0) setup.program = std::make_unique<Program>(program);
       Pipe pipe = options.cut.cut(program, run.stages_wanted());
       stages = pipe.num_stages();
       setup.replicas.push_back(program_model(std::move(pipe)));
@@ -54,11 +54,23 @@ TrainSetup set_up(const TrainOptions& options, int replicas) {
         options.data, *setup.program,
         {.loss = options.loss, .ignore_index = options.ignore_index, .seed = seed, .shuffle = options.shuffle});
   }
-  constexpr int kMicrobatchesPerRank = 4;
-  const Schedule probe = run.make(stages, /*available=*/0);
-  setup.schedule =
-      run.microbatches > 0 || !run.csv.empty() ? probe : run.make(stages, kMicrobatchesPerRank * probe.ranks());
+  setup.schedule = make_schedule(options, stages);
   return setup;
+}
+
+Schedule make_schedule(const TrainOptions& options, int stages) {
+  constexpr int kMicrobatchesPerRank = 4;
+  RunOptions run = options.run;
+  run.ranks = options.ranks_wanted();
+  const Schedule probe = run.make(stages, /*available=*/0);
+  if (run.microbatches > 0 || !run.csv.empty()) return probe;
+  return run.make(stages, kMicrobatchesPerRank * probe.ranks());
+}
+
+void require_splittable(const TrainSetup& setup, const TrainOptions& options, bool between_processes) {
+  setup.data->check({.replicas = options.data_parallel,
+                     .eval_replicas = between_processes ? 1 : options.data_parallel,
+                     .microbatches = setup.schedule->microbatches()});
 }
 
 }  // namespace penstock::internal::cli

@@ -61,16 +61,15 @@ class Run {
     std::optional<RunDirectories> directories;
     agreement.fail_together([&] {
       if (is_coordinator()) directories.emplace(options_);
-      setup_.data->check({.replicas = options_.data_parallel,
-                          .eval_replicas = transport_ == nullptr ? options_.data_parallel : 1,
-                          .microbatches = setup_.schedule->microbatches()});
+      require_splittable(setup_, options_, transport_ != nullptr);
     });
+    // Before the weights are loaded, so that there is one copy of them at a time.
+    if (!options_.memory.empty()) require_memory(options_, setup_, trainer_options(), agreement);
     agreement.fail_together([&] {
       for (const int stage : local_stages(*setup_.schedule, transport_.get())) {
         for (const auto& replica : setup_.replicas) replica->load_stage(stage);
       }
     });
-    if (!options_.memory.empty()) require_memory(options_, *setup_.schedule, trainer_options());
     Trainer trainer(std::move(setup_.replicas), *setup_.data, *setup_.schedule, trainer_options());
     agreement.fail_together([&] {
       if (options_.resume) resume(trainer);
