@@ -9,7 +9,7 @@ CheckpointedPart::CheckpointedPart() = default;
 CheckpointedPart::~CheckpointedPart() = default;
 
 bool CheckpointedPart::is_useful() {
-  return RecomputedScope::is_useful();
+  return RecomputedPartScope::is_useful();
 }
 
 void CheckpointedPart::add(const c10::IValue& value) {
@@ -17,7 +17,7 @@ void CheckpointedPart::add(const c10::IValue& value) {
 }
 
 void CheckpointedPart::begin() {
-  scope_ = std::make_unique<RecomputedScope>(inputs_);
+  scope_ = std::make_unique<RecomputedPartScope>(inputs_);
   inputs_.clear();
 }
 

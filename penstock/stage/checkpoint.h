@@ -21,7 +21,7 @@ namespace penstock {
 
 namespace internal {
 
-class RecomputedScope;
+class RecomputedPartScope;
 
 // A part of a forward. The forward runs while it exists, and finish() ends it.
 class CheckpointedPart {
@@ -48,7 +48,7 @@ class CheckpointedPart {
  private:
   std::vector<at::Tensor> inputs_;
   // Null before begin().
-  std::unique_ptr<RecomputedScope> scope_;
+  std::unique_ptr<RecomputedPartScope> scope_;
 };
 
 // Replace the tensors of a value by the next of those given, or by none, so that the value keeps no graph alive.

@@ -133,7 +133,7 @@ StageModule stage_module(torch::jit::Module module) {
     torch::jit::Module copy = module;
     // The optimizer changes what later calls save, so that a recomputation would not match its forward.
     std::optional<torch::jit::GraphOptimizerEnabledGuard> unoptimized;
-    if (internal::RecomputedScope::is_open()) unoptimized.emplace(false);
+    if (internal::RecomputedPartScope::is_open()) unoptimized.emplace(false);
     return copy.forward(args, std::unordered_map<std::string, c10::IValue>(kwargs.begin(), kwargs.end()));
   };
   return result;

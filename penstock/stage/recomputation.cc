@@ -7,6 +7,7 @@
 
 #include <array>
 #include <atomic>
+#include <cstddef>
 #include <exception>
 #include <mutex>
 #include <string>
@@ -27,7 +28,7 @@ std::atomic<std::int64_t> recomputed = 0;
 
 // True within a part, in its forward and when it is computed again.
 thread_local bool is_in_part = false;
-thread_local std::shared_ptr<BufferHistory> current_buffers;
+thread_local std::shared_ptr<BufferHistory> current_history;
 
 constexpr const char* kBackwardWithin =
     "a part of a forward that is recomputed runs a backward itself.\n  Hint: recompute the parts around it.";
@@ -60,11 +61,12 @@ RecomputationCounts recomputation_counts() {
 // Hooks of a tensor that is saved in the forward: forget it, and have it computed again.
 class Recomputation::DroppingHooks final : public torch::autograd::SavedVariableHooks {
  public:
-  explicit DroppingHooks(std::shared_ptr<Recomputation> of) : of_(std::move(of)), index_(of_->saved_.size()) {
-    of_->saved_.emplace_back();
+  explicit DroppingHooks(std::shared_ptr<Recomputation> recomputation)
+      : recomputation_(std::move(recomputation)), index_(recomputation_->saved_.size()) {
+    recomputation_->saved_.emplace_back();
   }
   ~DroppingHooks() override {
-    Saved& saved = of_->saved_[index_];
+    Saved& saved = recomputation_->saved_[index_];
     saved.is_released = true;
     saved.tensor.reset();
   }
@@ -72,26 +74,27 @@ class Recomputation::DroppingHooks final : public torch::autograd::SavedVariable
   DroppingHooks& operator=(const DroppingHooks&) = delete;
 
   void call_pack_hook(const at::Tensor& tensor) override {
-    Saved& saved = of_->saved_[index_];
+    Saved& saved = recomputation_->saved_[index_];
     saved.sizes = tensor.sizes().vec();
     saved.dtype = tensor.scalar_type();
     if (is_parameter(tensor)) saved.parameter_version = version_of(tensor);
   }
-  at::Tensor call_unpack_hook() override { return of_->saved_tensor(index_); }
+  at::Tensor call_unpack_hook() override { return recomputation_->saved_tensor(index_); }
 
  private:
-  std::shared_ptr<Recomputation> of_;
+  std::shared_ptr<Recomputation> recomputation_;
   std::size_t index_;
 };
 
 // Hooks of the same tensor when the part is computed again: keep it for the node of the forward.
 class Recomputation::CapturingHooks final : public torch::autograd::SavedVariableHooks {
  public:
-  CapturingHooks(Recomputation& of, std::size_t index) : of_(of.shared_from_this()), index_(index) {}
+  CapturingHooks(Recomputation& recomputation, std::size_t index)
+      : recomputation_(recomputation.shared_from_this()), index_(index) {}
 
   void call_pack_hook(const at::Tensor& tensor) override {
-    if (index_ >= of_->saved_.size()) return;
-    Saved& saved = of_->saved_[index_];
+    if (index_ >= recomputation_->saved_.size()) return;
+    Saved& saved = recomputation_->saved_[index_];
     if (!tensor.sizes().equals(saved.sizes) || tensor.scalar_type() != saved.dtype) {
       throw StageError(concat("a part of a forward saved ", c10::toString(saved.dtype), shape_text(saved.sizes),
                               " as its tensor ", index_, ", and ", c10::toString(tensor.scalar_type()),
@@ -111,12 +114,12 @@ class Recomputation::CapturingHooks final : public torch::autograd::SavedVariabl
   at::Tensor call_unpack_hook() override { throw StageError(kBackwardWithin); }
 
  private:
-  std::shared_ptr<Recomputation> of_;
+  std::shared_ptr<Recomputation> recomputation_;
   std::size_t index_;
 };
 
-Recomputation::Recomputation(const std::vector<at::Tensor>& inputs, std::shared_ptr<BufferHistory> buffers)
-    : random_(RandomScope::position()), buffers_(std::move(buffers)) {
+Recomputation::Recomputation(const std::vector<at::Tensor>& inputs, std::shared_ptr<BufferHistory> history)
+    : random_(RandomScope::position()), history_(std::move(history)) {
   for (const at::Tensor& input : inputs) {
     inputs_.push_back(input.defined() ? input.detach() : at::Tensor());
     needs_grad_.push_back(input.defined() && input.requires_grad());
@@ -126,7 +129,7 @@ Recomputation::Recomputation(const std::vector<at::Tensor>& inputs, std::shared_
   for (const at::DeviceType device : {at::kCPU, at::kCUDA}) {
     autocast_.push_back({device, at::autocast::get_autocast_dtype(device), at::autocast::is_autocast_enabled(device)});
   }
-  if (buffers_ != nullptr) buffers_before_ = buffers_->now();
+  if (history_ != nullptr) before_ = history_->now();
 }
 
 void Recomputation::require_unwritten_inputs(const char* when) const {
@@ -167,7 +170,7 @@ void Recomputation::expire() {
 
 class Recomputation::ForwardState {
  public:
-  explicit ForwardState(const Recomputation& part) : buffers_(part.buffers_) {
+  explicit ForwardState(const Recomputation& part) : buffers_(part.history_) {
     for (std::size_t i = 0; i < part.autocast_.size(); ++i) {
       const Autocast& then = part.autocast_[i];
       const bool is_same = at::autocast::is_autocast_enabled(then.device) == then.enabled &&
@@ -176,7 +179,7 @@ class Recomputation::ForwardState {
     }
     if (buffers_ != nullptr) {
       buffers_now_ = buffers_->now();
-      buffers_->restore(part.buffers_before_);
+      buffers_->restore(part.before_);
     }
     if (part.random_) {
       random_.emplace(*part.random_);
@@ -225,24 +228,24 @@ void Recomputation::compute() {
     const SavedTensorHooksScope hooks([&] { return std::make_unique<CapturingHooks>(*this, next++); });
     function_(inputs.take());
   }
-  buffers_before_.clear();
+  before_.clear();
   if (next == saved_.size()) return;
   throw StageError(concat("a part of a forward saved ", saved_.size(), " tensors, and ", next,
                           " when it was computed again.\n  Hint: its result should depend on its inputs alone."));
 }
 
-RecomputedScope::RecomputedScope(const std::vector<at::Tensor>& inputs)
-    : recomputation_(std::make_shared<Recomputation>(inputs, current_buffers)) {
+RecomputedPartScope::RecomputedPartScope(const std::vector<at::Tensor>& inputs)
+    : recomputation_(std::make_shared<Recomputation>(inputs, current_history)) {
   hooks_.emplace(
       [recomputation = recomputation_] { return std::make_unique<Recomputation::DroppingHooks>(recomputation); });
   is_in_part = true;
 }
 
-RecomputedScope::~RecomputedScope() {
+RecomputedPartScope::~RecomputedPartScope() {
   if (hooks_) is_in_part = false;
 }
 
-std::shared_ptr<Recomputation> RecomputedScope::close(Recompute function) {
+std::shared_ptr<Recomputation> RecomputedPartScope::close(RecomputedFunction function) {
   hooks_.reset();
   is_in_part = false;
   recomputation_->require_unwritten_inputs("by its forward");
@@ -251,19 +254,19 @@ std::shared_ptr<Recomputation> RecomputedScope::close(Recompute function) {
   return std::move(recomputation_);
 }
 
-bool RecomputedScope::is_open() {
+bool RecomputedPartScope::is_open() {
   return is_in_part;
 }
 
-bool RecomputedScope::is_useful() {
+bool RecomputedPartScope::is_useful() {
   return c10::GradMode::is_enabled() && !is_in_part;
 }
 
-RecomputedBuffersScope::RecomputedBuffersScope(std::shared_ptr<BufferHistory> buffers)
-    : outer_(std::exchange(current_buffers, std::move(buffers))) {}
+RecomputedBuffersScope::RecomputedBuffersScope(std::shared_ptr<BufferHistory> history)
+    : outer_(std::exchange(current_history, std::move(history))) {}
 
 RecomputedBuffersScope::~RecomputedBuffersScope() {
-  current_buffers = std::move(outer_);
+  current_history = std::move(outer_);
 }
 
 }  // namespace penstock::internal

@@ -1,7 +1,7 @@
 // A part of a forward that saves its inputs only, and is computed again when the backward needs what it would have
 // saved. checkpoint.h is the interface for users.
 //
-//   RecomputedScope scope({x});
+//   RecomputedPartScope scope({x});
 //   at::Tensor y = block(x);
 //   scope.close([block](const std::vector<at::Tensor>& inputs) { block(inputs[0]); });
 //
@@ -19,16 +19,17 @@
 #include <optional>
 #include <vector>
 
-#include "penstock/stage/buffer_history.h"
 #include "penstock/stage/saved_tensor_hooks.h"
+#include "penstock/stage/buffer_history.h"
 #include "penstock/tensor/random_scope.h"
 
 namespace penstock::internal {
 
 // Computes the part from aliases of its inputs, which it may write into. Its results are ignored.
-using Recompute = std::function<void(const std::vector<at::Tensor>& inputs)>;
+using RecomputedFunction = std::function<void(const std::vector<at::Tensor>& inputs)>;
 
-// Numbers of parts of this process that were made, and that were computed again.
+// Numbers of parts that were made, and that were computed again, by all threads of the process. Parts that saved nothing
+// do not count. For tests.
 struct RecomputationCounts {
   std::int64_t made = 0;
   std::int64_t recomputed = 0;
@@ -39,7 +40,7 @@ RecomputationCounts recomputation_counts();
 // backward that it waits for.
 class Recomputation : public std::enable_shared_from_this<Recomputation> {
  public:
-  Recomputation(const std::vector<at::Tensor>& inputs, std::shared_ptr<BufferHistory> buffers);
+  Recomputation(const std::vector<at::Tensor>& inputs, std::shared_ptr<BufferHistory> history);
   ~Recomputation() = default;
   Recomputation(const Recomputation&) = delete;
   Recomputation& operator=(const Recomputation&) = delete;
@@ -51,7 +52,7 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
   void expire();
 
  private:
-  friend class RecomputedScope;
+  friend class RecomputedPartScope;
   class DroppingHooks;
   class CapturingHooks;
 
@@ -86,31 +87,31 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
   std::vector<at::Tensor> inputs_;
   std::vector<bool> needs_grad_;
   std::vector<std::uint32_t> versions_;
-  Recompute function_;
+  RecomputedFunction function_;
   std::optional<RandomScope::Position> random_;
   // State of the default generator, if the forward was in no random scope.
   at::Tensor default_random_;
   std::vector<Autocast> autocast_;
   // Buffers of the stage, and their values before the part; null outside of a stage.
-  std::shared_ptr<BufferHistory> buffers_;
-  BufferHistory::Moment buffers_before_;
+  std::shared_ptr<BufferHistory> history_;
+  BufferHistory::Moment before_;
   bool is_done_ = false;
   bool is_expired_ = false;
 };
 
 // The forward of a part: what operators of this thread save is dropped while it lives.
-class RecomputedScope {
+class RecomputedPartScope {
  public:
-  // `inputs` are the tensors from which the part is computed, besides those that a Recompute keeps itself, such as
+  // `inputs` are the tensors from which the part is computed, besides those that the function keeps itself, such as
   // parameters. They are not copied, so the part must not write into them.
-  explicit RecomputedScope(const std::vector<at::Tensor>& inputs);
-  ~RecomputedScope();
-  RecomputedScope(const RecomputedScope&) = delete;
-  RecomputedScope& operator=(const RecomputedScope&) = delete;
+  explicit RecomputedPartScope(const std::vector<at::Tensor>& inputs);
+  ~RecomputedPartScope();
+  RecomputedPartScope(const RecomputedPartScope&) = delete;
+  RecomputedPartScope& operator=(const RecomputedPartScope&) = delete;
 
   // Ends the part, which is computed again by `function`. Throws StageError if an input was written to. Without a call,
   // because the part has thrown, its graph cannot be used.
-  std::shared_ptr<Recomputation> close(Recompute function);
+  std::shared_ptr<Recomputation> close(RecomputedFunction function);
 
   // True if a part that begins here would save less: autograd is on, and this is not within another part, of which
   // nothing is saved, or which is being computed again as a whole.
@@ -126,7 +127,7 @@ class RecomputedScope {
 // While it lives, parts of the forward on this thread restore these buffers when they are computed again.
 class RecomputedBuffersScope {
  public:
-  explicit RecomputedBuffersScope(std::shared_ptr<BufferHistory> buffers);
+  explicit RecomputedBuffersScope(std::shared_ptr<BufferHistory> history);
   ~RecomputedBuffersScope();
   RecomputedBuffersScope(const RecomputedBuffersScope&) = delete;
   RecomputedBuffersScope& operator=(const RecomputedBuffersScope&) = delete;

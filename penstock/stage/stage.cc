@@ -12,7 +12,6 @@
 
 #include "penstock/base/text.h"
 #include "penstock/stage/backward.h"
-#include "penstock/stage/buffer_history.h"
 #include "penstock/stage/checkpoint.h"
 #include "penstock/stage/copy_on_write.h"
 #include "penstock/stage/loss_terms.h"
@@ -20,6 +19,7 @@
 #include "penstock/stage/recomputation.h"
 #include "penstock/stage/routing.h"
 #include "penstock/stage/saved_state.h"
+#include "penstock/stage/buffer_history.h"
 #include "penstock/tensor/nested.h"
 
 namespace penstock {
@@ -113,8 +113,8 @@ struct PipelineStage::Impl {
   // Set by begin().
   Mode mode = Mode::Evaluation;
   std::optional<internal::StageRouting> routing;
-  // Buffers, for the parts of forwards that are recomputed.
-  std::shared_ptr<internal::BufferHistory> buffer_history;
+  // For the parts of forwards that are recomputed.
+  std::shared_ptr<internal::BufferHistory> history;
   // Indexed by microbatch; null before the forward and after the backward.
   std::vector<std::unique_ptr<SavedMicrobatch>> microbatches;
 
@@ -183,7 +183,7 @@ PipelineStage::PipelineStage(StageModule module, int stage_index, int num_stages
   for (const NamedTensors* named : {&impl_->module.parameters, &impl_->module.buffers, &impl_->module.state}) {
     for (const auto& [name, tensor] : *named) impl_->own_storages.insert(storage_of(tensor));
   }
-  impl_->buffer_history = std::make_shared<internal::BufferHistory>(impl_->module);
+  impl_->history = std::make_shared<internal::BufferHistory>(impl_->module);
 }
 
 PipelineStage::~PipelineStage() = default;
@@ -250,13 +250,13 @@ void PipelineStage::end() {
   for (const auto& run : impl_->microbatches) {
     if (run && run->recomputation) run->recomputation->expire();
   }
-  impl_->buffer_history->forget();
+  impl_->history->forget();
   if (impl_->sync) impl_->sync->end_step();
 }
 
 void PipelineStage::rollback() {
   impl_->microbatches.clear();
-  impl_->buffer_history->forget();
+  impl_->history->forget();
   if (impl_->sync) impl_->sync->rollback();
 }
 
@@ -286,7 +286,7 @@ c10::IValue PipelineStage::Impl::forward_for_recomputation(SavedMicrobatch& run,
     const at::Tensor* none = nullptr;
     internal::replace_tensors(value, none);
   });
-  internal::RecomputedScope scope(inputs);
+  internal::RecomputedPartScope scope(inputs);
   c10::IValue output = module.forward(arguments, kwargs);
   run.recomputation = scope.close([this, kept_args, kept_kwargs, counts = run.received, for_each_value,
                                    count = received.size()](const std::vector<at::Tensor>& fresh) {
@@ -334,7 +334,7 @@ PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Mess
   Forwarded result;
   {
     const internal::LossTermScope scope(result.losses);
-    const internal::RecomputedBuffersScope buffers(by_autograd ? impl_->buffer_history : nullptr);
+    const internal::RecomputedBuffersScope history(by_autograd ? impl_->history : nullptr);
     result.output = recomputed
                         ? impl_->forward_for_recomputation(*run, kept, arguments, is_first() ? args : Args(), kwargs)
                         : impl_->module.forward(arguments, kwargs);

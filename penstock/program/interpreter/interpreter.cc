@@ -102,7 +102,7 @@ struct Interpreter::Plan {
   // Runs calls so that their inputs are all that is saved of them, from which the backward runs them again.
   static void run_recomputed(const std::shared_ptr<const Plan>& plan, Range range, std::vector<c10::IValue>& slots,
                              const Mode& mode);
-  // Returns the slots that the calls read and others have written, weights apart.
+  // Returns the slots that the calls read and others have written, weights apart. Cheap beside the operators.
   std::vector<std::size_t> inputs_of(Range range) const;
 };
 
@@ -258,18 +258,18 @@ void Interpreter::Plan::run_recomputed(const std::shared_ptr<const Plan>& plan, 
   }
   // Buffers are inputs of the program, and it writes to them after all calls.
   const RecomputedBuffersScope no_buffers(nullptr);
-  RecomputedScope scope(tensors);
+  RecomputedPartScope scope(tensors);
   tensors.clear();
   plan->run(range, slots, mode);
   Mode again = mode;
   again.after_node = nullptr;
-  scope.close([plan, range, kept = std::move(kept),
-               again = std::move(again)](const std::vector<at::Tensor>& fresh) {
-    std::vector<c10::IValue> own = plan->initial;
-    auto next = fresh.begin();
-    for (const Kept& input : kept) own[input.slot] = input.is_tensor ? c10::IValue(*next++) : input.other;
-    plan->run(range, own, again);
-  });
+  scope.close(
+      [plan, range, kept = std::move(kept), again = std::move(again)](const std::vector<at::Tensor>& inputs_again) {
+        std::vector<c10::IValue> slots_again = plan->initial;
+        auto next = inputs_again.begin();
+        for (const Kept& input : kept) slots_again[input.slot] = input.is_tensor ? c10::IValue(*next++) : input.other;
+        plan->run(range, slots_again, again);
+      });
 }
 
 Interpreter::Interpreter(std::shared_ptr<const Graph> graph, std::span<const int> nodes, std::span<const int> inputs,
@@ -371,7 +371,7 @@ std::vector<c10::IValue> Interpreter::run(std::vector<c10::IValue> inputs, const
   std::vector<c10::IValue> slots = plan_->initial;
   std::move(inputs.begin(), inputs.end(), slots.begin());
   inputs.clear();
-  const bool recomputes = mode.recomputed && RecomputedScope::is_useful();
+  const bool recomputes = mode.recomputed && RecomputedPartScope::is_useful();
   const auto part_of = [&](std::size_t call) {
     return recomputes ? mode.recomputed->part_of(plan_->calls[call].node) : -1;
   };
