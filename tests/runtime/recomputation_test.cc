@@ -8,6 +8,7 @@
 #include <torch/nn/modules/linear.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -17,9 +18,9 @@
 #include "penstock/schedule/csv.h"
 #include "penstock/schedule/generators.h"
 #include "penstock/schedule/passes.h"
-#include "penstock/stage/checkpoint.h"
 #include "penstock/stage/modules.h"
-#include "tests/runtime/models.h"
+#include "tests/runtime/recomputed_models.h"
+#include "tests/stage/recomputed_part.h"
 #include "tests/thrown.h"
 
 namespace penstock::internal::testing {
@@ -37,72 +38,11 @@ Schedule recomputed_early(const Schedule& schedule) {
   return result;
 }
 
-int count_recomputations(const Schedule& schedule) {
-  int count = 0;
-  for (int rank = 0; rank < schedule.ranks(); ++rank) {
-    for (const Action& action : schedule.actions(rank)) count += action.computation == Computation::Recompute ? 1 : 0;
-  }
-  return count;
-}
-
-// Counts the parts that were made and computed again since it was constructed.
-class Counted {
- public:
-  std::int64_t made() const { return recomputation_counts().made - before_.made; }
-  std::int64_t recomputed() const { return recomputation_counts().recomputed - before_.recomputed; }
-
- private:
-  RecomputationCounts before_ = recomputation_counts();
-};
-
-// Returns the model with each stage's forward as a checkpointed part.
-Model checkpointed(Model model) {
-  for (StageModule& stage : model.stages) {
-    stage.forward = [forward = stage.forward](const Args& args, const Kwargs& kwargs) -> c10::IValue {
-      // The part must not write into its inputs, as some of these stages do.
-      return checkpoint(
-          [forward, kwargs](const c10::IValue& values) {
-            Args copies;
-            for (const c10::IValue& value : values.toTupleRef().elements()) {
-              copies.push_back(value.isTensor() ? c10::IValue(value.toTensor().clone()) : value);
-            }
-            return forward(copies, kwargs);
-          },
-          c10::IValue(c10::ivalue::Tuple::create(args)));
-    };
-  }
-  return model;
-}
 template <std::size_t index>
 Model checkpointed_model(int stages) {
   return checkpointed(kModels[index].make(stages));
 }
 
-struct RecomputedCase {
-  std::string schedule;
-  int ranks;
-  int microbatches;
-};
-std::vector<RecomputedCase> recomputed_cases() {
-  std::vector<RecomputedCase> cases;
-  for (const Generator& generator : generators()) {
-    for (const int ranks : {1, 2, 4}) {
-      for (const int microbatches : {1, 3, 8}) cases.push_back({std::string(generator.name), ranks, microbatches});
-    }
-  }
-  return cases;
-}
-
-class EveryRecomputedSchedule : public ::testing::TestWithParam<RecomputedCase> {
- protected:
-  Schedule schedule() const {
-    return generate(GetParam().schedule, {.ranks = GetParam().ranks, .microbatches = GetParam().microbatches});
-  }
-};
-std::string name_of_case(const ::testing::TestParamInfo<RecomputedCase>& info) {
-  return info.param.schedule + "_" + std::to_string(info.param.ranks) + "_ranks_" +
-         std::to_string(info.param.microbatches) + "_microbatches";
-}
 INSTANTIATE_TEST_SUITE_P(Threads, EveryRecomputedSchedule, ::testing::ValuesIn(recomputed_cases()), name_of_case);
 
 TEST_P(EveryRecomputedSchedule, GivesTheLossesOutputsAndGradientsOfOneProcess) {
@@ -110,7 +50,7 @@ TEST_P(EveryRecomputedSchedule, GivesTheLossesOutputsAndGradientsOfOneProcess) {
   if (!features_of(plain_schedule).backward) return;
   for (const Schedule& recomputed : {add_recomputation(plain_schedule), recomputed_early(plain_schedule)}) {
     for (const NamedModel& named : kModels) {
-      const Counted counted;
+      const CountedParts counted;
       expect_what_one_process_gives(named, recomputed);
       EXPECT_EQ(counted.made(), count_recomputations(recomputed));
       EXPECT_EQ(counted.recomputed(), count_recomputations(recomputed));
@@ -126,7 +66,7 @@ TEST_P(EveryRecomputedSchedule, GivesThemWithCheckpointedParts) {
                                {"several_tensors", checkpointed_model<2>}, {"with_skips", checkpointed_model<3>},
                                {"shared_inside", checkpointed_model<4>},   {"shared_across", checkpointed_model<5>}};
   for (const NamedModel& named : models) {
-    const Counted counted;
+    const CountedParts counted;
     expect_what_one_process_gives(named, made);
     // Half of the parts are those of the reference.
     EXPECT_EQ(counted.made(), 2 * made.stages() * made.microbatches());
@@ -135,69 +75,14 @@ TEST_P(EveryRecomputedSchedule, GivesThemWithCheckpointedParts) {
   }
 }
 
-// Batch normalisation in training mode: its running statistics are buffers that each forward updates.
-struct Normalised {
-  explicit Normalised(int count) : model(count) {
-    for (int i = 0; i < count; ++i) {
-      const at::Tensor w = weight(numbered("norm", i), {kWide, kWide});
-      const at::Tensor mean = at::zeros({kWide});
-      const at::Tensor variance = at::ones({kWide});
-      const at::Tensor batches = at::zeros({}, at::kLong);
-      StageModule& stage = model.stages[static_cast<std::size_t>(i)];
-      stage.forward = [=](const Args& args, const Kwargs&) -> c10::IValue {
-        batches.add_(1);
-        // The momentum, and with it what the statistics become, depends on a buffer.
-        const at::Tensor y = at::batch_norm(at::matmul(tensor(args, 0), w), {}, {}, mean, variance, /*training=*/true,
-                                            1.0 / batches.item<double>(), 1e-5, /*cudnn_enabled=*/false);
-        // So does the output.
-        return at::relu(y) * (1 + batches.to(at::kFloat));
-      };
-      stage.parameters = {{"w", w}};
-      stage.buffers = {{"mean", mean}, {"variance", variance}, {"batches", batches}};
-    }
-  }
-
-  std::vector<at::Tensor> buffers() const {
-    std::vector<at::Tensor> all;
-    for (const StageModule& stage : model.stages) {
-      for (const auto& [name, buffer] : stage.buffers) all.push_back(buffer);
-    }
-    return all;
-  }
-
-  Model model;
-};
-
-TEST_P(EveryRecomputedSchedule, UpdatesBuffersOnce) {
-  const Schedule made = schedule();
-  if (!features_of(made).backward) return;
-  const at::Tensor x = rows(4 * made.microbatches(), "x");
-  const at::Tensor y = rows(4 * made.microbatches(), "y");
-  const auto train = [&](const Normalised& normalised, const Schedule& schedule) {
-    Pipeline pipeline(normalised.model.build(), schedule, {.loss = squared_error});
-    for (int step = 0; step < 2; ++step) pipeline.step({x}, {}, y);
-  };
-  const Normalised plain_model(made.stages());
-  train(plain_model, made);
-  const Normalised recomputed(made.stages());
-  train(recomputed, add_recomputation(made));
-  expect_equal(plain_model.buffers(), recomputed.buffers());
-  expect_equal(gradients_of(plain_model.model), gradients_of(recomputed.model));
-  Normalised parts(made.stages());
-  parts.model = checkpointed(std::move(parts.model));
-  train(parts, made);
-  expect_equal(plain_model.buffers(), parts.buffers());
-  expect_equal(gradients_of(plain_model.model), gradients_of(parts.model));
-}
-
 TEST(Recomputation, WorksWithReplicasAndShards) {
   const Schedule made = generate("ZBVZeroBubble", {.ranks = 2, .microbatches = 4});
   const at::Tensor x = input_for(kModels[1], 8, "x").narrow(0, 0, 16);
   const at::Tensor y = input_for(kModels[1], 8, "y").narrow(0, 0, 16);
   for (const bool sharded : {false, true}) {
-    const auto gradients = [&](const Schedule& schedule) {
+    const auto gradients = [&](const Schedule& schedule, Model (*changed)(Model)) {
       std::vector<StagedModel> replicas;
-      for (int i = 0; i < 2; ++i) replicas.push_back(transformer(made.stages()).build());
+      for (int i = 0; i < 2; ++i) replicas.push_back(changed(transformer(made.stages())).build());
       Pipeline pipeline(std::move(replicas), schedule, {.loss = squared_error, .sharded = sharded});
       std::vector<at::Tensor> found;
       for (int step = 0; step < 2; ++step) found.push_back(at::stack(pipeline.step({x}, {}, y).losses));
@@ -208,7 +93,17 @@ TEST(Recomputation, WorksWithReplicasAndShards) {
       }
       return found;
     };
-    expect_equal(gradients(made), gradients(add_recomputation(made)));
+    const std::vector<at::Tensor> expected = gradients(made, unchanged);
+    const int in_all_steps = 2 * 2 * made.stages() * made.microbatches();
+    const CountedParts stages;
+    expect_equal(expected, gradients(add_recomputation(made), unchanged));
+    EXPECT_GT(stages.made(), 0);
+    EXPECT_EQ(stages.recomputed(), stages.made());
+    // These are computed again within I, W or B.
+    const CountedParts parts;
+    expect_equal(expected, gradients(made, checkpointed));
+    EXPECT_EQ(parts.made(), in_all_steps);
+    EXPECT_EQ(parts.recomputed(), in_all_steps);
   }
 }
 
@@ -261,38 +156,6 @@ TEST(Recomputation, DropsTheSavedActivations) {
   EXPECT_EQ(alive["0B1"], 0);
 }
 
-TEST(Recomputation, RefusesAParameterThatWasModifiedMeanwhile) {
-  // A linear layer saves a view of its weight.
-  for (const bool transposed : {false, true}) {
-    const at::Tensor w = weight("w", {kWide, kWide});
-    const at::Tensor y =
-        checkpoint([=](const at::Tensor& x) { return transposed ? at::linear(x, w) : at::matmul(x, w); },
-                   rows(2, "x").requires_grad_());
-    {
-      const at::NoGradGuard no_grad;
-      w.mul_(2);
-    }
-    const std::string error = message_of([&] { y.sum().backward(); });
-    EXPECT_NE(error.find("a parameter of shape [8, 8] was modified between a forward and its recomputation"),
-              std::string::npos)
-        << error;
-  }
-}
-
-TEST(Recomputation, RefusesATensorThatWasModifiedAfterItHadBeenSaved) {
-  const at::Tensor y = checkpoint(
-      [](const at::Tensor& x) {
-        at::Tensor h = x * 2;
-        const at::Tensor z = h.sigmoid() * h;
-        h.add_(1);
-        return z;
-      },
-      rows(2, "x").requires_grad_());
-  const std::string error = message_of([&] { y.sum().backward(); });
-  EXPECT_NE(error.find("a tensor of shape [2, 8] that a backward needs was modified in place"), std::string::npos)
-      << error;
-}
-
 TEST(Recomputation, CheckpointsEveryNthModuleOfASequential) {
   const auto gradients = [](int every, std::int64_t& recomputed) {
     at::manual_seed(3);
@@ -300,7 +163,7 @@ TEST(Recomputation, CheckpointsEveryNthModuleOfASequential) {
                                            torch::nn::Linear(kWide, kWide));
     std::vector<PipelineStage> stages;
     stages.emplace_back(stage_module(sequential, {.checkpoint_every = every}), 0, 1);
-    const Counted counted;
+    const CountedParts counted;
     Pipeline pipeline(std::move(stages), generate("GPipe", {.ranks = 1, .microbatches = 2}), {.loss = squared_error});
     pipeline.step({rows(4, "x")}, {}, rows(4, "y"));
     recomputed = counted.recomputed();
@@ -434,6 +297,14 @@ TEST(Recomputation, RefusesAStageThatDependsOnMoreThanItsInputs) {
     EXPECT_NE(error.find(expected + ".\n  Hint: its result should depend on its inputs alone."), std::string::npos)
         << error;
   }
+}
+
+TEST(Recomputation, IsNotDoneInEvaluation) {
+  const CountedParts counted;
+  Model model = checkpointed(perceptron(2));
+  Pipeline pipeline(model.build(), generate("GPipe", {.ranks = 2, .microbatches = 2}), {.loss = squared_error});
+  pipeline.eval({rows(4, "x")}, {}, rows(4, "y"));
+  EXPECT_EQ(counted.made(), 0);
 }
 
 }  // namespace

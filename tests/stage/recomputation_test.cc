@@ -1,0 +1,203 @@
+// checkpoint() on its own: gradients are bitwise those without it, and misuse is refused.
+#include "penstock/stage/recomputation.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "penstock/stage/checkpoint.h"
+#include "penstock/stage/wiring.h"
+#include "penstock/tensor/autocast_scope.h"
+#include "tests/stage/recomputed_part.h"
+#include "tests/stage/stages.h"
+#include "tests/thrown.h"
+
+namespace penstock::internal::testing {
+namespace {
+
+at::Tensor leaf(at::IntArrayRef shape, std::int64_t seed = 1) {
+  return numbers(shape, seed).clone().requires_grad_();
+}
+
+using Part = std::function<at::Tensor(const at::Tensor&)>;
+
+// Returns the result of a function and the gradients of its input and parameters, with or without a checkpoint.
+Tensors results_of(const Part& function, const Tensors& parameters, bool checkpointed) {
+  const at::Tensor x = leaf({4, 4}, 9);
+  const at::Tensor y = checkpointed ? checkpoint(function, x) : function(x);
+  Tensors leaves = parameters;
+  leaves.push_back(x);
+  Tensors results = torch::autograd::grad({y.sum()}, leaves);
+  results.push_back(y.detach());
+  return results;
+}
+
+// Expects bitwise the same with a checkpoint, and one recomputation.
+void expect_the_same_with_a_checkpoint(const Part& function, const Tensors& parameters = {}) {
+  const Tensors expected = results_of(function, parameters, /*checkpointed=*/false);
+  const CountedParts counted;
+  const Tensors found = results_of(function, parameters, /*checkpointed=*/true);
+  EXPECT_EQ(counted.made(), 1);
+  EXPECT_EQ(counted.recomputed(), 1);
+  ASSERT_EQ(expected.size(), found.size());
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    EXPECT_TRUE(at::equal(expected[i], found[i])) << i << "\n" << expected[i] << "\n" << found[i];
+  }
+}
+
+TEST(Checkpoint, WithinAnotherOneIsPartOfIt) {
+  const at::Tensor w = leaf({4, 4});
+  expect_the_same_with_a_checkpoint(
+      [=](const at::Tensor& x) {
+        const at::Tensor y = checkpoint([=](const at::Tensor& input) { return at::matmul(input, w).exp(); }, x);
+        return checkpoint([=](const at::Tensor& input) { return input.tanh() * input; }, y);
+      },
+      {w});
+}
+
+// Saves an output and an undefined tensor.
+class ExpAndNothing : public torch::autograd::Function<ExpAndNothing> {
+ public:
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x) {
+    at::Tensor y = x.exp();
+    context->save_for_backward({y, at::Tensor(), x});
+    return y;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    const auto saved = context->get_saved_variables();
+    EXPECT_FALSE(saved[1].defined());
+    return {gradients[0] * saved[0] * saved[2].sign().square()};
+  }
+};
+
+TEST(Checkpoint, KnowsFunctionsThatSaveAnOutputAndAnUndefinedTensor) {
+  expect_the_same_with_a_checkpoint([](const at::Tensor& x) { return ExpAndNothing::apply(x * 2) * x; });
+}
+
+TEST(Checkpoint, HasTheAutocastOfItsForward) {
+  const at::Tensor w = leaf({4, 4});
+  const auto layer = [=](const at::Tensor& x) { return at::matmul(x, w).exp().to(at::kFloat); };
+  // The backward, and with it the recomputation, runs outside of the scope.
+  expect_the_same_with_a_checkpoint(
+      [=](const at::Tensor& x) {
+        const AutocastScope autocast(at::kCPU, at::kBFloat16);
+        return layer(x);
+      },
+      {w});
+  const auto gradients = [&](bool checkpointed) {
+    const at::Tensor x = leaf({4, 4}, 9);
+    at::Tensor y;
+    {
+      const AutocastScope autocast(at::kCPU, at::kBFloat16);
+      y = checkpointed ? checkpoint(layer, x) : layer(x);
+    }
+    return torch::autograd::grad({y.sum()}, {x, w});
+  };
+  const Tensors expected = gradients(false);
+  const Tensors found = gradients(true);
+  for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(at::equal(expected[i], found[i])) << i;
+}
+
+TEST(Checkpoint, DrawsTheSameNumbersOutsideOfARandomScope) {
+  const auto seeded = [](bool checkpointed) {
+    at::manual_seed(5);
+    Tensors results =
+        results_of([](const at::Tensor& x) { return at::dropout(x * 2, 0.5, true) * x; }, {}, checkpointed);
+    // The generator goes on as if nothing had been computed again.
+    results.push_back(at::rand({4}));
+    return results;
+  };
+  const Tensors expected = seeded(false);
+  const Tensors found = seeded(true);
+  for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(at::equal(expected[i], found[i])) << i;
+}
+
+TEST(Checkpoint, TakesVectorsOptionalTensorsAndOtherValues) {
+  const CountedParts counted;
+  const at::Tensor a = leaf({4});
+  const at::Tensor b = leaf({4}, 2);
+  const at::Tensor c = leaf({4}, 3);
+  const auto function = [](const std::vector<at::Tensor>& tensors, const std::optional<at::Tensor>& maybe,
+                           const std::optional<at::Tensor>& nothing, double scale, const std::string& name) {
+    EXPECT_EQ(name, "a name");
+    EXPECT_FALSE(nothing.has_value());
+    return (tensors[0].exp() * tensors[1].sin() * maybe->cos()) * scale;
+  };
+  const at::Tensor plain_result = function({a, b}, c, std::nullopt, 1.5, "a name");
+  const Tensors expected = torch::autograd::grad({plain_result.sum()}, {a, b, c});
+  const at::Tensor y = checkpoint(function, std::vector<at::Tensor>{a, b}, std::optional<at::Tensor>(c),
+                                  std::optional<at::Tensor>(), 1.5, std::string("a name"));
+  const Tensors found = torch::autograd::grad({y.sum()}, {a, b, c});
+  for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(at::equal(expected[i], found[i])) << i;
+  EXPECT_EQ(counted.recomputed(), 1);
+}
+
+TEST(Checkpoint, MakesNoPartWithoutAutograd) {
+  const CountedParts counted;
+  {
+    const at::NoGradGuard no_grad;
+    const at::Tensor x = numbers({4});
+    EXPECT_TRUE(at::equal(checkpoint([](const at::Tensor& input) { return input.exp(); }, x), x.exp()));
+  }
+  EXPECT_EQ(counted.made(), 0);
+}
+
+TEST(Checkpoint, RefusesABackwardWithinThePart) {
+  const at::Tensor x = leaf({4});
+  EXPECT_EQ(message_of<StageError>([&] {
+              checkpoint([](const at::Tensor& input) { return torch::autograd::grad({input.exp().sum()}, {input})[0]; },
+                         x);
+            }),
+            "a part of a forward that is recomputed runs a backward itself.\n  Hint: recompute the parts around it.");
+}
+
+TEST(Checkpoint, RefusesAParameterThatWasModifiedMeanwhile) {
+  struct Case {
+    at::Tensor w;
+    bool transposed;
+  };
+  // A linear layer saves a view of its weight.
+  for (const auto& [w, transposed] : {Case{leaf({4, 4}), false}, Case{leaf({4, 4}), true}}) {
+    const at::Tensor y =
+        checkpoint([weight = w, is_linear = transposed](
+                       const at::Tensor& x) { return is_linear ? at::linear(x, weight) : at::matmul(x, weight); },
+                   leaf({2, 4}, 2));
+    {
+      const at::NoGradGuard no_grad;
+      w.mul_(2);
+    }
+    const std::string error = message_of<StageError>([&] { y.sum().backward(); });
+    EXPECT_EQ(error,
+              "a parameter of shape [4, 4] was modified between a forward and its recomputation.\n  Hint: step the "
+              "optimizer after the backwards.");
+  }
+}
+
+TEST(Checkpoint, RefusesATensorThatWasModifiedAfterItHadBeenSaved) {
+  const at::Tensor y = checkpoint(
+      [](const at::Tensor& x) {
+        at::Tensor h = x * 2;
+        const at::Tensor z = h.sigmoid() * h;
+        h.add_(1);
+        return z;
+      },
+      leaf({2, 4}));
+  EXPECT_EQ(message_of<StageError>([&] { y.sum().backward(); }),
+            "a tensor of shape [2, 4] that a backward needs was modified in place after it had been computed again.");
+}
+
+}  // namespace
+}  // namespace penstock::internal::testing
