@@ -149,23 +149,40 @@ const at::Tensor& Recomputation::saved_tensor(std::size_t index) {
 }
 
 void Recomputation::run() {
-  if (is_done_) return;
-  if (is_expired_) throw StageError("a part of a forward cannot be computed again after its step.");
-  if (!function_) throw StageError(kBackwardWithin);
-  require_unwritten_inputs("before it was computed again");
-  is_done_ = true;
-  if (!saved_.empty()) {
-    ++recomputed;
-    compute();
+  switch (state_) {
+    case State::Done: return;
+    case State::Expired: throw StageError("a part of a forward cannot be computed again after its step.");
+    case State::Failed:
+      throw StageError("the forward of a part that is recomputed has failed, so nothing has a backward through it.");
+    case State::Forward:
+    case State::Computing: throw StageError(kBackwardWithin);
+    case State::Ready: break;
   }
-  inputs_.clear();
-  function_ = nullptr;
+  require_unwritten_inputs("before it was computed again");
+  if (!saved_.empty()) {
+    state_ = State::Computing;
+    try {
+      compute();
+    } catch (...) {
+      for (Saved& saved : saved_) saved.tensor.reset();
+      state_ = State::Ready;
+      throw;
+    }
+    ++recomputed;
+  }
+  state_ = State::Done;
+  release();
 }
 
 void Recomputation::expire() {
-  is_expired_ = !is_done_;
+  if (state_ != State::Done) state_ = State::Expired;
+  release();
+}
+
+void Recomputation::release() {
   inputs_.clear();
   function_ = nullptr;
+  before_ = {};
 }
 
 class Recomputation::ForwardState {
@@ -228,7 +245,6 @@ void Recomputation::compute() {
     const SavedTensorHooksScope hooks([&] { return std::make_unique<CapturingHooks>(*this, next++); });
     function_(inputs.take());
   }
-  before_.clear();
   if (next == saved_.size()) return;
   throw StageError(concat("a part of a forward saved ", saved_.size(), " tensors, and ", next,
                           " when it was computed again.\n  Hint: its result should depend on its inputs alone."));
@@ -242,14 +258,18 @@ RecomputedPartScope::RecomputedPartScope(const std::vector<at::Tensor>& inputs)
 }
 
 RecomputedPartScope::~RecomputedPartScope() {
-  if (hooks_) is_in_part = false;
+  if (!hooks_) return;
+  is_in_part = false;
+  recomputation_->state_ = Recomputation::State::Failed;
+  recomputation_->release();
 }
 
 std::shared_ptr<Recomputation> RecomputedPartScope::close(RecomputedFunction function) {
+  recomputation_->require_unwritten_inputs("by its forward");
   hooks_.reset();
   is_in_part = false;
-  recomputation_->require_unwritten_inputs("by its forward");
   recomputation_->function_ = std::move(function);
+  recomputation_->state_ = Recomputation::State::Ready;
   if (!recomputation_->saved_.empty()) ++made;
   return std::move(recomputation_);
 }

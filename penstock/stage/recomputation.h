@@ -47,6 +47,7 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
 
   // Computes the part again, unless that has been done. The graph calls it when it needs a tensor. Throws StageError if
   // the part saves tensors of another number, shape or dtype than in the forward, or a parameter was modified meanwhile.
+  // After a failure it can be called again.
   void run();
   // Releases the function and the inputs: the step is over, and nothing may be computed again.
   void expire();
@@ -56,6 +57,18 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
   class DroppingHooks;
   class CapturingHooks;
 
+  enum class State {
+    // The forward of the part has not ended.
+    Forward,
+    // It has failed.
+    Failed,
+    // The part can be computed again.
+    Ready,
+    Computing,
+    Done,
+    // The step is over, and the part was not computed again.
+    Expired,
+  };
   // A tensor that a node saved in the forward.
   struct Saved {
     std::vector<std::int64_t> sizes;
@@ -80,8 +93,10 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
 
   void require_unwritten_inputs(const char* when) const;
   void compute();
+  void release();
   const at::Tensor& saved_tensor(std::size_t index);
 
+  State state_ = State::Forward;
   std::vector<Saved> saved_;
   // Inputs without their history, until the part is computed again.
   std::vector<at::Tensor> inputs_;
@@ -95,8 +110,6 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
   // Buffers of the stage, and their values before the part; null outside of a stage.
   std::shared_ptr<BufferHistory> history_;
   BufferHistory::Moment before_;
-  bool is_done_ = false;
-  bool is_expired_ = false;
 };
 
 // The forward of a part: what operators of this thread save is dropped while it lives.

@@ -155,6 +155,35 @@ TEST(Checkpoint, MakesNoPartWithoutAutograd) {
   EXPECT_EQ(counted.made(), 0);
 }
 
+TEST(Checkpoint, CanBeComputedAgainAfterAFailure) {
+  const at::Tensor w = leaf({4, 4});
+  const at::Tensor x = leaf({4, 4}, 2);
+  int calls = 0;
+  const auto function = [&, w](const at::Tensor& input) {
+    const at::Tensor hidden = at::matmul(input, w).exp();
+    if (++calls == 2) throw std::runtime_error("out of steam");
+    return hidden.tanh();
+  };
+  const at::Tensor y = checkpoint(function, x);
+  EXPECT_EQ(message_of([&] { torch::autograd::grad({y.sum()}, {w}, {}, /*retain_graph=*/true); }), "out of steam");
+  const Tensors found = torch::autograd::grad({y.sum()}, {w});
+  EXPECT_TRUE(at::equal(found[0], torch::autograd::grad({at::matmul(x, w).exp().tanh().sum()}, {w})[0]));
+}
+
+TEST(Checkpoint, RefusesTheGraphOfAForwardThatFailed) {
+  at::Tensor escaped;
+  const at::Tensor x = leaf({4});
+  EXPECT_THROW(checkpoint(
+                   [&](const at::Tensor& input) -> at::Tensor {
+                     escaped = input.exp();
+                     throw std::runtime_error("too late");
+                   },
+                   x),
+               std::runtime_error);
+  EXPECT_EQ(message_of<StageError>([&] { escaped.sum().backward(); }),
+            "the forward of a part that is recomputed has failed, so nothing has a backward through it.");
+}
+
 TEST(Checkpoint, RefusesABackwardWithinThePart) {
   const at::Tensor x = leaf({4});
   EXPECT_EQ(message_of<StageError>([&] {
