@@ -3,8 +3,10 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/clone.h>
 #include <ATen/ops/equal.h>
+#include <c10/util/Exception.h>
 
 #include <cstring>
+#include <exception>
 
 namespace penstock::internal {
 namespace {
@@ -42,6 +44,14 @@ void BufferHistory::restore(const Moment& moment) {
     if (are_same(moment[i], buffers_[i])) continue;
     buffers_[i].variable_data().copy_(moment[i]);
     last_[i] = moment[i];
+  }
+}
+
+MomentScope::~MomentScope() {
+  try {
+    history_.restore(before_);
+  } catch (const std::exception& error) {
+    TORCH_WARN("the buffers from before a recomputation could not be restored: ", error.what());
   }
 }
 

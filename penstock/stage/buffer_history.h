@@ -31,4 +31,22 @@ class BufferHistory {
   Moment last_;
 };
 
+// Gives the buffers the values of a moment while it lives.
+class MomentScope {
+ public:
+  MomentScope(BufferHistory& history, const BufferHistory::Moment& moment) : MomentScope(history) {
+    history.restore(moment);
+  }
+  // A failure of the restoration becomes a warning.
+  ~MomentScope();
+  MomentScope(const MomentScope&) = delete;
+  MomentScope& operator=(const MomentScope&) = delete;
+
+ private:
+  explicit MomentScope(BufferHistory& history) : history_(history), before_(history.now()) {}
+
+  BufferHistory& history_;
+  BufferHistory::Moment before_;
+};
+
 }  // namespace penstock::internal

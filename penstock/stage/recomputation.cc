@@ -3,14 +3,13 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
-#include <c10/util/Exception.h>
 
 #include <array>
 #include <atomic>
 #include <cstddef>
-#include <exception>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "penstock/base/text.h"
@@ -45,6 +44,18 @@ at::Tensor exchange_default_random(const at::Tensor& state) {
   if (state.defined()) generator.set_state(state);
   return before;
 }
+
+// Gives the default generator a state while it lives.
+class DefaultRandomScope {
+ public:
+  explicit DefaultRandomScope(const at::Tensor& state) : before_(exchange_default_random(state)) {}
+  ~DefaultRandomScope() { exchange_default_random(before_); }
+  DefaultRandomScope(const DefaultRandomScope&) = delete;
+  DefaultRandomScope& operator=(const DefaultRandomScope&) = delete;
+
+ private:
+  at::Tensor before_;
+};
 
 // True for a parameter, and for a view of one.
 bool is_parameter(const at::Tensor& tensor) {
@@ -126,7 +137,7 @@ Recomputation::Recomputation(const std::vector<at::Tensor>& inputs, std::shared_
     versions_.push_back(version_of(input));
   }
   if (!random_) default_random_ = exchange_default_random({});
-  for (const at::DeviceType device : {at::kCPU, at::kCUDA}) {
+  for (const at::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
     autocast_.push_back({device, at::autocast::get_autocast_dtype(device), at::autocast::is_autocast_enabled(device)});
   }
   if (history_ != nullptr) before_ = history_->now();
@@ -187,46 +198,34 @@ void Recomputation::release() {
 
 class Recomputation::ForwardState {
  public:
-  explicit ForwardState(const Recomputation& part) : buffers_(part.history_) {
+  explicit ForwardState(const Recomputation& part) {
     for (std::size_t i = 0; i < part.autocast_.size(); ++i) {
-      const Autocast& then = part.autocast_[i];
-      const bool is_same = at::autocast::is_autocast_enabled(then.device) == then.enabled &&
-                           at::autocast::get_autocast_dtype(then.device) == then.dtype;
-      if (!is_same) autocast_[i].emplace(then.device, then.dtype, then.enabled);
+      const auto& [device, dtype, enabled] = part.autocast_[i];
+      const bool is_same =
+          at::autocast::is_autocast_enabled(device) == enabled && at::autocast::get_autocast_dtype(device) == dtype;
+      if (!is_same) autocast_.at(i).emplace(device, dtype, enabled);
     }
-    if (buffers_ != nullptr) {
-      buffers_now_ = buffers_->now();
-      buffers_->restore(part.before_);
-    }
+    if (part.history_ != nullptr) buffers_.emplace(*part.history_, part.before_);
     if (part.random_) {
       random_.emplace(*part.random_);
     } else {
-      default_random_ = exchange_default_random(part.default_random_);
+      default_random_.emplace(part.default_random_);
     }
     is_in_part = true;
   }
-  ~ForwardState() {
-    is_in_part = was_in_part_;
-    // Both calls have succeeded before with the same tensors.
-    try {
-      if (buffers_ != nullptr) buffers_->restore(buffers_now_);
-      if (default_random_.defined()) exchange_default_random(default_random_);
-    } catch (const std::exception& error) {
-      TORCH_WARN("the state before a recomputation could not be restored: ", error.what());
-    }
-  }
+  ~ForwardState() { is_in_part = was_in_part_; }
   ForwardState(const ForwardState&) = delete;
   ForwardState& operator=(const ForwardState&) = delete;
 
  private:
   c10::AutoGradMode grad_mode_{true};
   bool was_in_part_ = is_in_part;
-  std::optional<RandomScope> random_;
-  at::Tensor default_random_;
   // Scopes end in reverse order.
-  std::array<std::optional<AutocastScope>, 2> autocast_;
-  std::shared_ptr<BufferHistory> buffers_;
-  BufferHistory::Moment buffers_now_;
+  std::array<std::optional<AutocastScope>, std::tuple_size_v<decltype(at::autocast::_AUTOCAST_SUPPORTED_DEVICES)>>
+      autocast_;
+  std::optional<MomentScope> buffers_;
+  std::optional<RandomScope> random_;
+  std::optional<DefaultRandomScope> default_random_;
 };
 
 void Recomputation::compute() {
