@@ -27,7 +27,7 @@ std::atomic<std::int64_t> recomputed = 0;
 
 // True within a part, in its forward and when it is computed again.
 thread_local bool is_in_part = false;
-thread_local std::shared_ptr<BufferHistory> current_history;
+thread_local std::shared_ptr<StageHistory> current_history;
 
 constexpr const char* kBackwardWithin =
     "a part of a forward that is recomputed runs a backward itself.\n  Hint: recompute the parts around it.";
@@ -129,8 +129,9 @@ class Recomputation::CapturingHooks final : public torch::autograd::SavedVariabl
   std::size_t index_;
 };
 
-Recomputation::Recomputation(const std::vector<at::Tensor>& inputs, std::shared_ptr<BufferHistory> history)
-    : random_(RandomScope::position()), history_(std::move(history)) {
+Recomputation::Recomputation(const std::vector<at::Tensor>& inputs, std::shared_ptr<StageHistory> history,
+                             const RecomputedPartOptions& options)
+    : options_(options), random_(RandomScope::position()), history_(std::move(history)) {
   for (const at::Tensor& input : inputs) {
     inputs_.push_back(input.defined() ? input.detach() : at::Tensor());
     needs_grad_.push_back(input.defined() && input.requires_grad());
@@ -140,7 +141,7 @@ Recomputation::Recomputation(const std::vector<at::Tensor>& inputs, std::shared_
   for (const at::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
     autocast_.push_back({device, at::autocast::get_autocast_dtype(device), at::autocast::is_autocast_enabled(device)});
   }
-  if (history_ != nullptr) before_ = history_->now();
+  if (history_ != nullptr) before_ = history_->now(options_.writes_buffers);
 }
 
 void Recomputation::require_unwritten_inputs(const char* when) const {
@@ -170,6 +171,7 @@ void Recomputation::run() {
     case State::Ready: break;
   }
   require_unwritten_inputs("before it was computed again");
+  if (history_ != nullptr) history_->require_same_parameters(before_);
   if (!saved_.empty()) {
     state_ = State::Computing;
     try {
@@ -205,7 +207,7 @@ class Recomputation::ForwardState {
           at::autocast::is_autocast_enabled(device) == enabled && at::autocast::get_autocast_dtype(device) == dtype;
       if (!is_same) autocast_.at(i).emplace(device, dtype, enabled);
     }
-    if (part.history_ != nullptr) buffers_.emplace(*part.history_, part.before_);
+    if (part.restores_buffers()) buffers_.emplace(*part.history_, part.before_);
     if (part.random_) {
       random_.emplace(*part.random_);
     } else {
@@ -249,8 +251,8 @@ void Recomputation::compute() {
                           " when it was computed again.\n  Hint: its result should depend on its inputs alone."));
 }
 
-RecomputedPartScope::RecomputedPartScope(const std::vector<at::Tensor>& inputs)
-    : recomputation_(std::make_shared<Recomputation>(inputs, current_history)) {
+RecomputedPartScope::RecomputedPartScope(const std::vector<at::Tensor>& inputs, const RecomputedPartOptions& options)
+    : recomputation_(std::make_shared<Recomputation>(inputs, current_history, options)) {
   hooks_.emplace(
       [recomputation = recomputation_] { return std::make_unique<Recomputation::DroppingHooks>(recomputation); });
   is_in_part = true;
@@ -281,10 +283,10 @@ bool RecomputedPartScope::is_useful() {
   return c10::GradMode::is_enabled() && !is_in_part;
 }
 
-RecomputedBuffersScope::RecomputedBuffersScope(std::shared_ptr<BufferHistory> history)
+StageHistoryScope::StageHistoryScope(std::shared_ptr<StageHistory> history)
     : outer_(std::exchange(current_history, std::move(history))) {}
 
-RecomputedBuffersScope::~RecomputedBuffersScope() {
+StageHistoryScope::~StageHistoryScope() {
   current_history = std::move(outer_);
 }
 

@@ -20,13 +20,18 @@
 #include <vector>
 
 #include "penstock/stage/saved_tensor_hooks.h"
-#include "penstock/stage/buffer_history.h"
+#include "penstock/stage/stage_history.h"
 #include "penstock/tensor/random_scope.h"
 
 namespace penstock::internal {
 
 // Computes the part from aliases of its inputs, which it may write into. Its results are ignored.
 using RecomputedFunction = std::function<void(const std::vector<at::Tensor>& inputs)>;
+
+struct RecomputedPartOptions {
+  // True if the part may write to buffers of its stage. They are then those of the forward when it is computed again.
+  bool writes_buffers = true;
+};
 
 // Numbers of parts that were made, and that were computed again, by all threads of the process. Parts that saved nothing
 // do not count. For tests.
@@ -40,7 +45,8 @@ RecomputationCounts recomputation_counts();
 // backward that it waits for.
 class Recomputation : public std::enable_shared_from_this<Recomputation> {
  public:
-  Recomputation(const std::vector<at::Tensor>& inputs, std::shared_ptr<BufferHistory> history);
+  Recomputation(const std::vector<at::Tensor>& inputs, std::shared_ptr<StageHistory> history,
+                const RecomputedPartOptions& options);
   ~Recomputation() = default;
   Recomputation(const Recomputation&) = delete;
   Recomputation& operator=(const Recomputation&) = delete;
@@ -91,12 +97,14 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
   // Thread-local and process-wide state that is that of the forward while the part is computed again.
   class ForwardState;
 
+  bool restores_buffers() const { return history_ != nullptr && options_.writes_buffers; }
   void require_unwritten_inputs(const char* when) const;
   void compute();
   void release();
   const at::Tensor& saved_tensor(std::size_t index);
 
   State state_ = State::Forward;
+  RecomputedPartOptions options_;
   std::vector<Saved> saved_;
   // Inputs without their history, until the part is computed again.
   std::vector<at::Tensor> inputs_;
@@ -107,9 +115,9 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
   // State of the default generator, if the forward was in no random scope.
   at::Tensor default_random_;
   std::vector<Autocast> autocast_;
-  // Buffers of the stage, and their values before the part; null outside of a stage.
-  std::shared_ptr<BufferHistory> history_;
-  BufferHistory::Moment before_;
+  // History of the stage, and the moment before the part; null outside of a stage.
+  std::shared_ptr<StageHistory> history_;
+  StageHistory::Moment before_;
 };
 
 // The forward of a part: what operators of this thread save is dropped while it lives.
@@ -117,7 +125,7 @@ class RecomputedPartScope {
  public:
   // `inputs` are the tensors from which the part is computed, besides those that the function keeps itself, such as
   // parameters. They are not copied, so the part must not write into them.
-  explicit RecomputedPartScope(const std::vector<at::Tensor>& inputs);
+  explicit RecomputedPartScope(const std::vector<at::Tensor>& inputs, const RecomputedPartOptions& options = {});
   ~RecomputedPartScope();
   RecomputedPartScope(const RecomputedPartScope&) = delete;
   RecomputedPartScope& operator=(const RecomputedPartScope&) = delete;
@@ -137,16 +145,16 @@ class RecomputedPartScope {
   std::optional<SavedTensorHooksScope> hooks_;
 };
 
-// While it lives, parts of the forward on this thread restore these buffers when they are computed again.
-class RecomputedBuffersScope {
+// While it lives, parts of the forward on this thread belong to the stage with this history.
+class StageHistoryScope {
  public:
-  explicit RecomputedBuffersScope(std::shared_ptr<BufferHistory> history);
-  ~RecomputedBuffersScope();
-  RecomputedBuffersScope(const RecomputedBuffersScope&) = delete;
-  RecomputedBuffersScope& operator=(const RecomputedBuffersScope&) = delete;
+  explicit StageHistoryScope(std::shared_ptr<StageHistory> history);
+  ~StageHistoryScope();
+  StageHistoryScope(const StageHistoryScope&) = delete;
+  StageHistoryScope& operator=(const StageHistoryScope&) = delete;
 
  private:
-  std::shared_ptr<BufferHistory> outer_;
+  std::shared_ptr<StageHistory> outer_;
 };
 
 }  // namespace penstock::internal

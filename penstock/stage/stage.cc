@@ -19,7 +19,7 @@
 #include "penstock/stage/recomputation.h"
 #include "penstock/stage/routing.h"
 #include "penstock/stage/saved_state.h"
-#include "penstock/stage/buffer_history.h"
+#include "penstock/stage/stage_history.h"
 #include "penstock/tensor/nested.h"
 
 namespace penstock {
@@ -114,7 +114,7 @@ struct PipelineStage::Impl {
   Mode mode = Mode::Evaluation;
   std::optional<internal::StageRouting> routing;
   // For the parts of forwards that are recomputed.
-  std::shared_ptr<internal::BufferHistory> history;
+  std::shared_ptr<internal::StageHistory> history;
   // Indexed by microbatch; null before the forward and after the backward.
   std::vector<std::unique_ptr<SavedMicrobatch>> microbatches;
 
@@ -183,7 +183,7 @@ PipelineStage::PipelineStage(StageModule module, int stage_index, int num_stages
   for (const NamedTensors* named : {&impl_->module.parameters, &impl_->module.buffers, &impl_->module.state}) {
     for (const auto& [name, tensor] : *named) impl_->own_storages.insert(storage_of(tensor));
   }
-  impl_->history = std::make_shared<internal::BufferHistory>(impl_->module);
+  impl_->history = std::make_shared<internal::StageHistory>(impl_->module);
 }
 
 PipelineStage::~PipelineStage() = default;
@@ -334,7 +334,7 @@ PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Mess
   Forwarded result;
   {
     const internal::LossTermScope scope(result.losses);
-    const internal::RecomputedBuffersScope history(by_autograd ? impl_->history : nullptr);
+    const internal::StageHistoryScope history(by_autograd ? impl_->history : nullptr);
     result.output = recomputed
                         ? impl_->forward_for_recomputation(*run, kept, arguments, is_first() ? args : Args(), kwargs)
                         : impl_->module.forward(arguments, kwargs);

@@ -86,6 +86,31 @@ TEST_P(EveryRecomputedScheduleOfBuffers, AreUpdatedOnce) {
   EXPECT_EQ(counted.recomputed(), parts);
 }
 
+TEST(RecomputedState, NamesAParameterThatWasModifiedMeanwhile) {
+  // Autograd saves what was computed from the parameter, and not the parameter itself.
+  for (const bool parts : {false, true}) {
+    Model model(1);
+    const at::Tensor w = weight("w", {kWide});
+    model.stages[0] = {
+        .forward = [=](const Args& args, const Kwargs&) -> c10::IValue { return tensor(args, 0) * w.exp(); },
+        .parameters = {{"w", w}}};
+    if (parts) model = checkpointed(model);
+    PipelineOptions options{.loss = squared_error};
+    options.functions.after = [&](int, const Action& action) {
+      if (action.computation != Computation::FullBackward) return;
+      const at::NoGradGuard no_grad;
+      w.add_(1);
+    };
+    Pipeline pipeline(model.build(), parse_csv(parts ? "0F0,0F1,0B0,0B1\n" : "0F0,0F1,0R0,0B0,0R1,0B1\n"), options);
+    const std::string error = message_of([&] { pipeline.step({rows(4, "x")}, {}, rows(4, "y")); });
+    EXPECT_NE(error.find("parameter 'w' was modified between a forward and its recomputation.\n  Hint: step the "
+                         "optimizer after the backwards; if the forward itself writes to it, add it to "
+                         "StageModule::state."),
+              std::string::npos)
+        << error;
+  }
+}
+
 TEST(RecomputedState, LeavesNothingBehindWhenAPartFailsInItsBackward) {
   Model model = normalised(1);
   bool fails = true;

@@ -257,8 +257,7 @@ void Interpreter::Plan::run_recomputed(const std::shared_ptr<const Plan>& plan, 
     tensors.push_back(is_written ? tensor.detach().clone().set_requires_grad(tensor.requires_grad()) : tensor);
   }
   // Buffers are inputs of the program, and it writes to them after all calls.
-  const RecomputedBuffersScope no_buffers(nullptr);
-  RecomputedPartScope scope(tensors);
+  RecomputedPartScope scope(tensors, {.writes_buffers = false});
   tensors.clear();
   plan->run(range, slots, mode);
   Mode again = mode;

@@ -1,0 +1,95 @@
+#include "penstock/stage/stage_history.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/clone.h>
+#include <ATen/ops/equal.h>
+#include <c10/util/Exception.h>
+
+#include <cstddef>
+#include <cstring>
+#include <exception>
+#include <unordered_set>
+
+#include "penstock/base/text.h"
+#include "penstock/stage/wiring.h"
+
+namespace penstock::internal {
+namespace {
+
+// True if both have the same bits. Values that cannot be compared so, such as NaN, may count as different.
+bool are_same(const at::Tensor& left, const at::Tensor& right) {
+  if (left.layout() != at::kStrided) return false;
+  if (!left.is_cpu() || !left.is_contiguous() || !right.is_contiguous()) return at::equal(left, right);
+  return left.nbytes() == right.nbytes() &&
+         (left.nbytes() == 0 || std::memcmp(left.const_data_ptr(), right.const_data_ptr(), left.nbytes()) == 0);
+}
+
+// Returns the identity of the tensor's memory: its storage, or the tensor itself if it has none.
+const void* memory_of(const at::Tensor& tensor) {
+  if (tensor.has_storage()) return tensor.storage().unsafeGetStorageImpl();
+  return tensor.unsafeGetTensorImpl();
+}
+
+std::uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : static_cast<std::uint32_t>(tensor._version());
+}
+
+}  // namespace
+
+StageHistory::StageHistory(const StageModule& module) {
+  std::unordered_set<const void*> storages;
+  for (const NamedTensors* written : {&module.buffers, &module.state}) {
+    for (const auto& [name, tensor] : *written) {
+      if (!tensor.defined()) continue;
+      written_.push_back(tensor);
+      storages.insert(memory_of(tensor));
+    }
+  }
+  for (const auto& [name, tensor] : module.parameters) {
+    if (tensor.defined() && !storages.contains(memory_of(tensor))) parameters_.emplace_back(name, tensor);
+  }
+  forget();
+}
+
+StageHistory::Moment StageHistory::now(bool with_values) {
+  const at::NoGradGuard no_grad;
+  Moment moment;
+  for (const auto& [name, parameter] : parameters_) moment.versions.push_back(version_of(parameter));
+  if (!with_values) return moment;
+  for (std::size_t i = 0; i < written_.size(); ++i) {
+    if (!last_[i].defined() || !are_same(last_[i], written_[i])) last_[i] = written_[i].detach().clone();
+  }
+  moment.values = last_;
+  return moment;
+}
+
+void StageHistory::restore(const Moment& moment) {
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < written_.size(); ++i) {
+    if (are_same(moment.values[i], written_[i])) continue;
+    written_[i].variable_data().copy_(moment.values[i]);
+    last_[i] = moment.values[i];
+  }
+}
+
+void StageHistory::require_same_parameters(const Moment& moment) const {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const auto& [name, parameter] = parameters_[i];
+    if (version_of(parameter) == moment.versions[i]) continue;
+    throw StageError(
+        concat("parameter '", name,
+               "' was modified between a forward and its recomputation.\n"
+               "  Hint: step the optimizer after the backwards; if the forward itself writes to it, add it "
+               "to StageModule::state."));
+  }
+}
+
+MomentScope::~MomentScope() {
+  try {
+    history_.restore(before_);
+  } catch (const std::exception& error) {
+    TORCH_WARN("the buffers from before a recomputation could not be restored: ", error.what());
+  }
+}
+
+}  // namespace penstock::internal

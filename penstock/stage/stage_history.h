@@ -1,0 +1,64 @@
+// What the forwards of a stage read besides their arguments, at some moments, so that a part of a forward can be computed
+// again as it was: the values of tensors that forwards write to, and the versions of parameters.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "penstock/stage/module.h"
+
+namespace penstock::internal {
+
+// Moments between which a tensor did not change share one copy of it. Nothing tells reliably that a tensor was written to
+// (kernels of batch normalisation do not raise its version), so each moment reads all of them.
+class StageHistory {
+ public:
+  struct Moment {
+    // A copy of each tensor that forwards write to. Never written to.
+    std::vector<at::Tensor> values;
+    std::vector<std::uint32_t> versions;
+  };
+
+  // Follows the buffers and the state of a module, and the versions of its other parameters.
+  explicit StageHistory(const StageModule& module);
+
+  // Returns the present. Without values, the moment cannot be restored.
+  Moment now(bool with_values = true);
+  // Writes the values of a moment into the tensors. Only tensors that differ are written, without a new version: what
+  // autograd has saved stays valid.
+  void restore(const Moment& moment);
+  // Throws StageError if a parameter was modified since a moment.
+  void require_same_parameters(const Moment& moment) const;
+  // Releases the copies that no moment needs.
+  void forget() { last_.assign(written_.size(), {}); }
+
+ private:
+  // Buffers and state.
+  std::vector<at::Tensor> written_;
+  NamedTensors parameters_;
+  std::vector<at::Tensor> last_;
+};
+
+// Gives the tensors that forwards write to the values of a moment while it lives.
+class MomentScope {
+ public:
+  MomentScope(StageHistory& history, const StageHistory::Moment& moment) : MomentScope(history) {
+    history.restore(moment);
+  }
+  // A failure of the restoration becomes a warning.
+  ~MomentScope();
+  MomentScope(const MomentScope&) = delete;
+  MomentScope& operator=(const MomentScope&) = delete;
+
+ private:
+  explicit MomentScope(StageHistory& history) : history_(history), before_(history.now()) {}
+
+  StageHistory& history_;
+  StageHistory::Moment before_;
+};
+
+}  // namespace penstock::internal
