@@ -119,7 +119,9 @@ class Recomputation::CapturingHooks final : public torch::autograd::SavedVariabl
                  "the backwards."));
     }
     if (saved.is_released) return;
-    saved.tensor = tensor.detach();
+    // The values that a buffer has now are those of the forward, and go when the recomputation ends.
+    const bool is_restored = recomputation_->restores_buffers() && recomputation_->history_->writes_to(tensor);
+    saved.tensor = is_restored ? tensor.detach().clone() : tensor.detach();
     saved.version = version_of(saved.tensor);
   }
   at::Tensor call_unpack_hook() override { throw StageError(kBackwardWithin); }

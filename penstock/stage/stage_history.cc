@@ -8,7 +8,6 @@
 #include <cstddef>
 #include <cstring>
 #include <exception>
-#include <unordered_set>
 
 #include "penstock/base/text.h"
 #include "penstock/stage/wiring.h"
@@ -37,16 +36,15 @@ std::uint32_t version_of(const at::Tensor& tensor) {
 }  // namespace
 
 StageHistory::StageHistory(const StageModule& module) {
-  std::unordered_set<const void*> storages;
   for (const NamedTensors* written : {&module.buffers, &module.state}) {
     for (const auto& [name, tensor] : *written) {
       if (!tensor.defined()) continue;
       written_.push_back(tensor);
-      storages.insert(memory_of(tensor));
+      storages_.insert(memory_of(tensor));
     }
   }
   for (const auto& [name, tensor] : module.parameters) {
-    if (tensor.defined() && !storages.contains(memory_of(tensor))) parameters_.emplace_back(name, tensor);
+    if (tensor.defined() && !writes_to(tensor)) parameters_.emplace_back(name, tensor);
   }
   forget();
 }
@@ -82,6 +80,10 @@ void StageHistory::require_same_parameters(const Moment& moment) const {
                "  Hint: step the optimizer after the backwards; if the forward itself writes to it, add it "
                "to StageModule::state."));
   }
+}
+
+bool StageHistory::writes_to(const at::Tensor& tensor) const {
+  return tensor.defined() && storages_.contains(memory_of(tensor));
 }
 
 MomentScope::~MomentScope() {

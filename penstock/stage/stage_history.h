@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <string>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -33,12 +34,15 @@ class StageHistory {
   void restore(const Moment& moment);
   // Throws StageError if a parameter was modified since a moment.
   void require_same_parameters(const Moment& moment) const;
+  // True if the tensor lies in memory that restore() writes to.
+  bool writes_to(const at::Tensor& tensor) const;
   // Releases the copies that no moment needs.
   void forget() { last_.assign(written_.size(), {}); }
 
  private:
   // Buffers and state.
   std::vector<at::Tensor> written_;
+  std::unordered_set<const void*> storages_;
   NamedTensors parameters_;
   std::vector<at::Tensor> last_;
 };

@@ -86,6 +86,30 @@ TEST_P(EveryRecomputedScheduleOfBuffers, AreUpdatedOnce) {
   EXPECT_EQ(counted.recomputed(), parts);
 }
 
+TEST(RecomputedState, KeepsABufferThatTheBackwardNeedsAsItWasInTheForward) {
+  // The backward of the product needs the count of its own microbatch.
+  const at::Tensor x = rows(4, "x");
+  const at::Tensor y = rows(4, "y");
+  const auto gradients = [&](const char* csv, Model (*changed)(Model), bool copies) {
+    Model model(1);
+    const at::Tensor w = weight("w", {kWide, kWide});
+    const at::Tensor count = at::zeros({});
+    model.stages[0] = {.forward = [=](const Args& args, const Kwargs&) -> c10::IValue {
+                         count.add_(1);
+                         return at::matmul(tensor(args, 0), w) * (copies ? count.clone() : count);
+                       },
+                       .parameters = {{"w", w}},
+                       .buffers = {{"count", count}}};
+    model = changed(model);
+    Pipeline pipeline(model.build(), parse_csv(csv), {.loss = squared_error});
+    pipeline.step({x}, {}, y);
+    return std::vector<at::Tensor>{w.grad(), count};
+  };
+  const std::vector<at::Tensor> expected = gradients("0F0,0F1,0B0,0B1\n", unchanged, /*copies=*/true);
+  expect_equal(expected, gradients("0F0,0F1,0R0,0B0,0R1,0B1\n", unchanged, /*copies=*/false));
+  expect_equal(expected, gradients("0F0,0F1,0B0,0B1\n", checkpointed, /*copies=*/false));
+}
+
 TEST(RecomputedState, NamesAParameterThatWasModifiedMeanwhile) {
   // Autograd saves what was computed from the parameter, and not the parameter itself.
   for (const bool parts : {false, true}) {
