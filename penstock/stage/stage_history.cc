@@ -63,9 +63,11 @@ StageHistory::Moment StageHistory::now(bool with_values) {
 
 void StageHistory::restore(const Moment& moment) {
   const at::NoGradGuard no_grad;
+  // Below autograd, a copy does not raise the version. A sparse tensor has no other way to its values.
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
   for (std::size_t i = 0; i < written_.size(); ++i) {
     if (are_same(moment.values[i], written_[i])) continue;
-    written_[i].variable_data().copy_(moment.values[i]);
+    written_[i].copy_(moment.values[i]);
     last_[i] = moment.values[i];
   }
 }

@@ -110,6 +110,25 @@ TEST(RecomputedState, KeepsABufferThatTheBackwardNeedsAsItWasInTheForward) {
   expect_equal(expected, gradients("0F0,0F1,0B0,0B1\n", checkpointed, /*copies=*/false));
 }
 
+TEST(RecomputedState, UpdatesASparseBufferOnce) {
+  const auto counted_rows = [](const char* csv) {
+    Model model(1);
+    const at::Tensor w = weight("w", {kWide, kWide});
+    at::Tensor seen = at::zeros({kWide}).to_sparse();
+    const at::Tensor one = at::ones({kWide}).to_sparse();
+    model.stages[0] = {.forward = [=](const Args& args, const Kwargs&) mutable -> c10::IValue {
+                         seen.add_(one);
+                         return at::tanh(at::matmul(tensor(args, 0), w)) * seen.to_dense().sum();
+                       },
+                       .parameters = {{"w", w}},
+                       .buffers = {{"seen", seen}}};
+    Pipeline pipeline(model.build(), parse_csv(csv), {.loss = squared_error});
+    pipeline.step({rows(4, "x")}, {}, rows(4, "y"));
+    return std::vector<at::Tensor>{w.grad(), seen.to_dense()};
+  };
+  expect_equal(counted_rows("0F0,0F1,0B0,0B1\n"), counted_rows("0F0,0F1,0R0,0B0,0R1,0B1\n"));
+}
+
 TEST(RecomputedState, NamesAParameterThatWasModifiedMeanwhile) {
   // Autograd saves what was computed from the parameter, and not the parameter itself.
   for (const bool parts : {false, true}) {
