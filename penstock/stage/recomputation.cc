@@ -36,6 +36,11 @@ std::uint32_t version_of(const at::Tensor& tensor) {
   return tensor.defined() && !tensor.is_inference() ? static_cast<std::uint32_t>(tensor._version()) : 0;
 }
 
+// Returns no sizes for a nested tensor, whose rows differ.
+std::vector<std::int64_t> sizes_of(const at::Tensor& tensor) {
+  return tensor.is_nested() ? std::vector<std::int64_t>() : tensor.sizes().vec();
+}
+
 // Returns the state of the default generator, and sets another one if it is defined.
 at::Tensor exchange_default_random(const at::Tensor& state) {
   at::Generator generator = at::detail::getDefaultCPUGenerator();
@@ -86,7 +91,7 @@ class Recomputation::DroppingHooks final : public torch::autograd::SavedVariable
 
   void call_pack_hook(const at::Tensor& tensor) override {
     Saved& saved = recomputation_->saved_[index_];
-    saved.sizes = tensor.sizes().vec();
+    saved.sizes = sizes_of(tensor);
     saved.dtype = tensor.scalar_type();
     if (is_parameter(tensor)) saved.parameter_version = version_of(tensor);
   }
@@ -106,10 +111,11 @@ class Recomputation::CapturingHooks final : public torch::autograd::SavedVariabl
   void call_pack_hook(const at::Tensor& tensor) override {
     if (index_ >= recomputation_->saved_.size()) return;
     Saved& saved = recomputation_->saved_[index_];
-    if (!tensor.sizes().equals(saved.sizes) || tensor.scalar_type() != saved.dtype) {
+    const std::vector<std::int64_t> sizes = sizes_of(tensor);
+    if (sizes != saved.sizes || tensor.scalar_type() != saved.dtype) {
       throw StageError(concat("a part of a forward saved ", c10::toString(saved.dtype), shape_text(saved.sizes),
                               " as its tensor ", index_, ", and ", c10::toString(tensor.scalar_type()),
-                              shape_text(tensor.sizes()),
+                              shape_text(sizes),
                               " when it was computed again.\n  Hint: its result should depend on its inputs alone."));
     }
     if (saved.parameter_version && is_parameter(tensor) && version_of(tensor) != *saved.parameter_version) {

@@ -155,6 +155,15 @@ TEST(Checkpoint, MakesNoPartWithoutAutograd) {
   EXPECT_EQ(counted.made(), 0);
 }
 
+TEST(Checkpoint, KnowsNestedTensors) {
+  const at::Tensor w = leaf({4, 4});
+  expect_the_same_with_a_checkpoint(
+      [=](const at::Tensor& x) {
+        return at::linear(at::_nested_tensor_from_tensor_list({x, x.narrow(0, 0, 2)}), w).to_padded_tensor(0);
+      },
+      {w});
+}
+
 TEST(Checkpoint, CanBeComputedAgainAfterAFailure) {
   const at::Tensor w = leaf({4, 4});
   const at::Tensor x = leaf({4, 4}, 2);
