@@ -243,12 +243,14 @@ void Recomputation::compute() {
   std::vector<at::Tensor> terms;
   const LossTermScope ignored_terms(terms);
 
-  std::vector<at::Tensor> aliases;
+  std::vector<at::Tensor> arguments;
   for (const at::Tensor& input : inputs_) {
-    const bool shares = input.defined() && is_plain(input) && !is_copy_on_write_alias(input);
-    aliases.push_back(shares ? copy_on_write_alias(input) : input);
+    const bool needs_alias =
+        options_.writes_arguments && input.defined() && is_plain(input) && !is_copy_on_write_alias(input);
+    arguments.push_back(needs_alias ? copy_on_write_alias(input) : input);
   }
-  StageInputs inputs(aliases, needs_grad_);
+  StageInputs inputs(arguments, needs_grad_);
+  arguments.clear();
   std::size_t next = 0;
   {
     const SavedTensorHooksScope hooks([&] { return std::make_unique<CapturingHooks>(*this, next++); });

@@ -25,12 +25,14 @@
 
 namespace penstock::internal {
 
-// Computes the part from aliases of its inputs, which it may write into. Its results are ignored.
+// Computes the part from its inputs. Its results are ignored.
 using RecomputedFunction = std::function<void(const std::vector<at::Tensor>& inputs)>;
 
 struct RecomputedPartOptions {
   // True if the part may write to buffers of its stage. They are then those of the forward when it is computed again.
   bool writes_buffers = true;
+  // True if the function may write into the tensors that it gets, which are then aliases.
+  bool writes_arguments = false;
 };
 
 // Numbers of parts that were made, and that were computed again, by all threads of the process. Parts that saved nothing

@@ -286,7 +286,7 @@ c10::IValue PipelineStage::Impl::forward_for_recomputation(SavedMicrobatch& run,
     const at::Tensor* none = nullptr;
     internal::replace_tensors(value, none);
   });
-  internal::RecomputedPartScope scope(inputs);
+  internal::RecomputedPartScope scope(inputs, {.writes_arguments = true});
   c10::IValue output = module.forward(arguments, kwargs);
   run.recomputation = scope.close([this, kept_args, kept_kwargs, counts = run.received, for_each_value,
                                    count = received.size()](const std::vector<at::Tensor>& fresh) {

@@ -237,5 +237,17 @@ TEST(Checkpoint, RefusesATensorThatWasModifiedAfterItHadBeenSaved) {
             "a tensor of shape [2, 4] that a backward needs was modified in place after it had been computed again.");
 }
 
+TEST(Checkpoint, SeesItsInputsInTheirStorage) {
+  // The offset counts from the beginning of the storage, as in a program that was exported with as_strided.
+  const auto function = [](const at::Tensor& x) { return x.detach().as_strided({2}, {1}, 1).exp() * x; };
+  const auto gradient = [&](bool checkpointed) {
+    const at::Tensor base = leaf({6});
+    const at::Tensor view = base.narrow(0, 2, 2);
+    const at::Tensor y = checkpointed ? checkpoint(function, view) : function(view);
+    return torch::autograd::grad({y.sum()}, {base})[0];
+  };
+  EXPECT_TRUE(at::equal(gradient(false), gradient(true)));
+}
+
 }  // namespace
 }  // namespace penstock::internal::testing
