@@ -62,10 +62,10 @@ class DefaultRandomScope {
   at::Tensor before_;
 };
 
-// True for a parameter, and for a view of one.
+// True for a parameter, also one that is a view (of a flat buffer), and for a view of a parameter.
 bool is_parameter(const at::Tensor& tensor) {
-  const at::Tensor base = tensor.is_view() ? at::Tensor(tensor._base()) : tensor;
-  return base.is_leaf() && base.requires_grad();
+  const auto is_leaf = [](const at::TensorBase& candidate) { return candidate.is_leaf() && candidate.requires_grad(); };
+  return is_leaf(tensor) || (tensor.is_view() && is_leaf(tensor._base()));
 }
 
 }  // namespace
