@@ -10,9 +10,11 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <c10/util/ArrayRef.h>
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -29,6 +31,7 @@ class CheckpointedPart {
   // Collects the tensors of the inputs: call it for each of them, before begin().
   void add(const at::Tensor& tensor) { inputs_.push_back(tensor); }
   void add(const std::vector<at::Tensor>& tensors) { inputs_.insert(inputs_.end(), tensors.begin(), tensors.end()); }
+  void add(const std::optional<at::Tensor>& tensor) { inputs_.push_back(tensor.value_or(at::Tensor())); }
   void add(const c10::IValue& value);
   template <class Other>
   void add(const Other& /*value*/) {}
@@ -58,21 +61,41 @@ inline void replace_tensors(at::Tensor& tensor, const at::Tensor*& next) {
 inline void replace_tensors(std::vector<at::Tensor>& tensors, const at::Tensor*& next) {
   for (at::Tensor& tensor : tensors) replace_tensors(tensor, next);
 }
+inline void replace_tensors(std::optional<at::Tensor>& tensor, const at::Tensor*& next) {
+  at::Tensor replacement;
+  replace_tensors(replacement, next);
+  // A value of nothing stays nothing.
+  if (tensor) tensor = replacement;
+}
 void replace_tensors(c10::IValue& value, const at::Tensor*& next);
 template <class Other>
 void replace_tensors(Other& /*value*/, const at::Tensor*& /*next*/) {}
 
+// True for lists that refer to memory of the caller, such as at::TensorList.
+template <class Input>
+constexpr bool kIsReference = false;
+template <class Element>
+constexpr bool kIsReference<c10::ArrayRef<Element>> = true;
+
 }  // namespace internal
 
-// Returns function(inputs…), whose backward computes it again. The inputs are tensors, vectors of tensors, nested values
-// (c10::IValue), and anything else that can be copied; `function` is kept until the backward, so it should own what it
-// refers to. It may use parameters without listing them, and must not write into its inputs. Within another checkpoint,
-// and without autograd, it is called as it is.
+// Returns function(inputs…), whose backward computes it again. The inputs are tensors, optional tensors, vectors of
+// tensors, nested values (c10::IValue), and anything else that owns what it refers to and can be copied; tensors within
+// other types are not checked. It may use parameters without listing them, and must not write into its inputs. Within
+// another checkpoint, and without autograd, it is called as it is.
+//
+// `function` is kept until the backward, or until the graph is freed, so it should own what it refers to. It must not own
+// what keeps its result alive, such as a module that stores its last output: a forward whose backward never runs, as in a
+// step that fails, would not be freed.
 //
 // The result must depend on the inputs, on parameters and on buffers of the stage alone. Throws StageError if the function
-// writes into an input, and the backward throws it if a parameter has changed meanwhile, or the second run saves tensors of
-// another number, shape or dtype; other differences give wrong gradients.
+// writes into an input. The backward throws it if a parameter has changed meanwhile (of a stage, any of its parameters;
+// otherwise one that autograd would have saved), or the second run saves tensors of another number, shape or dtype; other
+// differences give wrong gradients. Random numbers are those of the RandomScope, as in every forward of a stage; outside
+// of one, the backward sets the process's CPU generator back for as long as it computes the function, so no other thread
+// should draw from it.
 template <class Function, class... Inputs>
+  requires(!internal::kIsReference<Inputs> && ...)
 auto checkpoint(Function function, Inputs... inputs) {
   if (!internal::CheckpointedPart::is_useful()) return function(inputs...);
   internal::CheckpointedPart part;

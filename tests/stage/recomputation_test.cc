@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -144,6 +145,22 @@ TEST(Checkpoint, TakesVectorsOptionalTensorsAndOtherValues) {
   for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(at::equal(expected[i], found[i])) << i;
   EXPECT_EQ(counted.recomputed(), 1);
 }
+
+TEST(Checkpoint, SeesWritesToAnOptionalTensor) {
+  const at::Tensor x = leaf({4}).detach();
+  EXPECT_NE(message_of<StageError>([&] {
+              checkpoint([](std::optional<at::Tensor> input) { return input->mul_(2); }, std::optional<at::Tensor>(x));
+            }).find("input 0 of a part of a forward that is recomputed was written to by its forward"),
+            std::string::npos);
+}
+
+// Lists that refer to the caller's tensors would be gone by the time of the backward.
+template <class Input>
+concept CanBeCheckpointed =
+    requires(Input input) { checkpoint([](const Input& /*input*/) { return at::Tensor(); }, input); };
+static_assert(CanBeCheckpointed<std::vector<at::Tensor>>);
+static_assert(!CanBeCheckpointed<at::TensorList>);
+static_assert(!CanBeCheckpointed<at::IntArrayRef>);
 
 TEST(Checkpoint, MakesNoPartWithoutAutograd) {
   const CountedParts counted;
