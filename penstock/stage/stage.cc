@@ -127,11 +127,12 @@ struct PipelineStage::Impl {
            std::ranges::any_of(kwargs, [&](const auto& named) { return has_storage(named.second, storage); });
   }
 
-  SavedMicrobatch& saved(int microbatch) const {
+  // `reader` is the computation that needs the forward, for the error.
+  SavedMicrobatch& saved(int microbatch, const char* reader = "backward") const {
     const auto& found = microbatches.at(static_cast<std::size_t>(microbatch));
     if (!found) {
       throw StageError(
-          concat("stage ", index, ", microbatch ", microbatch, ": its backward comes before its forward."));
+          concat("stage ", index, ", microbatch ", microbatch, ": its ", reader, " comes before its forward."));
     }
     return *found;
   }
@@ -421,7 +422,7 @@ void PipelineStage::weight_backward(int microbatch) {
 void PipelineStage::recompute(int microbatch) {
   // Other backwards save nothing, and compute what they need themselves.
   if (impl_->mode != Mode::Autograd) return;
-  SavedMicrobatch& run = impl_->saved(microbatch);
+  SavedMicrobatch& run = impl_->saved(microbatch, "recomputation");
   if (run.recomputation) run.recomputation->run();
 }
 

@@ -307,5 +307,14 @@ TEST(Recomputation, IsNotDoneInEvaluation) {
   EXPECT_EQ(counted.made(), 0);
 }
 
+TEST(Recomputation, CannotPrecedeItsForward) {
+  PipelineStage stage(perceptron(1).stages[0], 0, 1);
+  stage.begin(Wiring(1), 1, PipelineStage::Mode::Autograd);
+  EXPECT_EQ(message_of<StageError>([&] { stage.recompute(0); }),
+            "stage 0, microbatch 0: its recomputation comes before its forward.");
+  EXPECT_EQ(message_of<StageError>([&] { stage.full_backward(0, {}); }),
+            "stage 0, microbatch 0: its backward comes before its forward.");
+}
+
 }  // namespace
 }  // namespace penstock::internal::testing
