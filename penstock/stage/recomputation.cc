@@ -4,9 +4,11 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
+#include <iterator>
 #include <mutex>
 #include <string>
 #include <tuple>
@@ -14,10 +16,12 @@
 
 #include "penstock/base/text.h"
 #include "penstock/stage/backward.h"
+#include "penstock/stage/checkpoint.h"
 #include "penstock/stage/copy_on_write.h"
 #include "penstock/stage/loss_terms.h"
 #include "penstock/stage/wiring.h"
 #include "penstock/tensor/autocast_scope.h"
+#include "penstock/tensor/nested.h"
 
 namespace penstock::internal {
 namespace {
@@ -67,6 +71,32 @@ bool is_parameter(const at::Tensor& tensor) {
   const auto is_leaf = [](const at::TensorBase& candidate) { return candidate.is_leaf() && candidate.requires_grad(); };
   return is_leaf(tensor) || (tensor.is_view() && is_leaf(tensor._base()));
 }
+
+// Arguments of the caller, whose tensors can be kept apart.
+struct CallerArguments {
+  Args args;
+  Kwargs kwargs;
+
+  // Removes the tensors, and returns them in order.
+  std::vector<at::Tensor> take_tensors() {
+    std::vector<at::Tensor> tensors;
+    const at::Tensor* none = nullptr;
+    const auto take = [&](c10::IValue& value) {
+      std::ranges::move(extract_tensor_args(value), std::back_inserter(tensors));
+      replace_tensors(value, none);
+    };
+    for (c10::IValue& arg : args) take(arg);
+    for (auto& [name, value] : kwargs) take(value);
+    return tensors;
+  }
+  // Returns the arguments with these in place of the tensors that were removed.
+  CallerArguments with_tensors(const at::Tensor* next) const {
+    CallerArguments result = *this;
+    for (c10::IValue& arg : result.args) replace_tensors(arg, next);
+    for (auto& [name, value] : result.kwargs) replace_tensors(value, next);
+    return result;
+  }
+};
 
 }  // namespace
 
@@ -298,6 +328,24 @@ StageHistoryScope::StageHistoryScope(std::shared_ptr<StageHistory> history)
 
 StageHistoryScope::~StageHistoryScope() {
   current_history = std::move(outer_);
+}
+
+RecomputedForward forward_for_recomputation(const StageModule& module, const Args& arguments,
+                                            const std::vector<at::Tensor>& received, const Args& args,
+                                            const Kwargs& kwargs, MakeArguments make_arguments) {
+  // The inputs: what was received, then the tensors of the caller's arguments.
+  std::vector<at::Tensor> inputs = received;
+  CallerArguments given{args, kwargs};
+  std::ranges::move(given.take_tensors(), std::back_inserter(inputs));
+  RecomputedPartScope scope(inputs, {.writes_arguments = true});
+  RecomputedForward result{.output = module.forward(arguments, kwargs), .recomputation = nullptr};
+  result.recomputation = scope.close([&module, given = std::move(given), make_arguments = std::move(make_arguments),
+                                      count = received.size()](const std::vector<at::Tensor>& inputs_again) {
+    const auto end_of_received = inputs_again.begin() + static_cast<std::ptrdiff_t>(count);
+    const CallerArguments caller = given.with_tensors(inputs_again.data() + count);
+    module.forward(make_arguments({inputs_again.begin(), end_of_received}, caller.args), caller.kwargs);
+  });
+  return result;
 }
 
 }  // namespace penstock::internal

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 #include <c10/core/DeviceType.h>
 
 #include <cstddef>
@@ -19,8 +20,10 @@
 #include <optional>
 #include <vector>
 
+#include "penstock/stage/module.h"
 #include "penstock/stage/saved_tensor_hooks.h"
 #include "penstock/stage/stage_history.h"
+#include "penstock/tensor/microbatch.h"
 #include "penstock/tensor/random_scope.h"
 
 namespace penstock::internal {
@@ -158,5 +161,21 @@ class StageHistoryScope {
  private:
   std::shared_ptr<StageHistory> outer_;
 };
+
+// Forward of a whole stage that is a part.
+struct RecomputedForward {
+  c10::IValue output;
+  std::shared_ptr<Recomputation> recomputation;
+};
+
+// Returns the arguments of the module, made of tensors that the stage received and of the caller's arguments.
+using MakeArguments = std::function<Args(const std::vector<at::Tensor>& received, const Args& args)>;
+
+// Calls the module with `arguments`, which it may write into, except for tensors of the caller. It is called again with
+// what `make_arguments` returns for aliases of `received` and of the tensors in `args` and `kwargs`. The module and what
+// `make_arguments` refers to have to live until the recomputation is done or has expired.
+RecomputedForward forward_for_recomputation(const StageModule& module, const Args& arguments,
+                                            const std::vector<at::Tensor>& received, const Args& args,
+                                            const Kwargs& kwargs, MakeArguments make_arguments);
 
 }  // namespace penstock::internal

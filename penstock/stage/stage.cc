@@ -12,7 +12,6 @@
 
 #include "penstock/base/text.h"
 #include "penstock/stage/backward.h"
-#include "penstock/stage/checkpoint.h"
 #include "penstock/stage/copy_on_write.h"
 #include "penstock/stage/loss_terms.h"
 #include "penstock/stage/parameter_sync.h"
@@ -163,9 +162,6 @@ struct PipelineStage::Impl {
     for (const at::Tensor& tensor : routing->arguments(received, counts)) arguments.push_back(value_of(tensor));
     return arguments;
   }
-  // Runs the module so that it saves its inputs only. `received` are the tensors that the arguments were made of.
-  c10::IValue forward_for_recomputation(SavedMicrobatch& run, const std::vector<at::Tensor>& received,
-                                        const Args& arguments, const Args& args, const Kwargs& kwargs);
 
   std::vector<Message> backward(int microbatch, std::vector<Message> gradients, bool is_full);
 };
@@ -265,42 +261,6 @@ at::Tensor PipelineStage::detached(const at::Tensor& tensor, const Args& args, c
   return impl_->is_in_foreign_memory(tensor, args, kwargs) ? tensor.detach().clone() : tensor.detach();
 }
 
-c10::IValue PipelineStage::Impl::forward_for_recomputation(SavedMicrobatch& run,
-                                                           const std::vector<at::Tensor>& received,
-                                                           const Args& arguments, const Args& args,
-                                                           const Kwargs& kwargs) {
-  if (options.dw_builder) {
-    throw StageError(concat("stage ", index, " has a dw_builder, and cannot be recomputed.\n",
-                            "  Hint: leave its R out of the schedule."));
-  }
-  // The inputs: what was received, then the tensors of the arguments and keyword arguments of the caller, without which
-  // these are kept.
-  std::vector<at::Tensor> inputs = received;
-  Args kept_args = args;
-  Kwargs kept_kwargs = kwargs;
-  const auto for_each_value = [](Args& to_args, Kwargs& to_kwargs, const auto& act) {
-    for (c10::IValue& arg : to_args) act(arg);
-    for (auto& [name, value] : to_kwargs) act(value);
-  };
-  for_each_value(kept_args, kept_kwargs, [&](c10::IValue& value) {
-    std::ranges::move(extract_tensor_args(value), std::back_inserter(inputs));
-    const at::Tensor* none = nullptr;
-    internal::replace_tensors(value, none);
-  });
-  internal::RecomputedPartScope scope(inputs, {.writes_arguments = true});
-  c10::IValue output = module.forward(arguments, kwargs);
-  run.recomputation = scope.close([this, kept_args, kept_kwargs, counts = run.received, for_each_value,
-                                   count = received.size()](const std::vector<at::Tensor>& fresh) {
-    const auto middle = fresh.begin() + static_cast<std::ptrdiff_t>(count);
-    Args again_args = kept_args;
-    Kwargs again_kwargs = kept_kwargs;
-    const at::Tensor* next = fresh.data() + count;
-    for_each_value(again_args, again_kwargs, [&](c10::IValue& value) { internal::replace_tensors(value, next); });
-    module.forward(this->arguments({fresh.begin(), middle}, counts, again_args), again_kwargs);
-  });
-  return output;
-}
-
 PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Message> received, const Args& args,
                                                 const Kwargs& kwargs, bool will_be_recomputed) {
   const StageOptions& options = impl_->options;
@@ -312,7 +272,11 @@ PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Mess
     std::ranges::move(message, std::back_inserter(received_tensors));
   }
   const bool recomputed = by_autograd && will_be_recomputed;
-  // Holding on to these makes the aliases below, which the module may write into, have other memory.
+  if (recomputed && options.dw_builder) {
+    throw StageError(concat("stage ", stage_index(), " has a dw_builder, and cannot be recomputed.\n",
+                            "  Hint: leave its R out of the schedule."));
+  }
+  // While these exist, the aliases below, which the module may write into, get memory of their own by a write.
   const std::vector<at::Tensor> kept = recomputed ? received_tensors : std::vector<at::Tensor>();
   std::vector<at::Tensor> tensors;
   std::vector<bool> needs_grad;
@@ -336,9 +300,17 @@ PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Mess
   {
     const internal::LossTermScope scope(result.losses);
     const internal::StageHistoryScope history(by_autograd ? impl_->history : nullptr);
-    result.output = recomputed
-                        ? impl_->forward_for_recomputation(*run, kept, arguments, is_first() ? args : Args(), kwargs)
-                        : impl_->module.forward(arguments, kwargs);
+    if (recomputed) {
+      auto made = internal::forward_for_recomputation(
+          impl_->module, arguments, kept, is_first() ? args : Args(), kwargs,
+          [impl = impl_.get(), counts = run->received](const std::vector<at::Tensor>& again, const Args& given) {
+            return impl->arguments(again, counts, given);
+          });
+      result.output = std::move(made.output);
+      run->recomputation = std::move(made.recomputation);
+    } else {
+      result.output = impl_->module.forward(arguments, kwargs);
+    }
   }
   arguments.clear();
   tensors.clear();
