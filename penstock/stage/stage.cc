@@ -271,10 +271,10 @@ PipelineStage::Forwarded PipelineStage::forward(int microbatch, std::vector<Mess
     run->received.push_back(message.size());
     std::ranges::move(message, std::back_inserter(received_tensors));
   }
-  const bool recomputed = by_autograd && will_be_recomputed;
+  const bool recomputed = by_autograd && (will_be_recomputed || options.recompute);
   if (recomputed && options.dw_builder) {
     throw StageError(concat("stage ", stage_index(), " has a dw_builder, and cannot be recomputed.\n",
-                            "  Hint: leave its R out of the schedule."));
+                            "  Hint: leave out its R in the schedule, or StageOptions::recompute."));
   }
   // While these exist, the aliases below, which the module may write into, get memory of their own by a write.
   const std::vector<at::Tensor> kept = recomputed ? received_tensors : std::vector<at::Tensor>();

@@ -37,6 +37,9 @@ struct StageOptions {
   // Supplies the weight gradients of a module that leaves them out of its backward. It is called after each backward,
   // and returns the function that computes them, which is called in W, or at once in B.
   std::function<std::function<void()>()> dw_builder = nullptr;
+  // Makes each forward save its inputs only. It is recomputed when its backward begins, or before by an R of the
+  // schedule. With such an option alone, the schedule and what is simulated from it do not know of the recomputation.
+  bool recompute = false;
 };
 
 // A stage owns its module's function and references to its parameters and buffers. It is movable. During a step the
@@ -99,9 +102,9 @@ class PipelineStage {
     std::vector<at::Tensor> losses;
   };
   // Runs the forward of a microbatch. `received` has a message for each incoming link, `args` are the arguments of the
-  // first stage, and keyword arguments go to any stage. If it will be recomputed, it saves these for the backward, and
-  // nothing else; the module must not write into `args` and `kwargs` then. Throws StageError and PipeliningShapeError,
-  // which name the stage, and whatever the module throws.
+  // first stage, and keyword arguments go to any stage. If it will be recomputed, also by StageOptions, it saves these for
+  // the backward, and nothing else; the module must not write into `args` and `kwargs` then. Throws StageError and
+  // PipeliningShapeError, which name the stage, and whatever the module throws.
   Forwarded forward(int microbatch, std::vector<Message> received, const Args& args, const Kwargs& kwargs,
                     bool will_be_recomputed = false);
   // Runs such a forward again, and saves what the backward needs. Without a call, the backward does it.

@@ -107,6 +107,41 @@ TEST(Recomputation, WorksWithReplicasAndShards) {
   }
 }
 
+TEST(Recomputation, IsAnOptionOfAStage) {
+  for (const char* name : {"GPipe", "ZBVZeroBubble"}) {
+    SCOPED_TRACE(name);
+    const Schedule made = generate(name, {.ranks = 2, .microbatches = 4});
+    const auto gradients = [&](const Schedule& schedule, bool recompute) {
+      const Model model = transformer(schedule.stages());
+      std::vector<PipelineStage> stages;
+      for (int i = 0; i < schedule.stages(); ++i) {
+        stages.emplace_back(model.stages[static_cast<std::size_t>(i)], i, schedule.stages(),
+                            StageOptions{.recompute = recompute});
+      }
+      Pipeline pipeline(std::move(stages), schedule, {.loss = squared_error});
+      pipeline.step({input_for(kModels[1], 4, "x")}, {}, input_for(kModels[1], 4, "y"));
+      return gradients_of(model);
+    };
+    const std::vector<at::Tensor> expected = gradients(made, false);
+    // An R of the schedule computes the same earlier.
+    for (const Schedule& schedule : {made, add_recomputation(made, {1})}) {
+      const CountedParts counted;
+      expect_equal(expected, gradients(schedule, true));
+      EXPECT_EQ(counted.made(), made.stages() * made.microbatches());
+      EXPECT_EQ(counted.recomputed(), counted.made());
+    }
+  }
+}
+
+TEST(Recomputation, RefusesAStageWithADwBuilder) {
+  PipelineStage stage(perceptron(1).stages[0], 0, 1,
+                      {.dw_builder = [] { return std::function<void()>([] {}); }, .recompute = true});
+  stage.begin(Wiring(1), 1, PipelineStage::Mode::Autograd);
+  EXPECT_EQ(message_of<StageError>([&] { stage.forward(0, {}, {rows(2, "x")}, {}); }),
+            "stage 0 has a dw_builder, and cannot be recomputed.\n"
+            "  Hint: leave out its R in the schedule, or StageOptions::recompute.");
+}
+
 TEST(Recomputation, GivesGradientsOfArgumentsAndKeywordArguments) {
   const auto gradients = [](const char* csv) {
     Model model(2);
