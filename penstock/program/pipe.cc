@@ -170,8 +170,8 @@ void Pipe::State::make_modules(const Program& program) {
   for (int stage = 0; stage < count; ++stage) {
     for (const int weight : partitions[index(stage)].weights) {
       const ProgramInput& input = program.inputs()[index(weight)];
-      if (input.kind != ProgramInput::Kind::Constant || !mutated.contains(input.value)) continue;
-      modules[index(stage)].state.emplace_back(input.name, *state_of(program).find_tensor(input));
+      if (input.kind == ProgramInput::Kind::Buffer || !mutated.contains(input.value)) continue;
+      modules[index(stage)].state.emplace_back(input.name, tensor_in(stage, *state_of(program).find_tensor(input)));
     }
     modules[index(stage)].forward = forward_of(program, stage, state_of(program).exported,
                                                [&](const at::Tensor& original) { return tensor_in(stage, original); });
@@ -247,8 +247,13 @@ PipelineStage Pipe::make_stage(int stage, StageOptions options) const {
 StageModule Pipe::module_on(int stage, at::Device device) const {
   StageModule module = get_stage_module(stage);
   std::map<const void*, at::Tensor> moved;
-  for (NamedTensors* tensors : {&module.parameters, &module.buffers}) {
+  for (NamedTensors* tensors : {&module.parameters, &module.buffers, &module.state}) {
     for (auto& [name, tensor] : *tensors) {
+      // A parameter that is written to is in two lists.
+      if (const auto known = moved.find(tensor.unsafeGetTensorImpl()); known != moved.end()) {
+        tensor = known->second;
+        continue;
+      }
       at::Tensor copy = tensor.detach().to(device).set_requires_grad(tensor.requires_grad());
       moved.emplace(tensor.unsafeGetTensorImpl(), copy);
       tensor = std::move(copy);

@@ -31,7 +31,8 @@ struct StageModule {
   NamedTensors parameters = {};
   NamedTensors buffers = {};
   // Further tensors that a forward may write to, which no checkpoint contains and replicas do not synchronise. They are
-  // restored after a step that failed, and when a forward is recomputed.
+  // restored after a step that failed, and when a forward is recomputed. A parameter that a forward writes to is in both
+  // lists.
   NamedTensors state = {};
 };
 

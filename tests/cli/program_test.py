@@ -140,6 +140,9 @@ class Check(Case):
             with self.subTest(words=words):
                 text = self.answers("check", self.model("moe"), "--stages", 2, "--schedule", "GPipe", "--recompute", *words)
                 self.assertIn("\nbitwise identical to one process\n", text)
+        # A parameter that the forward writes to, and whose values the backward needs.
+        text = self.answers("check", os.path.join(PROGRAMS, "written_factor.pt2"), "--schedule", "GPipe", "--recompute", "stages")
+        self.assertIn("\nbitwise identical to one process\n", text)
         self.refuses("check", self.model("moe"), "--stages", 2, "--recompute", "layers.9",
                      message="there is no module 'layers.9' to recompute.\n  Hint: did you mean layers.0?")
         self.refuses("check", self.model("unet"), "--stages", 2, "--recompute", "all", message="--recompute all finds no modules in lists")

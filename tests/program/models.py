@@ -178,6 +178,20 @@ class WrittenParameter(nn.Module):
         return self.first(x) + self.fading
 
 
+@write("written_factor", torch.ones(2, 4))
+class WrittenFactor(nn.Module):
+    """Writes to a parameter in each forward, and its backward needs it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.fading = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x):
+        self.fading.mul_(0.9)
+        return self.first(x) * self.fading
+
+
 @write("expanded_buffer", torch.ones(2, 4))
 class ExpandedBuffer(nn.Module):
     """Has an expanded buffer, whose elements share memory."""

@@ -129,6 +129,30 @@ TEST(RecomputedState, UpdatesASparseBufferOnce) {
   expect_equal(counted_rows("0F0,0F1,0B0,0B1\n"), counted_rows("0F0,0F1,0R0,0B0,0R1,0B1\n"));
 }
 
+TEST(RecomputedState, WritesIntoAParameterOnce) {
+  // A stage names the parameters that its forward writes to in `state` too.
+  const auto train = [](const char* csv, Model (*changed)(Model)) {
+    Model model(1);
+    const at::Tensor w = weight("w", {kWide, kWide});
+    const at::Tensor fading = at::ones({kWide});
+    model.stages[0] = {.forward = [=](const Args& args, const Kwargs&) -> c10::IValue {
+                         const at::NoGradGuard no_grad;
+                         fading.mul_(0.9);
+                         const c10::AutoGradMode grad(true);
+                         return at::tanh(at::matmul(tensor(args, 0), w)) * fading.clone();
+                       },
+                       .parameters = {{"w", w}, {"fading", fading}},
+                       .state = {{"fading", fading}}};
+    model = changed(model);
+    Pipeline pipeline(model.build(), parse_csv(csv), {.loss = squared_error});
+    pipeline.step({rows(4, "x")}, {}, rows(4, "y"));
+    return std::vector<at::Tensor>{w.grad(), fading};
+  };
+  const std::vector<at::Tensor> expected = train("0F0,0F1,0B0,0B1\n", unchanged);
+  expect_equal(expected, train("0F0,0F1,0R0,0B0,0R1,0B1\n", unchanged));
+  expect_equal(expected, train("0F0,0F1,0B0,0B1\n", checkpointed));
+}
+
 TEST(RecomputedState, NamesAParameterThatWasModifiedMeanwhile) {
   // Autograd saves what was computed from the parameter, and not the parameter itself.
   for (const bool parts : {false, true}) {
