@@ -32,7 +32,7 @@ struct StageModule {
   NamedTensors buffers = {};
   // Further tensors that a forward may write to, which no checkpoint contains and replicas do not synchronise. They are
   // restored after a step that failed, and when a forward is recomputed. A parameter that a forward writes to is in both
-  // lists.
+  // lists, and cannot be sharded.
   NamedTensors state = {};
 };
 

@@ -249,11 +249,16 @@ void require_shardable(const std::vector<StageToShard>& stages) {
                               "  Hint: give each replica and each parameter a tensor of its own."));
     }
   }
-  const auto require_apart = [&](const at::Tensor& tensor, const std::string& name) {
-    if (!tensor.defined() || !tensor.has_storage()) return;
+  // Returns the sharded parameter in whose memory the tensor is, or null.
+  const auto owner_of = [&](const at::Tensor& tensor) -> const Owner* {
+    if (!tensor.defined() || !tensor.has_storage()) return nullptr;
     const auto owner = owners.find(tensor.storage().unsafeGetStorageImpl());
-    if (owner == owners.end()) return;
-    throw StageError(concat(name, " shares its storage with ", owner->second.name,
+    return owner == owners.end() ? nullptr : &owner->second;
+  };
+  const auto require_apart = [&](const at::Tensor& tensor, const std::string& name) {
+    const Owner* const owner = owner_of(tensor);
+    if (owner == nullptr) return;
+    throw StageError(concat(name, " shares its storage with ", owner->name,
                             ", which is sharded; a sharded parameter has a storage of its own.\n"
                             "  Hint: give each of them a tensor of its own."));
   };
@@ -264,6 +269,12 @@ void require_shardable(const std::vector<StageToShard>& stages) {
     }
     for (const auto& [name, buffer] : module->buffers) {
       require_apart(buffer, concat("stage ", stage, ", buffer '", name, "'"));
+    }
+    for (const auto& [name, tensor] : module->state) {
+      if (owner_of(tensor) == nullptr) continue;
+      throw StageError(concat(owner_of(tensor)->name,
+                              " is written to by the stage's forward, and cannot be sharded: each replica would lose "
+                              "what it has written.\n  Hint: make it a buffer."));
     }
   }
 }

@@ -19,6 +19,7 @@
 #include "tests/program/piped.h"
 #include "tests/program/programs.h"
 #include "tests/stage/recomputed_part.h"
+#include "tests/thrown.h"
 
 namespace penstock::internal::testing {
 namespace {
@@ -59,6 +60,20 @@ TEST(RecomputedProgram, RestoresAWrittenParameterAfterAFailure) {
   const Arguments batch = batch_of(pipe.program());
   EXPECT_THROW(in_stages.step(batch.args, batch.kwargs, at::Tensor()), std::exception);
   EXPECT_TRUE(at::equal(tensor_of(pipe, "fading"), at::ones({4})));
+}
+
+TEST(RecomputedProgram, RefusesToShardAWrittenParameter) {
+  const auto replicas = [] {
+    std::vector<StagedModel> made;
+    for (int i = 0; i < 2; ++i) made.push_back(pipeline(exported("written_parameter"), 1).build());
+    return made;
+  };
+  PipelineOptions options = step_options();
+  options.sharded = true;
+  EXPECT_EQ(
+      message_of([&] { Pipeline(replicas(), in_a_row("GPipe", 1), options); }),
+      "stage 0, parameter 'fading' is written to by the stage's forward, and cannot be sharded: each replica would "
+      "lose what it has written.\n  Hint: make it a buffer.");
 }
 
 }  // namespace
