@@ -152,7 +152,7 @@ void Program::recompute(const std::vector<std::string>& modules) {
 }
 
 std::vector<std::string> Program::repeated_modules() const {
-  return internal::repeated_modules(graph());
+  return internal::repeated_modules(*state_->exported);
 }
 
 NamedTensors Program::parameters() const {

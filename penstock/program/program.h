@@ -82,7 +82,8 @@ class Program {
   // checkpoint.h. A module within another one is part of it. Names as in ModuleCall::path. Throws ProgramError for a name
   // that is no module; an empty list recomputes nothing.
   void recompute(const std::vector<std::string>& modules);
-  // Returns the modules that the model repeats, such as "blocks.0", "blocks.1", …, outermost lists only.
+  // Returns the blocks that the model repeats, such as "blocks.0", "blocks.1", …: elements of lists that call more than one
+  // operator that computes something, outermost lists only.
   std::vector<std::string> repeated_modules() const;
 
   // Returns the metadata of all parameters and buffers, in the model's order, each with all its names.

@@ -145,7 +145,7 @@ class Check(Case):
         self.assertIn("\nbitwise identical to one process\n", text)
         self.refuses("check", self.model("moe"), "--stages", 2, "--recompute", "layers.9",
                      message="there is no module 'layers.9' to recompute.\n  Hint: did you mean layers.0?")
-        self.refuses("check", self.model("unet"), "--stages", 2, "--recompute", "all", message="--recompute all finds no modules in lists")
+        self.refuses("check", self.model("unet"), "--stages", 2, "--recompute", "all", message="--recompute all finds no blocks in lists")
 
     def test_shared_parameters_are_equal_up_to_rounding(self):
         words = ("check", self.model("gpt"), "--stages", 2, "--eval", "--inputs", os.path.join(ZOO, "gpt.inputs.safetensors"))

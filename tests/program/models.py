@@ -192,6 +192,34 @@ class WrittenFactor(nn.Module):
         return self.first(x) * self.fading
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(16, 256)
+        self.down = nn.Linear(256, 16)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
+
+
+@write("blocks", torch.ones(512, 16))
+class Blocks(nn.Module):
+    """Has four blocks in a list, beside lists whose elements are single operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.head = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU())
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
 @write("expanded_buffer", torch.ones(2, 4))
 class ExpandedBuffer(nn.Module):
     """Has an expanded buffer, whose elements share memory."""

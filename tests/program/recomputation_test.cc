@@ -76,5 +76,11 @@ TEST(RecomputedProgram, RefusesToShardAWrittenParameter) {
       "lose what it has written.\n  Hint: make it a buffer.");
 }
 
+TEST(RepeatedModules, AreBlocksOfMoreThanOneOperator) {
+  EXPECT_EQ(exported("blocks").repeated_modules(), (Words{"blocks.0", "blocks.1", "blocks.2", "blocks.3"}));
+  // A list of linear layers.
+  EXPECT_EQ(from_zoo("mlp").repeated_modules(), Words());
+}
+
 }  // namespace
 }  // namespace penstock::internal::testing

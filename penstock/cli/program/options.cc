@@ -71,8 +71,8 @@ void RunOptions::add_to(CLI::App& command) {
       ->check(whole_number());
   command
       .add_option("--recompute", recompute,
-                  "What saves its inputs only, and is computed again in the backward: all repeated modules, modules by "
-                  "name, whole stages, or none")
+                  "What saves its inputs only, and is computed again in the backward: all repeated blocks (elements of "
+                  "lists that call more than one operator), modules by name, whole stages, or none")
       ->option_text("all|stages|none|NAME… [none]")
       ->expected(1, CLI::detail::expected_max_vector_size);
   command.add_option("--transport", transport, "Thread ranks, or process ranks that communicate through Gloo")
@@ -105,7 +105,7 @@ void RunOptions::recompute_modules(Program& program) const {
   if (!recomputes("all")) return program.recompute(recompute);
   const std::vector<std::string> modules = program.repeated_modules();
   if (modules.empty()) {
-    throw ProgramError(concat(program.name(), ": --recompute all finds no modules in lists that the model repeats.\n",
+    throw ProgramError(concat(program.name(), ": --recompute all finds no blocks in lists that the model repeats.\n",
                               "  Hint: name modules, or recompute whole stages with --recompute stages."));
   }
   program.recompute(modules);

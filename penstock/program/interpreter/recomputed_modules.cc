@@ -32,6 +32,20 @@ int memory_of(const Effects& effects, int value) {
   }
 }
 
+// True if the node computes a tensor that autograd may save: not a view, a number or integers.
+bool computes(const ExportedProgram& exported, std::size_t number) {
+  const Node& node = exported.graph.nodes[number];
+  bool found = false;
+  for_each_result(node, [&](int result) {
+    const Value& value = exported.graph.values[index(result)];
+    const bool is_new = exported.effects.view_of[index(result)] < 0 || !exported.effects.writes[number].empty();
+    const bool is_number =
+        value.type && !at::isFloatingType(value.type->dtype) && !at::isComplexType(value.type->dtype);
+    found = found || (value.kind == ValueKind::Tensor && is_new && !is_number);
+  });
+  return found && node.is_operator();
+}
+
 // Path of the list, and type of the element.
 std::pair<std::string, std::string> kind_of(const ModuleCall& call) {
   const std::size_t dot = call.path.rfind('.');
@@ -72,14 +86,21 @@ RecomputedModules recomputed_modules(const ExportedProgram& exported, std::span<
   return result;
 }
 
-std::vector<std::string> repeated_modules(const Graph& graph) {
+std::vector<std::string> repeated_modules(const ExportedProgram& exported) {
+  const Graph& graph = exported.graph;
+  std::map<std::string, int> operators;
+  for (std::size_t number = 0; number < graph.nodes.size(); ++number) {
+    if (!computes(exported, number)) continue;
+    for (int call = graph.nodes[number].call; call >= 0; call = graph.calls[index(call)].parent) {
+      ++operators[graph.calls[index(call)].path];
+    }
+  }
+  const auto is_block = [&](const ModuleCall& call) { return is_element(call.path) && operators[call.path] > 1; };
   std::map<std::pair<std::string, std::string>, std::set<std::string>> lists;
   for (const ModuleCall& call : graph.calls) {
-    if (is_element(call.path)) lists[kind_of(call)].insert(call.path);
+    if (is_block(call)) lists[kind_of(call)].insert(call.path);
   }
-  const auto is_repeated = [&](const ModuleCall& call) {
-    return is_element(call.path) && lists.at(kind_of(call)).size() > 1;
-  };
+  const auto is_repeated = [&](const ModuleCall& call) { return is_block(call) && lists.at(kind_of(call)).size() > 1; };
   std::vector<std::string> modules;
   for (const ModuleCall& call : graph.calls) {
     if (!is_repeated(call)) continue;

@@ -21,8 +21,9 @@ struct RecomputedModules {
 // Throws ProgramError for a name that is no module.
 RecomputedModules recomputed_modules(const ExportedProgram& exported, std::span<const std::string> names);
 
-// Returns the modules that are repeated: the outermost elements of lists, such as "blocks.0" and "blocks.1", of which the
-// model calls at least two of one type.
-std::vector<std::string> repeated_modules(const Graph& graph);
+// Returns the blocks that are repeated: the outermost elements of lists, such as "blocks.0" and "blocks.1", of which the
+// model calls at least two of one type. A block calls more than one operator that computes a floating-point tensor; views
+// do not count. A single operator mostly saves its input, which the recomputation of it alone would save too.
+std::vector<std::string> repeated_modules(const ExportedProgram& exported);
 
 }  // namespace penstock::internal
