@@ -220,6 +220,26 @@ class Blocks(nn.Module):
         return self.head(x)
 
 
+class AddsToAView(nn.Module):
+    def forward(self, x, view):
+        view.add_(1)
+        return x.exp() * view.sum()
+
+
+@write("written_view", torch.ones(2, 4))
+class WrittenView(nn.Module):
+    """Calls a module with a tensor and a view of it, into which the module writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.inner = AddsToAView()
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.inner(y, y[:, :2])
+
+
 @write("expanded_buffer", torch.ones(2, 4))
 class ExpandedBuffer(nn.Module):
     """Has an expanded buffer, whose elements share memory."""

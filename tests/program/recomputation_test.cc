@@ -24,6 +24,50 @@
 namespace penstock::internal::testing {
 namespace {
 
+struct ScheduleCase {
+  std::string schedule;
+  int ranks;
+};
+std::vector<ScheduleCase> schedules_with_backwards() {
+  std::vector<ScheduleCase> cases;
+  for (const Generator& generator : generators()) {
+    for (const int ranks : {1, 2, 4}) {
+      const Schedule made = generate(generator.name, {.ranks = ranks, .microbatches = 4});
+      if (features_of(made).backward) cases.push_back({std::string(generator.name), ranks});
+    }
+  }
+  return cases;
+}
+
+class EveryScheduleOfAGpt : public ::testing::TestWithParam<ScheduleCase> {};
+INSTANTIATE_TEST_SUITE_P(Threads, EveryScheduleOfAGpt, ::testing::ValuesIn(schedules_with_backwards()),
+                         [](const auto& info) {
+                           return info.param.schedule + "_" + std::to_string(info.param.ranks) + "_ranks";
+                         });
+
+TEST_P(EveryScheduleOfAGpt, GivesTheSameWhenItIsRecomputed) {
+  const ZooModel model = zoo_model("gpt");
+  const TensorsByName inputs = tensors_of(model.path(".inputs.safetensors"));
+  const Schedule schedule =
+      generate(GetParam().schedule, {.ranks = GetParam().ranks, .microbatches = model.microbatches});
+  const auto make = [&] { return pipeline(model.program(), schedule.stages()); };
+  const Outcome expected = run_in_one_process(make(), schedule, inputs, /*seed=*/3);
+  {
+    const Pipe pipe = make();
+    Program program = pipe.program();
+    program.recompute(program.repeated_modules());
+    const CountedParts counted;
+    expect_same(expected, run_in_stages(pipe, schedule, inputs, /*seed=*/3), pipe.shared_parameters());
+    EXPECT_GT(counted.made(), 0);
+    EXPECT_EQ(counted.recomputed(), counted.made());
+  }
+  const Pipe pipe = make();
+  const CountedParts counted;
+  expect_same(expected, run_in_stages(pipe, add_recomputation(schedule), inputs, /*seed=*/3), pipe.shared_parameters());
+  EXPECT_GT(counted.made(), 0);
+  EXPECT_EQ(counted.recomputed(), counted.made());
+}
+
 at::Tensor tensor_of(const Pipe& pipe, const std::string& name) {
   return by_name(pipe.program().parameters()).at(name);
 }
@@ -76,10 +120,71 @@ TEST(RecomputedProgram, RefusesToShardAWrittenParameter) {
       "lose what it has written.\n  Hint: make it a buffer.");
 }
 
+TEST(RecomputedProgram, ComputesAgainAModuleWhoseInputsShareWrittenMemory) {
+  const Schedule schedule = in_a_row("GPipe", 1);
+  const Pipe plain_pipe = pipeline(exported("written_view"), 1);
+  const Outcome expected = run_in_one_process(plain_pipe, schedule);
+  const auto parts_of = [&](const std::vector<std::string>& modules) {
+    const Pipe pipe = pipeline(exported("written_view"), 1);
+    Program program = pipe.program();
+    program.recompute(modules);
+    const CountedParts counted;
+    expect_same(expected, run_in_stages(pipe, schedule, inputs_of(pipe.program()), /*seed=*/0));
+    EXPECT_EQ(counted.recomputed(), counted.made());
+    return counted.made();
+  };
+  // Copies of the two inputs would not share memory, so the module runs as it is.
+  EXPECT_EQ(parts_of({"inner"}), 0);
+  EXPECT_EQ(parts_of({"first"}), kMicrobatches);
+}
+
 TEST(RepeatedModules, AreBlocksOfMoreThanOneOperator) {
   EXPECT_EQ(exported("blocks").repeated_modules(), (Words{"blocks.0", "blocks.1", "blocks.2", "blocks.3"}));
   // A list of linear layers.
   EXPECT_EQ(from_zoo("mlp").repeated_modules(), Words());
+}
+
+// Counts the bytes that this thread has allocated while it lives.
+class AllocatedBytes final : public c10::MemoryReportingInfoBase {
+ public:
+  void reportMemoryUsage(void* /*memory*/, std::int64_t size, std::size_t /*allocated*/, std::size_t /*reserved*/,
+                         c10::Device /*device*/) override {
+    current += size;
+    peak = std::max(peak, current);
+  }
+  bool memoryProfilingEnabled() const override { return true; }
+
+  std::int64_t current = 0;
+  std::int64_t peak = 0;
+};
+
+TEST(RecomputedProgram, HasTheActivationsOfOneBlockAtATime) {
+  constexpr std::int64_t kHiddenBytes = 512 * 256 * sizeof(float);
+  struct Bytes {
+    std::int64_t saved;
+    std::int64_t peak_in_backward;
+  };
+  const auto measure = [](bool recomputed) {
+    Program program = exported("blocks");
+    program.parameters();
+    if (recomputed) program.recompute(program.repeated_modules());
+    const auto bytes = std::make_shared<AllocatedBytes>();
+    const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, bytes);
+    at::Tensor loss = program.run({at::ones({512, 16})}).toTensor().mean();
+    Bytes result{.saved = bytes->current, .peak_in_backward = 0};
+    bytes->peak = 0;
+    loss.backward();
+    result.peak_in_backward = bytes->peak;
+    return result;
+  };
+  // Each block saves the input and the output of its gelu.
+  const Bytes all = measure(false);
+  EXPECT_GE(all.saved, 4 * 2 * kHiddenBytes);
+  const Bytes of_one = measure(true);
+  EXPECT_LT(of_one.saved, kHiddenBytes);
+  // The activations of one block, and the gradients of these.
+  EXPECT_GE(of_one.peak_in_backward, 2 * kHiddenBytes);
+  EXPECT_LT(of_one.peak_in_backward, 5 * kHiddenBytes);
 }
 
 }  // namespace
