@@ -16,7 +16,7 @@ namespace penstock::internal::testing {
 namespace {
 
 constexpr int kStages = 3;
-constexpr int kMicrobatches = 4;
+constexpr int kChunks = 4;
 
 // Identity stages, and one that counts its calls in a tensor and returns it.
 Model counting(int counting_stage, const std::function<at::Tensor(const Args&, const Kwargs&)>& counter) {
@@ -37,12 +37,12 @@ c10::IValue replicated_by_name(const char* name) {
 
 // The count that each microbatch should return.
 at::Tensor counted() {
-  return at::arange(1, kMicrobatches + 1, at::kFloat);
+  return at::arange(1, kChunks + 1, at::kFloat);
 }
 
 // With GPipe all forwards of a stage run before the first output is used by a backward.
 Schedule gpipe() {
-  return generate("GPipe", {.ranks = kStages, .microbatches = kMicrobatches});
+  return generate("GPipe", {.ranks = kStages, .microbatches = kChunks});
 }
 
 TEST(Writes, IntoAKeywordArgumentThatIsReturnedAreSeenByLaterMicrobatchesOnly) {
@@ -60,7 +60,7 @@ TEST(Writes, IntoAKeywordArgumentThatIsReturnedAreSeenByLaterMicrobatchesOnly) {
       StepOptions step;
       if (stage > 0) step.stage_kwargs[stage] = kwargs;
       const at::Tensor found =
-          pipeline.eval({at::zeros({kMicrobatches})}, stage == 0 ? kwargs : Kwargs{}, {}, step).output.toTensor();
+          pipeline.eval({at::zeros({kChunks})}, stage == 0 ? kwargs : Kwargs{}, {}, step).output.toTensor();
       ASSERT_TRUE(at::equal(counted(), found)) << found;
     }
   }
@@ -73,14 +73,14 @@ TEST(Writes, IntoABufferOrAReplicatedArgumentThatIsReturnedAreSeenByLaterMicroba
     Model model = counting(stage, [buffer](const Args&, const Kwargs&) { return buffer; });
     model.stages[static_cast<std::size_t>(stage)].buffers = {{"count", buffer}};
     Pipeline pipeline(model.build(), gpipe());
-    const at::Tensor found = pipeline.eval({at::zeros({kMicrobatches})}).output.toTensor();
+    const at::Tensor found = pipeline.eval({at::zeros({kChunks})}).output.toTensor();
     EXPECT_TRUE(at::equal(counted(), found)) << found;
   }
   const Model model = counting(0, [](const Args& args, const Kwargs&) { return tensor(args, 1); });
   PipelineOptions options;
   options.specs.args = c10::ivalue::Tuple::create({TensorChunkSpec(0), Replicate()});
   Pipeline pipeline(model.build(), gpipe(), options);
-  const at::Tensor found = pipeline.eval({at::zeros({kMicrobatches}), at::zeros({1})}).output.toTensor();
+  const at::Tensor found = pipeline.eval({at::zeros({kChunks}), at::zeros({1})}).output.toTensor();
   EXPECT_TRUE(at::equal(counted(), found)) << found;
 }
 
@@ -92,9 +92,9 @@ TEST(Writes, IntoATermOfTheLossAreSeenByLaterMicrobatchesOnly) {
                        return tensor(args, 0);
                      },
                      .buffers = {{"count", buffer}}};
-  Pipeline pipeline(model.build(), generate("GPipe", {.ranks = 1, .microbatches = kMicrobatches}));
-  const StepResult result = pipeline.eval({at::zeros({kMicrobatches})});
-  for (std::size_t i = 0; i < kMicrobatches; ++i) {
+  Pipeline pipeline(model.build(), generate("GPipe", {.ranks = 1, .microbatches = kChunks}));
+  const StepResult result = pipeline.eval({at::zeros({kChunks})});
+  for (std::size_t i = 0; i < kChunks; ++i) {
     EXPECT_EQ(result.loss_terms[i].at(0).item<double>(), static_cast<double>(i) + 1);
   }
 }
@@ -120,7 +120,7 @@ INSTANTIATE_TEST_SUITE_P(Threads, EveryScheduleOfWrites, ::testing::ValuesIn([] 
                          }()));
 
 TEST_P(EveryScheduleOfWrites, IntoTheBatchAreSeenByNobodyElse) {
-  const Schedule schedule = generate(GetParam(), {.ranks = 2, .microbatches = kMicrobatches});
+  const Schedule schedule = generate(GetParam(), {.ranks = 2, .microbatches = kChunks});
   const Model model = writing(schedule.stages());
   Pipeline pipeline(model.build(), schedule, {.loss = squared_error});
   for (const bool needs_gradient : {false, true}) {
@@ -130,15 +130,15 @@ TEST_P(EveryScheduleOfWrites, IntoTheBatchAreSeenByNobodyElse) {
     std::vector<PlainMicrobatch> expected;
     std::vector<at::Tensor> gradients_of_x;
     const Model again = writing(schedule.stages());
-    const SplitArgs split = split_args_kwargs_into_chunks({rows(9, "x"), y}, {}, kMicrobatches);
-    for (int i = 0; i < kMicrobatches; ++i) {
+    const SplitArgs split = split_args_kwargs_into_chunks({rows(9, "x"), y}, {}, kChunks);
+    for (int i = 0; i < kChunks; ++i) {
       const Args& own = split.args[static_cast<std::size_t>(i)];
       const at::Tensor target = own[1].toTensor();
-      expected.push_back(plain_microbatch(again, {own[0].toTensor().clone()}, target, i, 1.0 / kMicrobatches, {}));
+      expected.push_back(plain_microbatch(again, {own[0].toTensor().clone()}, target, i, 1.0 / kChunks, {}));
       const at::Tensor leaf = own[0].toTensor().clone().requires_grad_();
       at::Tensor value = leaf;
       for (const StageModule& stage : again.stages) value = stage.forward({value.clone()}, {}).toTensor();
-      at::mse_loss(value, target).backward(at::scalar_tensor(1.0 / kMicrobatches));
+      at::mse_loss(value, target).backward(at::scalar_tensor(1.0 / kChunks));
       gradients_of_x.push_back(leaf.grad());
     }
     zero_grad(model);
@@ -166,11 +166,11 @@ TEST(Writes, IntoAChunkCopyThatChunkAlone) {
     sizes.push_back(x.storage().nbytes());
     return x;
   };
-  Pipeline pipeline(model.build(), generate("GPipe", {.ranks = 1, .microbatches = kMicrobatches}));
-  const at::Tensor x = at::arange(2 * kMicrobatches, at::kFloat).view({2, kMicrobatches}).t();
+  Pipeline pipeline(model.build(), generate("GPipe", {.ranks = 1, .microbatches = kChunks}));
+  const at::Tensor x = at::arange(2 * kChunks, at::kFloat).view({2, kChunks}).t();
   EXPECT_TRUE(at::equal(pipeline.eval({x}).output.toTensor(), x + 1));
   // The copy reaches from the first to the last element of a row, which are not adjacent.
-  for (const std::size_t size : sizes) EXPECT_EQ(size, (kMicrobatches + 1) * sizeof(float));
+  for (const std::size_t size : sizes) EXPECT_EQ(size, (kChunks + 1) * sizeof(float));
 }
 
 }  // namespace

@@ -149,7 +149,7 @@ TEST(HtmlDrawing, HasTheMemoryThatWasMeasured) {
   timeline.ranks[0].peak_bytes = 35;
   add_memory(schedule, costs, timeline);
   std::ostringstream out;
-  draw_html(out, {.schedule = schedule, .timeline = timeline, .costs = costs});
+  draw_html(out, {.schedule = schedule, .timeline = timeline, .costs = costs, .title = "GPipe"});
   EXPECT_NE(out.str().find(R"("memory":{"bytes":[20.0,30.0,5.0],"time":[0.0,1.0,2.0]})"), std::string::npos);
   EXPECT_NE(out.str().find(R"("peak_bytes":35.0)"), std::string::npos);
 }

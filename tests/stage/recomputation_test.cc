@@ -220,13 +220,13 @@ TEST(Checkpoint, RefusesABackwardWithinThePart) {
 }
 
 TEST(Checkpoint, RefusesAParameterThatWasModifiedMeanwhile) {
-  struct Case {
+  struct Weight {
     at::Tensor w;
     bool transposed;
   };
   // A linear layer saves a view of its weight; a parameter may be a view of a flat buffer.
-  for (const auto& [w, transposed] : {Case{leaf({4, 4}), false}, Case{leaf({4, 4}), true},
-                                      Case{numbers({20}).narrow(0, 4, 16).view({4, 4}).requires_grad_(), false}}) {
+  for (const auto& [w, transposed] : {Weight{leaf({4, 4}), false}, Weight{leaf({4, 4}), true},
+                                      Weight{numbers({20}).narrow(0, 4, 16).view({4, 4}).requires_grad_(), false}}) {
     const at::Tensor y =
         checkpoint([weight = w, is_linear = transposed](
                        const at::Tensor& x) { return is_linear ? at::linear(x, weight) : at::matmul(x, weight); },
