@@ -7,11 +7,15 @@
 #include <fstream>
 #include <iterator>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "penstock/program/interpreter/program_state.h"
 #include "penstock/program/pipe.h"
 #include "penstock/program/reader/zip_directory.h"
+#include "penstock/schedule/generators.h"
+#include "penstock/schedule/passes.h"
+#include "tests/program/piped.h"
 #include "tests/program/zoo.h"
 #include "tests/tensor/folder.h"
 #include "tests/tensor/values.h"
@@ -138,6 +142,35 @@ TEST_F(Loading, NamesADamagedRecordWhenItIsLoaded) {
   EXPECT_EQ(message_of<ProgramError>([&] { program.parameters(); }),
             path + ": data/weights/weight_0 is damaged: its checksum is wrong.");
   EXPECT_EQ(message_of<ProgramError>([&] { program.run({at::zeros({2, 8})}); }).substr(0, path.size()), path);
+}
+
+// Shards free the memory of a weight and allocate it again.
+TEST_F(Loading, TakesWeightsThatAreSharded) {
+  const ZooModel model = zoo_model("mlp");
+  const TensorsByName inputs = tensors_of(model.path(".inputs.safetensors"));
+  const Schedule plain = generate("GPipe", {.ranks = 2, .microbatches = model.microbatches / 2});
+  const auto losses_of = [&](const Schedule& schedule, bool sharded) {
+    std::vector<StagedModel> replicas;
+    for (int i = 0; i < 2; ++i) replicas.push_back(pipeline(Program(model.path(".pt2")), 2).build());
+    PipelineOptions options = step_options();
+    options.sharded = sharded;
+    Pipeline trained(std::move(replicas), schedule, options);
+    const Arguments batch = arguments_from(model.program(), inputs);
+    std::vector<at::Tensor> losses;
+    for (int step = 0; step < 2; ++step) {
+      for (const at::Tensor& loss : trained.step(batch.args, batch.kwargs, at::Tensor()).losses) losses.push_back(loss);
+      const at::NoGradGuard no_grad;
+      for (int replica = 0; replica < 2; ++replica) {
+        for (const PipelineStage& stage : trained.stages(replica)) {
+          for (const auto& [name, parameter] : stage.parameters()) parameter.sub_(parameter.grad(), 0.1);
+        }
+      }
+    }
+    return at::stack(losses);
+  };
+  const at::Tensor expected = losses_of(plain, /*sharded=*/false);
+  EXPECT_TRUE(at::allclose(losses_of(plain, /*sharded=*/true), expected));
+  EXPECT_TRUE(at::allclose(losses_of(add_recomputation(plain), /*sharded=*/true), expected));
 }
 
 TEST_F(Loading, TellsTheMetadataOfWeightsWithoutLoadingThem) {

@@ -127,9 +127,14 @@ void Weights::load_storage(const void* storage) {
   // A tensor that covers its storage needs nothing of the file.
   const bool is_covered = replaced.size() == 1 && replaced.front().first.is_non_overlapping_and_dense() &&
                           replaced.front().first.nbytes() == unloaded.bytes.nbytes();
-  const at::Tensor own = is_covered ? at::empty({unloaded.bytes.numel()}, at::kByte) : archive_->bytes(unloaded.record);
+  const at::Tensor loaded =
+      is_covered ? at::empty({unloaded.bytes.numel()}, at::kByte) : archive_->bytes(unloaded.record);
+  c10::StorageImpl& source = *loaded.storage().unsafeGetStorageImpl();
   c10::StorageImpl& target = *unloaded.bytes.storage().unsafeGetStorageImpl();
-  target.set_data_ptr_noswap(own.storage().unsafeGetStorageImpl()->set_data_ptr(c10::DataPtr()));
+  // From now on it is a storage like any other, which can be freed and allocated again, as shards are.
+  target.set_allocator(source.allocator());
+  target.set_resizable(true);
+  target.set_data_ptr_noswap(source.set_data_ptr(c10::DataPtr()));
   for (const auto& [tensor, values] : replaced) load_tensor(tensor, values);
   unloaded_.erase(found);
   has_unloaded_ = !unloaded_.empty();
