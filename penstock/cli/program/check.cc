@@ -89,6 +89,7 @@ void add_check(CLI::App& command, int& exit) {
                    "Run the pipeline without comparing it with one process, which needs memory for the whole model");
   options->weights.add_to(command, "Weights to use instead of the model's own");
   on_call(command, [options, &exit] {
+    options->run.require_valid();
     if (!options->dump.empty()) require_writable_path(options->dump);
     Program program = read_program(options->cut, options->weights.read());
     if (options->eval) program.eval();
@@ -108,6 +109,10 @@ void add_check(CLI::App& command, int& exit) {
     TensorsByName expected;
     std::map<std::string, double> contributions;
     const bool is_compared = options->reference && !LocalRanks::is_rank();
+    if (is_compared && options->run.transport == "gloo") {
+      std::cout << "reference: one process, with " << short_number(bytes_of_weights(program))
+                << "B of weights and as much of gradients; --no-reference leaves it out" << std::endl;
+    }
     if (is_compared) {
       const RestoredState restored(program);
       const ReferenceRun reference =
@@ -131,9 +136,6 @@ void add_check(CLI::App& command, int& exit) {
     if (!options->reference) {
       std::cout << "not compared with one process\n";
       return;
-    }
-    if (options->run.transport == "gloo") {
-      std::cout << "  reference: one process, with all " << short_number(bytes_of_weights(program)) << "B of weights\n";
     }
     const Comparison outputs = compare(expected, found, {.prefix = "output.", .tolerance = options->tolerance});
     const Comparison gradients =

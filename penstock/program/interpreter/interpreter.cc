@@ -102,7 +102,8 @@ struct Interpreter::Plan {
   // Runs calls so that their inputs are all that is saved of them, from which the backward runs them again.
   static void run_recomputed(const std::shared_ptr<const Plan>& plan, Range range, std::vector<c10::IValue>& slots,
                              const Mode& mode);
-  // Returns the slots that the calls read and others have written, weights apart. Cheap beside the operators.
+  // Returns the slots that the calls read and others have written, except for weights. Takes little time compared with
+  // the operators.
   std::vector<std::size_t> inputs_of(Range range) const;
 };
 
@@ -248,16 +249,18 @@ void Interpreter::Plan::run_recomputed(const std::shared_ptr<const Plan>& plan, 
   };
   std::vector<at::Tensor> tensors;
   std::vector<Kept> kept;
+  bool writes_arguments = false;
   for (const std::size_t slot : inputs) {
     const c10::IValue& content = slots[slot];
     kept.push_back({slot, content.isTensor(), content.isTensor() ? c10::IValue() : content});
     if (!content.isTensor()) continue;
     const at::Tensor& tensor = content.toTensor();
     const bool is_written = tensor.defined() && written(slot) >= 0;
+    writes_arguments |= is_written;
     tensors.push_back(is_written ? tensor.detach().clone().set_requires_grad(tensor.requires_grad()) : tensor);
   }
   // Buffers are inputs of the program, and it writes to them after all calls.
-  RecomputedPartScope scope(tensors, {.writes_buffers = false});
+  RecomputedPartScope scope(tensors, {.writes_buffers = false, .writes_arguments = writes_arguments});
   tensors.clear();
   plan->run(range, slots, mode);
   Mode again = mode;

@@ -62,10 +62,15 @@ const at::Tensor* ProgramState::find_tensor(const ProgramInput& input) const {
   }
 }
 
-std::shared_ptr<const Subgraph> ProgramState::subgraph_on_copies(
-    std::shared_ptr<const Interpreter::Mode> own_mode) const {
+std::shared_ptr<const Subgraph> ProgramState::subgraph_in(std::shared_ptr<const Interpreter::Mode> other_mode) const {
   weights->load_all();
-  return whole_of(*this, std::move(own_mode), [&](const ProgramInput& input) {
+  return whole_of(*this, std::move(other_mode), [&](const ProgramInput& input) { return *find_tensor(input); });
+}
+
+std::shared_ptr<const Subgraph> ProgramState::subgraph_on_copies(
+    std::shared_ptr<const Interpreter::Mode> other_mode) const {
+  weights->load_all();
+  return whole_of(*this, std::move(other_mode), [&](const ProgramInput& input) {
     const at::Tensor& tensor = *find_tensor(input);
     return input.kind == ProgramInput::Kind::Buffer ? tensor.clone() : tensor;
   });

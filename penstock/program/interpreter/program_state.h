@@ -45,8 +45,9 @@ struct ProgramState {
   NamedTensors tensors_of(ProgramInput::Kind kind) const;
   // Returns the parameters and buffers, each tensor once with all its names.
   std::vector<ModelTensor> model_tensors() const;
-  // Returns the whole program on copies of its buffers.
-  std::shared_ptr<const Subgraph> subgraph_on_copies(std::shared_ptr<const Interpreter::Mode> own_mode) const;
+  // Return the whole program in another mode, on the same tensors, and on copies of its buffers. They load the weights.
+  std::shared_ptr<const Subgraph> subgraph_in(std::shared_ptr<const Interpreter::Mode> other_mode) const;
+  std::shared_ptr<const Subgraph> subgraph_on_copies(std::shared_ptr<const Interpreter::Mode> other_mode) const;
   // Returns the write to a buffer, a parameter or an input that an output stands for.
   Subgraph::Write write_of(const ProgramOutput& output) const;
 };

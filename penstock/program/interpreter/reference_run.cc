@@ -10,8 +10,11 @@
 
 #include <limits>
 #include <map>
+#include <memory>
+#include <optional>
 #include <utility>
 
+#include "penstock/program/interpreter/program_state.h"
 #include "penstock/stage/accumulation.h"
 #include "penstock/tensor/intra_op_threads.h"
 #include "penstock/tensor/nested.h"
@@ -33,6 +36,43 @@ std::vector<std::vector<int>> gradient_order(const Schedule& schedule) {
   }
   return order;
 }
+
+// Sums what microbatches contribute to a gradient in a given order. Contributions that come early are kept until then.
+class OrderedSum {
+ public:
+  // `order` outlives the sum.
+  explicit OrderedSum(const std::vector<int>& order) : order_(&order) {}
+
+  // Adds the contribution of a microbatch, which may be undefined.
+  void add(int microbatch, at::Tensor contribution) {
+    waiting_.emplace(microbatch, std::move(contribution));
+    for (; next_ < order_->size(); ++next_) {
+      const auto found = waiting_.find((*order_)[next_]);
+      if (found == waiting_.end()) return;
+      if (found->second.defined()) add_next(found->second);
+      waiting_.erase(found);
+    }
+  }
+  // Returns the sum, undefined if there was no contribution.
+  const at::Tensor& sum() const { return sum_; }
+  // Returns the largest absolute element of a contribution; none without any.
+  std::optional<double> largest() const {
+    return largest_.empty() ? std::nullopt : std::optional(at::stack(largest_).max().item<double>());
+  }
+
+ private:
+  void add_next(const at::Tensor& contribution) {
+    sum_ = sum_.defined() ? sum_ + contribution : contribution.clone();
+    if (contribution.numel() == 0) return;
+    largest_.push_back(at::linalg_vector_norm(dense(contribution), std::numeric_limits<double>::infinity()));
+  }
+
+  const std::vector<int>* order_;
+  std::size_t next_ = 0;
+  std::map<int, at::Tensor> waiting_;
+  at::Tensor sum_;
+  std::vector<at::Tensor> largest_;
+};
 
 Arguments copied(const Arguments& arguments) {
   const auto copy = [](const c10::IValue& leaf) {
@@ -57,52 +97,51 @@ at::Tensor sum_of_means(const c10::IValue& output) {
 ReferenceRun run_reference(const Pipe& pipe, const Schedule& schedule, std::span<const Arguments> microbatches,
                            const ReferenceRunOptions& options) {
   const IntraOpThreads threads(options.intra_op_threads);
-  const NamedTensors parameters = pipe.program().parameters();
-  std::vector<at::Tensor> trainable;
-  std::vector<std::string> names;
-  for (const auto& [name, parameter] : parameters) {
-    if (!parameter.requires_grad()) continue;
-    trainable.push_back(parameter);
-    names.push_back(name);
-  }
-  ReferenceRun result;
-  // Indexed by microbatch and parameter.
-  std::vector<std::vector<at::Tensor>> gradients;
-  for (std::size_t i = 0; i < microbatches.size(); ++i) {
-    if (options.is_cancelled()) return result;
-    const RandomScope scope(options.seed, options.step, static_cast<std::int64_t>(i), /*place=*/0);
-    const Arguments arguments = copied(microbatches[i]);
-    const c10::IValue output = pipe.program().run(arguments.args, arguments.kwargs);
-    const at::Tensor loss = options.loss(output);
-    auto& contributions = gradients.emplace_back(trainable.size());
-    if (loss.requires_grad() && !trainable.empty()) {
-      const at::Tensor seed = at::ones_like(loss) / static_cast<double>(microbatches.size());
-      contributions = torch::autograd::grad({loss}, trainable, {seed}, /*retain_graph=*/false, /*create_graph=*/false,
-                                            /*allow_unused=*/true);
-    }
-    result.outputs.push_back(flatten_args_detach(output).value);
-    result.losses.push_back(loss.detach());
-  }
   const std::vector<std::vector<int>> order = gradient_order(schedule);
   // The first stage that has a parameter determines the order of its sum.
   std::map<std::string, int> stage_of;
   for (int stage = pipe.num_stages() - 1; stage >= 0; --stage) {
     for (const auto& [name, tensor] : pipe.state_dict(stage)) stage_of[name] = stage;
   }
+  std::vector<at::Tensor> trainable;
+  std::vector<std::string> names;
+  std::vector<OrderedSum> sums;
+  for (const auto& [name, parameter] : pipe.program().parameters()) {
+    if (!parameter.requires_grad()) continue;
+    trainable.push_back(parameter);
+    names.push_back(name);
+    sums.emplace_back(order[static_cast<std::size_t>(stage_of.at(name))]);
+  }
+  // The reference saves all activations, so it also tells whether a recomputation is right.
+  const ProgramState& state = state_of(pipe.program());
+  const auto mode = std::make_shared<Interpreter::Mode>(*state.mode);
+  mode->recomputed = nullptr;
+  const std::shared_ptr<const Subgraph> whole = state.subgraph_in(mode);
+  ReferenceRun result;
+  for (std::size_t i = 0; i < microbatches.size(); ++i) {
+    if (options.is_cancelled()) return result;
+    const RandomScope scope(options.seed, options.step, static_cast<std::int64_t>(i), /*place=*/0);
+    const Arguments arguments = copied(microbatches[i]);
+    const c10::IValue output =
+        state.exported->out_spec.unflatten(whole->run(pipe.program().flatten_inputs(arguments.args, arguments.kwargs)));
+    const at::Tensor loss = options.loss(output);
+    std::vector<at::Tensor> contributions(trainable.size());
+    if (loss.requires_grad() && !trainable.empty()) {
+      const at::Tensor seed = at::ones_like(loss) / static_cast<double>(microbatches.size());
+      contributions = torch::autograd::grad({loss}, trainable, {seed}, /*retain_graph=*/false, /*create_graph=*/false,
+                                            /*allow_unused=*/true);
+    }
+    {
+      const at::NoGradGuard no_grad;
+      for (std::size_t k = 0; k < sums.size(); ++k) sums[k].add(static_cast<int>(i), std::move(contributions[k]));
+    }
+    result.outputs.push_back(flatten_args_detach(output).value);
+    result.losses.push_back(loss.detach());
+  }
   const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < names.size(); ++i) {
-    at::Tensor sum;
-    std::vector<at::Tensor> largest;
-    for (const int microbatch : order[static_cast<std::size_t>(stage_of.at(names[i]))]) {
-      const at::Tensor& contribution = gradients[static_cast<std::size_t>(microbatch)][i];
-      if (!contribution.defined()) continue;
-      sum = sum.defined() ? sum + contribution : contribution.clone();
-      if (contribution.numel() > 0) {
-        largest.push_back(at::linalg_vector_norm(dense(contribution), std::numeric_limits<double>::infinity()));
-      }
-    }
-    if (!largest.empty()) result.largest_contributions[names[i]] = at::stack(largest).max().item<double>();
-    if (sum.defined()) result.gradients.emplace(names[i], dense(sum));
+    if (const auto largest = sums[i].largest()) result.largest_contributions[names[i]] = *largest;
+    if (sums[i].sum().defined()) result.gradients.emplace(names[i], dense(sums[i].sum()));
   }
   return result;
 }
