@@ -81,10 +81,12 @@ struct Weight {
   at::Tensor tensor;
   std::vector<std::string> names = {};
   bool is_parameter = false;
+  bool is_mutated = false;
   std::set<int> stages = {};
 };
 
 std::vector<Weight> weights_of(const Program& program, const std::vector<StagePartition>& partitions) {
+  const std::set<int> mutated = internal::mutated_values(*state_of(program).exported);
   std::vector<Weight> weights;
   for (std::size_t i = 0; i < program.inputs().size(); ++i) {
     const ProgramInput& input = program.inputs()[i];
@@ -95,6 +97,7 @@ std::vector<Weight> weights_of(const Program& program, const std::vector<StagePa
     if (weight == weights.end()) weight = weights.insert(weight, {.tensor = tensor});
     weight->names.push_back(input.name);
     weight->is_parameter = weight->is_parameter || input.kind == ProgramInput::Kind::Parameter;
+    weight->is_mutated = weight->is_mutated || mutated.contains(input.value);
     for (std::size_t stage = 0; stage < partitions.size(); ++stage) {
       const auto& indices = partitions[stage].weights;
       if (std::ranges::find(indices, static_cast<int>(i)) != indices.end()) {
@@ -162,6 +165,7 @@ void Pipe::State::make_modules(const Program& program) {
       stage_tensors[index(stage)].emplace(weight.tensor.unsafeGetTensorImpl(), tensor);
       StageModule& module = modules[index(stage)];
       (weight.is_parameter ? module.parameters : module.buffers).emplace_back(weight.names.front(), tensor);
+      if (!weight.is_parameter && !weight.is_mutated) module.constant_buffers.insert(weight.names.front());
       copies.push_back({.stage = stage, .name = weight.names.front()});
     }
     if (weight.is_parameter && copies.size() > 1) shared.push_back(std::move(copies));

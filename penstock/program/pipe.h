@@ -48,9 +48,11 @@ struct PipeInfo {
     // Numbers of elements.
     std::int64_t parameters = 0;
     std::int64_t buffers = 0;
-    // Bytes of parameters and buffers together, and of the gradients of the parameters that have some.
-    std::int64_t weight_bytes = 0;
+    // Bytes of the parameters, and of the gradients of those that have some.
+    std::int64_t parameter_bytes = 0;
     std::int64_t gradient_bytes = 0;
+    // Bytes of the buffers by name. Stages of one process share a buffer that several of them use.
+    std::map<std::string, std::int64_t> buffer_bytes = {};
     // Floating-point operations of the forward.
     double flops = 0;
     // Seconds of forward and backward.

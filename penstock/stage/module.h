@@ -6,6 +6,7 @@
 #include <ATen/core/ivalue.h>
 
 #include <functional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -30,10 +31,16 @@ struct StageModule {
   // synchronised between replicas and restored after a step that failed; a tensor that is in neither list is not.
   NamedTensors parameters = {};
   NamedTensors buffers = {};
+  // Names of buffers that no forward writes to, such as masks. No copies of them are made for a rollback or a
+  // recomputation.
+  std::set<std::string> constant_buffers = {};
   // Further tensors that a forward may write to, which no checkpoint contains and replicas do not synchronise. They are
   // restored after a step that failed, and when a forward is recomputed. A parameter that a forward writes to is in both
   // lists, and cannot be sharded.
   NamedTensors state = {};
+
+  // Returns the tensors that a forward may write to: `state`, and the buffers that are not constant.
+  NamedTensors written_tensors() const;
 };
 
 }  // namespace penstock

@@ -223,12 +223,10 @@ void PipelineStage::begin(const Wiring& wiring, int microbatches, Mode mode) {
   if (impl_->sync && mode != Mode::Evaluation) impl_->sync->begin_step();
 }
 
-void PipelineStage::save(internal::SavedState& saved, bool has_user_functions) const {
-  for (const NamedTensors* written : {&impl_->module.buffers, &impl_->module.state}) {
-    for (const auto& [name, tensor] : *written) saved.add_values(tensor);
-  }
+void PipelineStage::save(internal::SavedState& saved, bool has_overrides) const {
+  for (const auto& [name, tensor] : impl_->module.written_tensors()) saved.add_values(tensor);
   if (impl_->mode == Mode::Evaluation) return;
-  const bool only_autograd_writes = impl_->mode == Mode::Autograd && !impl_->options.dw_builder && !has_user_functions;
+  const bool only_autograd_writes = impl_->mode == Mode::Autograd && !impl_->options.dw_builder && !has_overrides;
   std::unordered_set<const void*> seen;
   // The parameters that an optimizer steps may be shards of the module's.
   for (const NamedTensors* named : {&module().parameters, &parameters()}) {

@@ -36,12 +36,10 @@ std::uint32_t version_of(const at::Tensor& tensor) {
 }  // namespace
 
 StageHistory::StageHistory(const StageModule& module) {
-  for (const NamedTensors* written : {&module.buffers, &module.state}) {
-    for (const auto& [name, tensor] : *written) {
-      if (!tensor.defined()) continue;
-      written_.push_back(tensor);
-      storages_.insert(memory_of(tensor));
-    }
+  for (const auto& [name, tensor] : module.written_tensors()) {
+    if (!tensor.defined()) continue;
+    written_.push_back(tensor);
+    storages_.insert(memory_of(tensor));
   }
   for (const auto& [name, tensor] : module.parameters) {
     if (tensor.defined() && !writes_to(tensor)) parameters_.emplace_back(name, tensor);

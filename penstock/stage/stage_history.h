@@ -1,5 +1,5 @@
-// What the forwards of a stage read besides their arguments, at some moments, so that a part of a forward can be computed
-// again as it was: the values of tensors that forwards write to, and the versions of parameters.
+// Remembers what the forwards of a stage read besides their arguments, at some moments, so that a part of a forward can be
+// computed again as it was: the values of tensors that forwards write to, and the versions of parameters.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,7 +24,7 @@ class StageHistory {
     std::vector<std::uint32_t> versions;
   };
 
-  // Follows the buffers and the state of a module, and the versions of its other parameters.
+  // Follows the tensors that the forward of a module may write to, and the versions of its other parameters.
   explicit StageHistory(const StageModule& module);
 
   // Returns the present. Without values, the moment cannot be restored.
@@ -40,7 +40,6 @@ class StageHistory {
   void forget() { last_.assign(written_.size(), {}); }
 
  private:
-  // Buffers and state.
   std::vector<at::Tensor> written_;
   std::unordered_set<const void*> storages_;
   NamedTensors parameters_;

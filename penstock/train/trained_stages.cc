@@ -64,10 +64,10 @@ void TrainedStages::step_optimizers(double learning_rate) {
   });
 }
 
-SavedState TrainedStages::save_buffers() const {
+SavedState TrainedStages::save_written_tensors() const {
   SavedState saved;
   for (const TrainedStage& stage : stages_) {
-    for (const auto& [name, buffer] : stage.stage->module().buffers) saved.add_values(buffer);
+    for (const auto& [name, tensor] : stage.stage->module().written_tensors()) saved.add_values(tensor);
   }
   return saved;
 }

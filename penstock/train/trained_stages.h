@@ -55,7 +55,7 @@ class TrainedStages {
 
   // Returns a copy of the values of all buffers. Their version counters do not show whether they changed, because batch
   // normalisation updates its running statistics without incrementing them.
-  SavedState save_buffers() const;
+  SavedState save_written_tensors() const;
 
   // Returns the sizes of the first replica's stages, indexed by stage. A collective: all processes call it.
   std::vector<StageSize> sizes(const TrainingProcesses& processes) const;

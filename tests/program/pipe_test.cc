@@ -111,6 +111,17 @@ TEST(Pipe, KeepsNamesAndTensors) {
   }
 }
 
+TEST(Pipe, KnowsWhichBuffersNoForwardWritesTo) {
+  const Pipe masked = pipeline(zoo_model("gqa").program(), {{"blocks.1", SplitPoint::BEGINNING}});
+  for (int stage = 0; stage < 2; ++stage) {
+    EXPECT_TRUE(masked.get_stage_module(stage).constant_buffers.contains("allowed"));
+    EXPECT_EQ(masked.info().stages[static_cast<std::size_t>(stage)].buffer_bytes.at("allowed"), 16 * 16);
+  }
+  const Pipe normalised = pipeline(zoo_model("resnet").program(), 1);
+  EXPECT_FALSE(normalised.get_stage_module(0).buffers.empty());
+  EXPECT_EQ(normalised.get_stage_module(0).constant_buffers, std::set<std::string>{});
+}
+
 TEST(Pipe, LoadsAStageByTheNamesThatItHas) {
   const Program program = exported("pair");
   const Pipe pipe = pipeline(program, {{"second", kBegin}});

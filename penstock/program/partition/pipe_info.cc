@@ -89,12 +89,12 @@ PipeInfo make_pipe_info(const Program& program, const std::vector<int>& stage_of
     for (const auto& [name, tensor] : modules[index(stage)].parameters) {
       const auto bytes = static_cast<std::int64_t>(tensor.nbytes());
       add(tensor.numel(), statistics.parameters);
-      add(bytes, statistics.weight_bytes);
+      add(bytes, statistics.parameter_bytes);
       if (tensor.requires_grad()) add(bytes, statistics.gradient_bytes);
     }
     for (const auto& [name, tensor] : modules[index(stage)].buffers) {
       add(tensor.numel(), statistics.buffers);
-      add(static_cast<std::int64_t>(tensor.nbytes()), statistics.weight_bytes);
+      statistics.buffer_bytes[name] = static_cast<std::int64_t>(tensor.nbytes());
     }
     for (const int number : partition.nodes) {
       statistics.flops += costs[index(number)].flops;
