@@ -1,5 +1,7 @@
 #include "penstock/stage/checkpoint.h"
 
+#include <ATen/ops/empty.h>
+
 #include "penstock/stage/recomputation.h"
 #include "penstock/tensor/nested.h"
 
@@ -28,7 +30,9 @@ void CheckpointedPart::finish(std::function<void(const std::vector<at::Tensor>& 
 void replace_tensors(c10::IValue& value, const at::Tensor*& next) {
   value = map_leaves(value, [&](const c10::IValue& leaf) -> c10::IValue {
     if (!leaf.isTensor()) return leaf;
-    return next == nullptr ? at::Tensor() : *next++;
+    if (next != nullptr) return *next++;
+    // Only defined tensors keep the types of the lists and dicts around them.
+    return leaf.toTensor().defined() ? at::empty({0}) : at::Tensor();
   });
 }
 

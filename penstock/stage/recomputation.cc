@@ -148,15 +148,17 @@ class Recomputation::CapturingHooks final : public torch::autograd::SavedVariabl
                               shape_text(sizes),
                               " when it was computed again.\n  Hint: its result should depend on its inputs alone."));
     }
-    if (saved.parameter_version && is_parameter(tensor) && version_of(tensor) != *saved.parameter_version) {
+    // The values that a buffer has now are those of the forward, and go when the recomputation ends.
+    const bool is_restored = recomputation_->restores_buffers() && recomputation_->history_->writes_to(tensor);
+    const bool was_modified =
+        saved.parameter_version && is_parameter(tensor) && version_of(tensor) != *saved.parameter_version;
+    if (was_modified && !is_restored) {
       throw StageError(
           concat("a parameter of shape ", shape_text(saved.sizes),
                  " was modified between a forward and its recomputation.\n  Hint: step the optimizer after "
                  "the backwards."));
     }
     if (saved.is_released) return;
-    // The values that a buffer has now are those of the forward, and go when the recomputation ends.
-    const bool is_restored = recomputation_->restores_buffers() && recomputation_->history_->writes_to(tensor);
     saved.tensor = is_restored ? tensor.detach().clone() : tensor.detach();
     saved.version = version_of(saved.tensor);
   }
@@ -209,6 +211,11 @@ void Recomputation::run() {
     case State::Ready: break;
   }
   require_unwritten_inputs("before it was computed again");
+  if (!random_ && RandomScope::is_open()) {
+    throw StageError(
+        "a part whose forward was in no RandomScope is computed again within one.\n  Hint: run the backward outside of "
+        "it, or the forward in it.");
+  }
   if (history_ != nullptr) history_->require_same_parameters(before_);
   if (!saved_.empty()) {
     state_ = State::Computing;
@@ -274,7 +281,10 @@ void Recomputation::compute() {
   const LossTermScope ignored_terms(terms);
 
   std::vector<at::Tensor> arguments;
-  for (const at::Tensor& input : inputs_) {
+  // Where this is not the only reference to a tensor, what the function writes into becomes a copy: after a failure, it
+  // is called again.
+  const std::vector<at::Tensor> kept = inputs_;
+  for (const at::Tensor& input : kept) {
     const bool needs_alias =
         options_.writes_arguments && input.defined() && is_plain(input) && !is_copy_on_write_alias(input);
     arguments.push_back(needs_alias ? copy_on_write_alias(input) : input);

@@ -153,6 +153,27 @@ TEST(RecomputedState, WritesIntoAParameterOnce) {
   expect_equal(expected, train("0F0,0F1,0B0,0B1\n", checkpointed));
 }
 
+// Its values when it was used are saved, as the next forward changes it.
+TEST(RecomputedState, WritesOnceIntoAParameterWithAGradient) {
+  const auto train = [](const char* csv) {
+    Model model(1);
+    const at::Tensor w = weight("w", {kWide, kWide});
+    model.stages[0] = {.forward = [=](const Args& args, const Kwargs&) -> c10::IValue {
+                         {
+                           const at::NoGradGuard no_grad;
+                           w.mul_(0.9);
+                         }
+                         return at::tanh(at::matmul(tensor(args, 0), w));
+                       },
+                       .parameters = {{"w", w}},
+                       .state = {{"w", w}}};
+    Pipeline pipeline(model.build(), parse_csv(csv), {.loss = squared_error});
+    pipeline.step({rows(4, "x")}, {}, rows(4, "y"));
+    return std::vector<at::Tensor>{w.grad(), w.detach()};
+  };
+  expect_equal(train("0F0,0B0\n"), train("0F0,0R0,0B0\n"));
+}
+
 TEST(RecomputedState, NamesAParameterThatWasModifiedMeanwhile) {
   // Autograd saves what was computed from the parameter, and not the parameter itself.
   for (const bool parts : {false, true}) {

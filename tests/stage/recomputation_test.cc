@@ -14,6 +14,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -21,6 +22,7 @@
 #include "penstock/stage/checkpoint.h"
 #include "penstock/stage/wiring.h"
 #include "penstock/tensor/autocast_scope.h"
+#include "penstock/tensor/random_scope.h"
 #include "tests/stage/recomputed_part.h"
 #include "tests/stage/stages.h"
 #include "tests/thrown.h"
@@ -194,6 +196,66 @@ TEST(Checkpoint, CanBeComputedAgainAfterAFailure) {
   EXPECT_EQ(message_of([&] { torch::autograd::grad({y.sum()}, {w}, {}, /*retain_graph=*/true); }), "out of steam");
   const Tensors found = torch::autograd::grad({y.sum()}, {w});
   EXPECT_TRUE(at::equal(found[0], torch::autograd::grad({at::matmul(x, w).exp().tanh().sum()}, {w})[0]));
+}
+
+TEST(RecomputedPart, FindsItsInputsUnchangedAfterAFailure) {
+  const at::Tensor w = leaf({4});
+  at::Tensor x = numbers({4}, 2);
+  int calls = 0;
+  const auto function = [&, w](const Tensors& inputs) {
+    at::Tensor result = inputs[0].add_(1) * w;
+    if (++calls == 2) throw std::runtime_error("out of steam");
+    return result;
+  };
+  const at::Tensor expected = torch::autograd::grad({function({x.clone()}).sum()}, {w})[0];
+  calls = 0;
+  // Nothing but the part refers to the input.
+  RecomputedPartScope scope({x}, {.writes_arguments = true});
+  const at::Tensor y = function({x.clone()});
+  x.reset();
+  scope.close([&](const Tensors& inputs) { function(inputs); });
+  EXPECT_EQ(message_of([&] { torch::autograd::grad({y.sum()}, {w}, {}, /*retain_graph=*/true); }), "out of steam");
+  EXPECT_TRUE(at::equal(torch::autograd::grad({y.sum()}, {w})[0], expected));
+}
+
+TEST(StageHistory, LeavesConstantBuffersOut) {
+  StageModule module;
+  module.buffers = {{"mask", at::ones({2})}, {"count", at::zeros({})}};
+  module.constant_buffers = {"mask"};
+  module.state = {{"calls", at::zeros({})}};
+  const NamedTensors written = module.written_tensors();
+  ASSERT_EQ(written.size(), 2U);
+  EXPECT_EQ(written[0].first, "calls");
+  EXPECT_EQ(written[1].first, "count");
+  StageHistory history(module);
+  EXPECT_FALSE(history.writes_to(module.buffers[0].second));
+  EXPECT_TRUE(history.writes_to(module.buffers[1].second));
+  EXPECT_EQ(history.now().values.size(), 2U);
+}
+
+TEST(Checkpoint, KeepsTheTypesOfNestedContainers) {
+  using Pair = std::tuple<at::Tensor, at::Tensor>;
+  c10::List<Pair> pairs;
+  pairs.push_back({leaf({4}), leaf({4}, 2)});
+  std::vector<c10::TypePtr> types;
+  const auto function = [&](const c10::IValue& value) {
+    types.push_back(value.type());
+    const auto& elements = value.toListRef()[0].toTupleRef().elements();
+    return elements[0].toTensor().exp() * elements[1].toTensor();
+  };
+  checkpoint(function, c10::IValue(pairs)).sum().backward();
+  ASSERT_EQ(types.size(), 2U);
+  EXPECT_EQ(types[1]->repr_str(), types[0]->repr_str());
+}
+
+TEST(Checkpoint, RefusesARandomScopeAroundItsBackwardAlone) {
+  const at::Tensor x = leaf({4});
+  const at::Tensor y = checkpoint([](const at::Tensor& input) { return at::dropout(input.exp(), 0.5, true); }, x);
+  const RandomScope scope(/*seed=*/0, /*step=*/0, /*microbatch=*/0, /*place=*/0);
+  EXPECT_EQ(
+      message_of<StageError>([&] { y.sum().backward(); }),
+      "a part whose forward was in no RandomScope is computed again within one.\n  Hint: run the backward outside "
+      "of it, or the forward in it.");
 }
 
 TEST(Checkpoint, RefusesTheGraphOfAForwardThatFailed) {
