@@ -24,6 +24,7 @@
 #include "penstock/schedule/generators.h"
 #include "penstock/schedule/graph.h"
 #include "penstock/schedule/liveness.h"
+#include "penstock/schedule/memory.h"
 #include "penstock/schedule/passes.h"
 #include "penstock/schedule/placement.h"
 #include "penstock/schedule/samples.h"

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "penstock/runtime/receives.h"
+#include "penstock/schedule/liveness.h"
 
 namespace penstock {
 

@@ -93,6 +93,7 @@ void for_each_number_of_stage(Stage& stage, int version, Visit&& visit) {
   visit("input_bytes", stage.input_bytes);
   visit("parameter_bytes", stage.parameter_bytes);
   visit("gradient_bytes", stage.gradient_bytes);
+  visit("accumulated_bytes", stage.accumulated_bytes);
   visit("optimizer_bytes", stage.optimizer_bytes);
   visit("unsharded_bytes", stage.unsharded_bytes);
   visit("forward_workspace", stage.forward_workspace);
@@ -175,8 +176,9 @@ Costs split_rank_costs(const Costs& by_rank, const Placement& placement) {
     if (stage.recompute) *stage.recompute /= parts;
     stage.activation_bytes /= parts;
     if (stage.weight_bytes) *stage.weight_bytes /= parts;
-    for (double* bytes : {&stage.parameter_bytes, &stage.gradient_bytes, &stage.optimizer_bytes, &stage.unsharded_bytes,
-                          &stage.forward_workspace, &stage.backward_workspace, &stage.update_workspace}) {
+    for (double* bytes :
+         {&stage.parameter_bytes, &stage.gradient_bytes, &stage.accumulated_bytes, &stage.optimizer_bytes,
+          &stage.unsharded_bytes, &stage.forward_workspace, &stage.backward_workspace, &stage.update_workspace}) {
       *bytes /= parts;
     }
     stage.unshard /= parts;

@@ -38,6 +38,8 @@ struct StageCosts {
   double parameter_bytes = 0;
   double optimizer_bytes = 0;
   double gradient_bytes = 0;
+  // Size of the gradients from before the step to which it adds. They stay in memory until the step has succeeded.
+  double accumulated_bytes = 0;
   // Size of the full parameters that UNSHARD gathers. Full gradients take as much until REDUCE_GRAD; the sizes above are
   // then those of shards.
   double unsharded_bytes = 0;
@@ -123,7 +125,7 @@ Costs split_rank_costs(const Costs& by_rank, const Placement& placement);
 //   {"version": 2,
 //    "stages": [{"forward": 1, "input": 1, "weight": 1, "recompute": 1, "bytes_sent": 4096, "activation_bytes": 65536,
 //                "weight_bytes": 32768, "input_bytes": 4096, "parameter_bytes": 1e6, "gradient_bytes": 1e6,
-//                "optimizer_bytes": 2e6, "unsharded_bytes": 0, "forward_workspace": 0, "backward_workspace": 0,
+//                "accumulated_bytes": 0, "optimizer_bytes": 2e6, "unsharded_bytes": 0, "forward_workspace": 0, "backward_workspace": 0,
 //                "update_workspace": 0, "message_bytes": 0, "unshard": 0, "reshard": 0, "reduce": 0}, …],
 //    "links": [{"from": 0, "to": 1, "latency": 0.1, "bandwidth": 1e9, "send": 0, "post": 0, "receive": 0}, …],
 //    "ranks": [{"capacity": 2e9, "buffer_bytes": 1e6, "sent_bytes": 0}, …]}

@@ -10,6 +10,7 @@
 
 #include "penstock/base/text.h"
 #include "penstock/schedule/error.h"
+#include "penstock/schedule/liveness.h"
 #include "penstock/schedule/simulate/network.h"
 #include "penstock/schedule/simulate/sampler.h"
 #include "penstock/schedule/source.h"

@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "penstock/schedule/costs.h"
-#include "penstock/schedule/liveness.h"
+#include "penstock/schedule/memory.h"
 #include "penstock/schedule/samples.h"
 #include "penstock/schedule/schedule.h"
 
@@ -44,7 +44,7 @@ struct RankTimes {
   // Time from the start of the first computation to the end of the last computation or collective.
   double span = 0;
   // Bytes that are in memory all the time, and the peak of all memory; and the largest number of microbatches whose
-  // activations are saved at a time. liveness.h says when they are saved.
+  // activations are saved at a time: see memory.h and liveness.h.
   double static_bytes = 0;
   double peak_bytes = 0;
   int peak_activations = 0;

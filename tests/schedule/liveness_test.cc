@@ -10,6 +10,7 @@
 
 #include "penstock/schedule/csv.h"
 #include "penstock/schedule/generators.h"
+#include "penstock/schedule/memory.h"
 #include "penstock/schedule/passes.h"
 #include "penstock/schedule/simulate.h"
 
@@ -105,6 +106,29 @@ TEST(Liveness, CountsMessagesInSenderAndReceiver) {
   costs.rank.sent_bytes = 10;
   EXPECT_EQ(peak_bytes(lowered, costs, 1), 4 * 7 + 10);
   EXPECT_EQ(peak_bytes(generate("GPipe", {.ranks = 1, .microbatches = 4}), costs, 0), 0);
+}
+
+TEST(Liveness, FreesReceivedMessagesAfterForwardsThatHaveNoBackward) {
+  Costs costs;
+  costs.stage.message_bytes = 7;
+  const Schedule schedule = drop_backwards(generate("GPipe", {.ranks = 2, .microbatches = 4}));
+  EXPECT_EQ(static_bytes(schedule, costs, 1), 7);
+  EXPECT_EQ(peak_bytes(schedule, costs, 1), 7);
+  // What was sent stays until the end of the step.
+  EXPECT_EQ(peak_bytes(schedule, costs, 0), 4 * 7);
+}
+
+TEST(Liveness, KeepsAccumulatedGradientsDuringTheStep) {
+  Costs costs = sized_costs();
+  costs.stage.gradient_bytes = 200;
+  costs.stage.accumulated_bytes = 200;
+  const Schedule schedule = parse_csv("0F0,0B0\n");
+  EXPECT_EQ(memory_over_time(schedule, simulate(schedule, costs), costs, 0),
+            (std::vector<MemoryStep>{{0, 210}, {1, 410}, {3, 400}}));
+  EXPECT_EQ(peak_bytes(schedule, costs, 0), 410);
+  // They are gone when the optimizer steps.
+  costs.stage.update_workspace = 300;
+  EXPECT_EQ(peak_bytes(schedule, costs, 0), 500);
 }
 
 TEST(Liveness, GathersAndReducesShards) {

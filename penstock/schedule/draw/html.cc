@@ -8,7 +8,7 @@
 #include "penstock/schedule/draw/blocks.h"
 #include "penstock/schedule/draw/page.h"
 #include "penstock/schedule/draw/xml.h"
-#include "penstock/schedule/liveness.h"
+#include "penstock/schedule/memory.h"
 
 namespace penstock {
 namespace {

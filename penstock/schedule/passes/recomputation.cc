@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <numeric>
 #include <unordered_set>
 #include <vector>
@@ -22,7 +21,9 @@ bool runs_forward(const Action& action, int stage, int microbatch) {
 
 Schedule add_recomputation(const Schedule& schedule, const std::vector<int>& stages) {
   if (features_of(schedule).communication) {
-    throw ScheduleError("recomputations are added before messages, and the schedule already has messages.");
+    throw ScheduleError(
+        "recomputations are added before messages, and the schedule already has messages.\n  Hint: take the schedule "
+        "before it is lowered.");
   }
   require_lists(schedule);
   for (const int stage : stages) {
@@ -30,6 +31,8 @@ Schedule add_recomputation(const Schedule& schedule, const std::vector<int>& sta
     throw ScheduleError(internal::concat("there is no stage ", stage, " to recompute; the stages are 0 to ",
                                          schedule.stages() - 1, "."));
   }
+  std::vector<bool> is_selected(static_cast<std::size_t>(schedule.stages()), false);
+  for (const int stage : stages) is_selected[static_cast<std::size_t>(stage)] = true;
   Schedule result = schedule.without_actions();
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     std::unordered_set<std::size_t> recomputed;
@@ -38,7 +41,7 @@ Schedule add_recomputation(const Schedule& schedule, const std::vector<int>& sta
     for (const Action& action : schedule.actions(rank)) {
       for_each_part(action, [&](const Action& part) {
         if (part.computation == Computation::Recompute) recomputed.insert(schedule.cell(part.stage, part.microbatch));
-        if (!makes_input_gradient(part) || std::ranges::find(stages, part.stage) == stages.end()) return;
+        if (!makes_input_gradient(part) || !is_selected[static_cast<std::size_t>(part.stage)]) return;
         const bool follows_directly = last != nullptr && runs_forward(*last, part.stage, part.microbatch);
         if (follows_directly || runs_forward(action, part.stage, part.microbatch)) return;
         if (!recomputed.insert(schedule.cell(part.stage, part.microbatch)).second) return;
