@@ -172,12 +172,12 @@ NamedTensors Program::state_dict() const {
 }
 
 void Program::load_state_dict(const NamedTensors& state, const std::string& source, CopyWhen when) {
-  const std::vector<ModelTensor> own = state_->model_tensors();
+  const std::vector<ModelTensor> tensors = state_->model_tensors();
   const std::map<std::string, at::Tensor> given(state.begin(), state.end());
-  const std::string differences = internal::state_differences(own, given);
+  const std::string differences = internal::state_differences(tensors, given);
   if (!differences.empty()) throw ProgramError(source + ": does not fit " + name() + ":\n" + differences);
   if (when == CopyWhen::Now) state_->weights->load_all();
-  for (const ModelTensor& tensor : own) {
+  for (const ModelTensor& tensor : tensors) {
     for (const std::string& name : tensor.names) {
       const auto found = given.find(name);
       if (found == given.end()) continue;

@@ -71,7 +71,8 @@ using ActionFunction = std::function<void(const Action& action, ActionContext& c
 struct ActionFunctions {
   // Functions that replace a computation or a message.
   std::map<Computation, ActionFunction> overrides = {};
-  // Functions that are called before and after each action of each rank.
+  // Functions that are called before and after each action of each rank, to observe it. They must not write to
+  // gradients: a rollback would not restore those.
   std::function<void(int rank, const Action& action)> before = nullptr;
   std::function<void(int rank, const Action& action)> after = nullptr;
 };

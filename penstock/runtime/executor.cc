@@ -50,8 +50,8 @@ void Executor::begin_sums(const StepInputs& inputs) {
 }
 
 void Executor::save(SavedState& saved) const {
-  const bool has_functions = !functions_->overrides.empty() || functions_->before || functions_->after;
-  for (const auto& [index, stage] : stages_) stage->save(saved, has_functions);
+  const bool has_overrides = !functions_->overrides.empty();
+  for (const auto& [index, stage] : stages_) stage->save(saved, has_overrides);
 }
 
 void Executor::end_step() {

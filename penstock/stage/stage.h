@@ -86,8 +86,8 @@ class PipelineStage {
   // reduction have been changed.
   void begin(const Wiring& wiring, int microbatches, Mode mode);
   // Adds everything that the step may change to `saved`: gradients and buffers. Called after begin().
-  // `has_user_functions` is true if functions of the user run in the step, which may write to gradients themselves.
-  void save(internal::SavedState& saved, bool has_user_functions) const;
+  // `has_overrides` is true if functions of the user run in place of actions, and may write to gradients themselves.
+  void save(internal::SavedState& saved, bool has_overrides) const;
   // Ends a step that succeeded.
   void end();
   // Ends a step that failed, after the saved state has been restored. Nothing of the step is left.

@@ -23,11 +23,12 @@ constexpr std::int64_t kInitialStep = -1;
 
 using Layer = std::function<at::Tensor(const at::Tensor&)>;
 
-// Creates layers, and appends their parameters to a list.
+// Creates layers, and appends their parameters to a list. On the meta device the parameters have no values.
 class LayerMaker {
  public:
-  LayerMaker(const GptOptions& options, std::shared_ptr<const bool> training, NamedTensors& parameters)
-      : options_(options), training_(std::move(training)), parameters_(parameters) {}
+  LayerMaker(const GptOptions& options, std::shared_ptr<const bool> training, at::Device device,
+             NamedTensors& parameters)
+      : options_(options), training_(std::move(training)), device_(device), parameters_(parameters) {}
 
   Layer make(int layer) {
     if (layer == 0) return embedding();
@@ -36,7 +37,11 @@ class LayerMaker {
   }
 
  private:
-  at::Tensor parameter(const std::string& name, at::Tensor value) {
+  // `initialise` sets the values of the new parameter, in place.
+  template <class Initialise>
+  at::Tensor parameter(const std::string& name, at::IntArrayRef sizes, const Initialise& initialise) {
+    at::Tensor value = at::empty(sizes, device_);
+    if (!value.is_meta()) initialise(value);
     value.requires_grad_();
     parameters_.emplace_back(name, value);
     return value;
@@ -45,15 +50,17 @@ class LayerMaker {
   // Initialises as torch.nn.Linear does. Only the embeddings differ: they are small, so that the initial predictions
   // are close to uniform.
   Layer linear(const std::string& name, int from, int to) {
-    const double range = 1 / std::sqrt(static_cast<double>(from));
-    const at::Tensor weight = parameter(name + ".weight", at::empty({to, from}).uniform_(-range, range));
-    const at::Tensor bias = parameter(name + ".bias", at::empty({to}).uniform_(-range, range));
+    const auto draw = [range = 1 / std::sqrt(static_cast<double>(from))](at::Tensor& value) {
+      value.uniform_(-range, range);
+    };
+    const at::Tensor weight = parameter(name + ".weight", {to, from}, draw);
+    const at::Tensor bias = parameter(name + ".bias", {to}, draw);
     return [=](const at::Tensor& x) { return at::linear(x, weight, bias); };
   }
 
   Layer norm(const std::string& name) {
-    const at::Tensor weight = parameter(name + ".weight", at::ones({options_.width}));
-    const at::Tensor bias = parameter(name + ".bias", at::zeros({options_.width}));
+    const at::Tensor weight = parameter(name + ".weight", {options_.width}, [](at::Tensor& value) { value.fill_(1); });
+    const at::Tensor bias = parameter(name + ".bias", {options_.width}, [](at::Tensor& value) { value.zero_(); });
     return [=](const at::Tensor& x) { return at::layer_norm(x, {x.size(-1)}, weight, bias); };
   }
 
@@ -64,9 +71,9 @@ class LayerMaker {
   }
 
   Layer embedding() {
-    constexpr double kSmall = 0.02;
-    const at::Tensor bytes = parameter("bytes.weight", at::randn({kVocabulary, options_.width}).mul_(kSmall));
-    const at::Tensor places = parameter("places", at::randn({options_.length, options_.width}).mul_(kSmall));
+    const auto draw = [](at::Tensor& value) { value.normal_().mul_(0.02); };
+    const at::Tensor bytes = parameter("bytes.weight", {kVocabulary, options_.width}, draw);
+    const at::Tensor places = parameter("places", {options_.length, options_.width}, draw);
     return [=, drop = dropout()](const at::Tensor& ids) {
       return drop(at::embedding(bytes, ids) + places.narrow(0, 0, ids.size(1)));
     };
@@ -103,6 +110,7 @@ class LayerMaker {
 
   const GptOptions& options_;
   std::shared_ptr<const bool> training_;
+  at::Device device_;
   NamedTensors& parameters_;
 };
 
@@ -171,9 +179,9 @@ std::vector<int> Gpt::cut(int stages) const {
   return firsts;
 }
 
-StageModule Gpt::stage(int first, int last, std::shared_ptr<const bool> training) const {
+StageModule Gpt::stage(int first, int last, std::shared_ptr<const bool> training, at::Device device) const {
   StageModule module;
-  LayerMaker maker(options_, std::move(training), module.parameters);
+  LayerMaker maker(options_, std::move(training), device, module.parameters);
   std::vector<Layer> made;
   for (int layer = first; layer < last; ++layer) {
     const RandomScope scope(seed_, kInitialStep, /*microbatch=*/0, /*place=*/layer);
@@ -204,7 +212,8 @@ StageModule Gpt::stage(int first, int last, std::shared_ptr<const bool> training
 
 std::vector<std::string> Gpt::parameter_names() const {
   std::vector<std::string> names;
-  for (const auto& [name, tensor] : stage(0, layers(), std::make_shared<bool>(false)).parameters) names.push_back(name);
+  const StageModule whole = stage(0, layers(), std::make_shared<bool>(false), at::kMeta);
+  for (const auto& [name, tensor] : whole.parameters) names.push_back(name);
   return names;
 }
 

@@ -3,6 +3,8 @@
 // results do not depend on where the model is cut.
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -47,8 +49,9 @@ class Gpt {
   std::vector<int> cut(int stages) const;
 
   // Returns the layers [first, last) with new parameters. The first layer takes ids [rows, length], the last one
-  // returns logits [rows, length, kVocabulary]. Dropout is applied while `*training` is true.
-  StageModule stage(int first, int last, std::shared_ptr<const bool> training) const;
+  // returns logits [rows, length, kVocabulary]. Dropout is applied while `*training` is true. On the meta device the
+  // parameters have names and shapes, and no memory.
+  StageModule stage(int first, int last, std::shared_ptr<const bool> training, at::Device device = at::kCPU) const;
   // Returns the names of all parameters in the order of layers.
   std::vector<std::string> parameter_names() const;
 

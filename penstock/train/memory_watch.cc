@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "penstock/base/mutex.h"
+#include "penstock/tensor/nested.h"
 
 namespace penstock::internal {
 
@@ -97,6 +98,7 @@ struct MemoryWatch::Counts {
   std::vector<std::atomic<std::int64_t>> saved_activations;
   std::vector<std::atomic<std::int64_t>> weight_inputs;
   std::vector<std::atomic<std::int64_t>> recomputation_inputs;
+  std::atomic<std::int64_t> loss_bytes = 0;
   std::vector<std::atomic<std::int64_t>> forward_workspace;
   std::vector<std::atomic<std::int64_t>> backward_workspace;
   std::vector<std::atomic<std::int64_t>> update_workspace;
@@ -116,6 +118,11 @@ struct Reporter : c10::MemoryReportingInfoBase {
     counts->report(data, size, rank);
   }
   bool memoryProfilingEnabled() const override { return true; }
+
+  // Returns the reporter of this thread; null if there is none.
+  static const Reporter* current() {
+    return dynamic_cast<const Reporter*>(c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE));
+  }
 
   std::shared_ptr<Counts> counts;
   int rank;
@@ -147,7 +154,7 @@ struct MeasuringReporter final : Reporter<Counts> {
 template <class Counts>
 bool is_profiled() {
   const auto* const installed = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE);
-  return installed != nullptr && dynamic_cast<const Reporter<Counts>*>(installed) == nullptr;
+  return installed != nullptr && Reporter<Counts>::current() == nullptr;
 }
 
 }  // namespace
@@ -181,6 +188,31 @@ void MemoryWatch::measure_update(int stage, int rank, int replica, const std::fu
     update();
   }
   Counts::raise(counts_->update_workspace[static_cast<std::size_t>(stage)], reporter->peak - reporter->current);
+}
+
+at::Tensor MemoryWatch::measure_loss(const c10::IValue& output, const std::function<at::Tensor()>& loss) {
+  const Reporter<Counts>* const outer = Reporter<Counts>::current();
+  if (outer == nullptr || !c10::GradMode::is_enabled()) return loss();
+  const std::vector<at::Tensor> outputs = extract_tensor_args(output);
+  // A graph that saves a tensor refers to it, or to its storage.
+  const auto references = [](const at::Tensor& tensor) {
+    return tensor.use_count() + (tensor.has_storage() ? tensor.storage().use_count() : 0);
+  };
+  std::vector<std::size_t> before;
+  for (const at::Tensor& tensor : outputs) before.push_back(tensor.defined() ? references(tensor) : 0);
+  const auto reporter = std::make_shared<MeasuringReporter<Counts>>(counts_, outer->rank);
+  at::Tensor result;
+  {
+    const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, reporter);
+    result = loss();
+  }
+  std::int64_t kept = reporter->current;
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    if (!outputs[i].defined() || references(outputs[i]) <= before[i] || !outputs[i].has_storage()) continue;
+    kept += static_cast<std::int64_t>(outputs[i].nbytes());
+  }
+  Counts::raise(counts_->loss_bytes, kept);
+  return result;
 }
 
 void MemoryWatch::adopt(const at::Tensor& tensor, int rank, int replica) {
@@ -236,8 +268,9 @@ void MemoryWatch::watch(ActionFunctions& functions) {
       Counts::raise(counts_->weight_inputs[stage], saved_activations(action.stage) + more);
     }
     const std::int64_t workspace = peak - std::max(before, after);
-    const bool runs_forward = is_forward(action) || action.computation == Computation::Recompute;
-    if (runs_forward) Counts::raise(counts_->forward_workspace[stage], workspace);
+    // A forward that saves its inputs frees the rest before it ends, which its recomputation does not.
+    const bool saves_activations = is_forward(action) ? !is_recomputed : action.computation == Computation::Recompute;
+    if (saves_activations) Counts::raise(counts_->forward_workspace[stage], workspace);
     if (makes_input_gradient(action)) Counts::lower(counts_->backward_workspace[stage], workspace);
   };
 }
@@ -279,6 +312,10 @@ std::int64_t MemoryWatch::weight_inputs(int stage) const {
 
 std::int64_t MemoryWatch::recomputation_inputs(int stage) const {
   return counts_->recomputation_inputs[static_cast<std::size_t>(stage)].load(std::memory_order_relaxed);
+}
+
+std::int64_t MemoryWatch::loss_bytes() const {
+  return counts_->loss_bytes.load(std::memory_order_relaxed);
 }
 
 std::int64_t MemoryWatch::peak(int rank) const {

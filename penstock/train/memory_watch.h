@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 
 #include <cstdint>
 #include <functional>
@@ -50,6 +51,10 @@ class MemoryWatch {
   // Calls `update`, the optimizer step of a stage, and measures its temporary memory.
   void measure_update(int stage, int rank, int replica, const std::function<void()>& update);
 
+  // Calls `loss` for the output of the last stage, on the thread of its rank, and measures what its backward keeps: the
+  // tensors that it saves, and the output if it is one of them.
+  at::Tensor measure_loss(const c10::IValue& output, const std::function<at::Tensor()>& loss);
+
   // Counts the memory of an existing tensor as the rank's.
   void adopt(const at::Tensor& tensor, int rank, int replica);
 
@@ -61,7 +66,9 @@ class MemoryWatch {
   std::int64_t saved_activations(int stage) const;
   std::int64_t weight_inputs(int stage) const;
   std::int64_t recomputation_inputs(int stage) const;
-  // Returns the maximum temporary memory of a forward, beyond what was allocated before and after it; and the minimum
+  // Returns what the loss of one microbatch keeps, at most.
+  std::int64_t loss_bytes() const;
+  // Returns the maximum temporary memory of a forward whose activations are saved, or of a recomputation, beyond what was allocated before and after it; and the minimum
   // of a backward, because the first backward of a step also allocates the gradients.
   std::int64_t forward_workspace(int stage) const;
   std::int64_t backward_workspace(int stage) const;

@@ -14,17 +14,20 @@ class GptModel final : public Model {
   GptModel(const GptOptions& options, std::uint64_t seed, int stages, std::optional<WeightFiles> weights)
       : gpt_(options, seed), firsts_(gpt_.cut(stages)), weights_(std::move(weights)) {
     if (!weights_) return;
-    const std::string differences =
-        state_differences(tensors_of(gpt_.stage(0, gpt_.layers(), training_)), weights_->tensors);
-    if (!differences.empty())
+    const StageModule whole = gpt_.stage(0, gpt_.layers(), training_, at::kMeta);
+    const std::string differences = state_differences(tensors_of(whole), weights_->tensors);
+    if (!differences.empty()) {
       throw WeightsError(concat(weights_->path, ": does not fit the ", description(), ":\n", differences));
+    }
   }
 
   int num_stages() const override { return static_cast<int>(firsts_.size()) - 1; }
-  WeightBytes weight_bytes(int stage) const override {
+  WeightBytes weight_bytes(std::span<const int> stages) const override {
     WeightBytes bytes;
-    for (const auto& [name, parameter] : module(stage).parameters) {
-      bytes.weights += static_cast<std::int64_t>(parameter.nbytes());
+    for (const int stage : stages) {
+      for (const auto& [name, parameter] : module(stage, at::kMeta).parameters) {
+        bytes.weights += static_cast<std::int64_t>(parameter.nbytes());
+      }
     }
     bytes.gradients = bytes.weights;
     return bytes;
@@ -44,9 +47,9 @@ class GptModel final : public Model {
   bool is_training() const override { return *training_; }
 
  private:
-  StageModule module(int stage) const {
+  StageModule module(int stage, at::Device device = at::kCPU) const {
     const auto index = static_cast<std::size_t>(stage);
-    return gpt_.stage(firsts_.at(index), firsts_.at(index + 1), training_);
+    return gpt_.stage(firsts_.at(index), firsts_.at(index + 1), training_, device);
   }
   static std::vector<ModelTensor> tensors_of(const StageModule& module) {
     std::vector<ModelTensor> tensors;
@@ -69,9 +72,17 @@ class ProgramModel final : public Model {
   }
 
   int num_stages() const override { return pipe_.num_stages(); }
-  WeightBytes weight_bytes(int stage) const override {
-    const PipeInfo::Stage& info = pipe_.info().stages.at(static_cast<std::size_t>(stage));
-    return {.weights = info.weight_bytes, .gradients = info.gradient_bytes};
+  WeightBytes weight_bytes(std::span<const int> stages) const override {
+    WeightBytes bytes;
+    std::map<std::string, std::int64_t> buffers;
+    for (const int stage : stages) {
+      const PipeInfo::Stage& info = pipe_.info().stages.at(static_cast<std::size_t>(stage));
+      bytes.weights += info.parameter_bytes;
+      bytes.gradients += info.gradient_bytes;
+      buffers.insert(info.buffer_bytes.begin(), info.buffer_bytes.end());
+    }
+    for (const auto& [name, size] : buffers) bytes.weights += size;
+    return bytes;
   }
   void load_stage(int stage) const override { pipe_.get_stage_module(stage); }
   PipelineStage build_stage(int stage) const override { return {pipe_.get_stage_module(stage), stage, num_stages()}; }

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -16,7 +17,7 @@
 
 namespace penstock::internal {
 
-// Bytes of the weights of a stage, and of their gradients.
+// Bytes of the weights of stages, and of their gradients.
 struct WeightBytes {
   std::int64_t weights = 0;
   std::int64_t gradients = 0;
@@ -28,8 +29,8 @@ class Model {
   virtual ~Model() = default;
 
   virtual int num_stages() const = 0;
-  // Returns sizes, without loading the weights of the model.
-  virtual WeightBytes weight_bytes(int stage) const = 0;
+  // Returns the sizes of stages that one rank has, without loading or drawing their weights.
+  virtual WeightBytes weight_bytes(std::span<const int> stages) const = 0;
   // Reads what build_stage() needs from files, and throws what that does if they are damaged.
   virtual void load_stage(int /*stage*/) const {}
   // Returns a new stage. Models that were constructed with the same arguments have the same initial weights.

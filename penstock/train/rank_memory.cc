@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <map>
+#include <set>
 #include <utility>
 
-#include "penstock/schedule/liveness.h"
+#include "penstock/schedule/memory.h"
 #include "penstock/transport/send_queue.h"
 
 namespace penstock::internal {
@@ -29,8 +31,9 @@ double boundary_bytes(const Schedule& schedule, const Record& record, int stage)
   return bytes;
 }
 
-void measure_sizes(const TrainedStage& trained, const MemoryWatch& watch, const OptimizerOptions& optimizer,
-                   bool sharded, StageCosts& sizes) {
+// `counted` has the storages of buffers that were counted for earlier stages of the rank, to which stages may share them.
+void measure_sizes(const TrainedStage& trained, const MemoryWatch& watch, const MeasuredRun& run, bool sharded,
+                   std::set<const void*>& counted, StageCosts& sizes) {
   const int index = trained.stage->stage_index();
   sizes.activation_bytes = static_cast<double>(watch.saved_activations(index));
   sizes.weight_bytes = static_cast<double>(watch.weight_inputs(index));
@@ -46,43 +49,49 @@ void measure_sizes(const TrainedStage& trained, const MemoryWatch& watch, const 
     sizes.parameter_bytes += static_cast<double>(bytes);
     if (!parameter.requires_grad()) continue;
     sizes.gradient_bytes += static_cast<double>(bytes);
-    if (!has_stepped) state += state_bytes(optimizer, bytes);
+    if (!has_stepped) state += state_bytes(run.optimizer, bytes);
   }
   sizes.optimizer_bytes = static_cast<double>(state);
   // Buffers are in memory all the time, like parameters.
   for (const auto& [name, buffer] : trained.stage->module().buffers) {
+    if (!counted.insert(buffer.storage().unsafeGetStorageImpl()).second) continue;
     sizes.parameter_bytes += static_cast<double>(buffer.nbytes());
   }
-  if (!sharded) return;
-  for (const auto& [name, parameter] : trained.stage->module().parameters) {
-    sizes.unsharded_bytes += static_cast<double>(parameter.nbytes());
+  if (sharded) {
+    for (const auto& [name, parameter] : trained.stage->module().parameters) {
+      sizes.unsharded_bytes += static_cast<double>(parameter.nbytes());
+    }
   }
+  // With shards, the full gradients that are not reduced yet, and the shard of them that the optimizer sees.
+  if (run.accumulates) sizes.accumulated_bytes = sizes.gradient_bytes + sizes.unsharded_bytes;
 }
 
 }  // namespace
 
 void add_sizes(Costs& costs, const Schedule& schedule, const TrainedStages& trained, const MemoryWatch& watch,
-               const TrainingProcesses& processes, const Record* last, const OptimizerOptions& optimizer,
-               bool sharded) {
+               const TrainingProcesses& processes, const MeasuredRun& run) {
   const auto stages = static_cast<std::size_t>(schedule.stages());
   costs.stages.resize(stages);
   costs.ranks.resize(static_cast<std::size_t>(schedule.ranks()));
   for (StageCosts& stage : costs.stages) stage.weight_bytes = 0;
   std::vector<double> boundaries(stages, 0);
+  double loss_bytes = 0;
+  std::map<int, std::set<const void*>> counted;
   for (const TrainedStage& local : trained) {
     if (local.replica != 0) continue;
     const auto index = static_cast<std::size_t>(local.stage->stage_index());
-    measure_sizes(local, watch, optimizer, sharded && processes.replicas() > 1, costs.stages[index]);
-    if (last != nullptr) boundaries[index] = boundary_bytes(schedule, *last, local.stage->stage_index());
+    measure_sizes(local, watch, run, run.sharded && processes.replicas() > 1, counted[local.rank], costs.stages[index]);
+    if (run.last != nullptr) boundaries[index] = boundary_bytes(schedule, *run.last, local.stage->stage_index());
+    if (index + 1 == stages) loss_bytes = static_cast<double>(watch.loss_bytes());
   }
   // Each process has filled in its own stages.
-  std::vector<double*> numbers;
+  std::vector<double*> numbers{&loss_bytes};
   for (std::size_t i = 0; i < stages; ++i) {
     StageCosts& stage = costs.stages[i];
     for (double* number :
-         {&stage.parameter_bytes, &stage.optimizer_bytes, &stage.gradient_bytes, &stage.unsharded_bytes,
-          &stage.activation_bytes, &*stage.weight_bytes, &stage.input_bytes, &stage.forward_workspace,
-          &stage.backward_workspace, &stage.update_workspace, &boundaries[i]}) {
+         {&stage.parameter_bytes, &stage.optimizer_bytes, &stage.gradient_bytes, &stage.accumulated_bytes,
+          &stage.unsharded_bytes, &stage.activation_bytes, &*stage.weight_bytes, &stage.input_bytes,
+          &stage.forward_workspace, &stage.backward_workspace, &stage.update_workspace, &boundaries[i]}) {
       numbers.push_back(number);
     }
   }
@@ -90,10 +99,10 @@ void add_sizes(Costs& costs, const Schedule& schedule, const TrainedStages& trai
   double largest = 0;
   for (std::size_t i = 0; i < stages; ++i) {
     StageCosts& stage = costs.stages[i];
-    // A weight gradient of its own needs at most what the whole backward does, and a forward that is recomputed saves
-    // at least its output.
+    // Without a measurement: a weight gradient is estimated to need what the whole backward does. A forward that is
+    // recomputed keeps its output, or what the loss keeps.
     if (*stage.weight_bytes == 0) stage.weight_bytes.reset();
-    if (stage.input_bytes == 0) stage.input_bytes = boundaries[i];
+    if (stage.input_bytes == 0) stage.input_bytes = i + 1 == stages ? loss_bytes : boundaries[i];
     if (!processes.are_threads()) stage.message_bytes = boundaries[i];
     largest = std::max(largest, stage.message_bytes);
   }

@@ -20,11 +20,20 @@ struct RankMemory {
   std::int64_t predicted = 0;
 };
 
+// What determines the memory of a training run besides its stages and its schedule.
+struct MeasuredRun {
+  // This process's record of the last step, or null.
+  const Record* last = nullptr;
+  OptimizerOptions optimizer = {};
+  bool sharded = false;
+  // True if a step adds the gradients of several batches.
+  bool accumulates = false;
+};
+
 // Sets the sizes of a cost model to those of the first replica's stages, as measured so far, with estimates for
-// recomputations and for the state of the optimizer where there was none. `last` is this process's record of the last
-// step, or null. A collective: all processes call it.
+// recomputations and for the state of the optimizer where there was none. A collective: all processes call it.
 void add_sizes(Costs& costs, const Schedule& schedule, const TrainedStages& trained, const MemoryWatch& watch,
-               const TrainingProcesses& processes, const Record* last, const OptimizerOptions& optimizer, bool sharded);
+               const TrainingProcesses& processes, const MeasuredRun& run);
 
 // Returns the measured memory of the first replica's ranks, and the one that is predicted from the sizes of `costs`. A
 // collective.

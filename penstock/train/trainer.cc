@@ -66,7 +66,7 @@ std::unique_ptr<Pipeline> Trainer::build_pipeline(const Schedule& schedule) {
   PipelineOptions options;
   options.transport = options_.transport;
   options.loss = [this](const c10::IValue& output, const c10::IValue& target, const Kwargs&) {
-    return data_.loss(output, target);
+    return memory_.measure_loss(output, [&] { return data_.loss(output, target); });
   };
   options.sharded = options_.sharded;
   options.timeout = options_.timeout;
@@ -82,7 +82,7 @@ StepReport Trainer::step(int stop_code) {
   // Tensors that are allocated here may be freed by a rank, and belong to none.
   const MemoryWatch::Scope no_rank(memory_, -1);
   StepReport report{.step = steps_done_ + 1};
-  SavedState buffers = stages_.save_buffers();
+  SavedState buffers = stages_.save_written_tensors();
   try {
     const StepBatches batches = read_step_batches(data_, steps_done_ * options_.accumulate, options_.accumulate,
                                                   processes_.replicas(), pipeline_->schedule().microbatches());
@@ -254,8 +254,11 @@ std::vector<RankMemory> Trainer::memory() const {
 
 Costs Trainer::costs(const std::vector<Record>& records) const {
   Costs costs = records.empty() ? Costs() : costs_of(pipeline_->schedule(), records);
-  add_sizes(costs, pipeline_->schedule(), stages_, memory_, processes_, records_.last(), options_.optimizer,
-            options_.sharded);
+  add_sizes(costs, pipeline_->schedule(), stages_, memory_, processes_,
+            {.last = records_.last(),
+             .optimizer = options_.optimizer,
+             .sharded = options_.sharded,
+             .accumulates = options_.accumulate > 1});
   return costs;
 }
 

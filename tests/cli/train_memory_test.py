@@ -47,6 +47,33 @@ class Memory(Case):
                 self.train(*common, *size, "--schedule", name[0], "--recompute", "stages", output="recomputed")
                 self.assert_near(predicted, self.peaks("recomputed"))
 
+    def test_predicts_what_the_loss_keeps(self):
+        # The log-softmax of many tokens stays when the last stage is recomputed.
+        common = ["--digits", 1, "--rows", 512, "--layers", 2, "--width", 32, "--heads", 2, "--steps", 2, "--ranks", 2,
+                  "--schedule", "GPipe", "--microbatches", 16]
+        self.train(*common, output="plain")
+        schedule = ["GPipe", "--ranks", 2, "--microbatches", 16, "--recompute", "stages"]
+        predicted = self.simulated_peaks(*schedule, costs="plain/costs.json")
+        self.train(*common, "--recompute", "stages")
+        self.assert_near(predicted, self.peaks())
+        self.assert_near(self.simulated_peaks(*schedule), self.peaks())
+
+    def test_counts_the_gradients_of_earlier_batches(self):
+        common = ["--digits", 1, "--rows", 16, "--layers", 6, "--width", 256, "--heads", 2, "--steps", 2, "--ranks", 2,
+                  "--optimizer", "sgd", "--momentum", 0]
+        self.train(*common, output="plain")
+        for more in ([], ["--transport", "gloo"], ["--data-parallel", 2], ["--data-parallel", 2, "--shard"]):
+            with self.subTest(more=more):
+                self.train(*common, "--accumulate", 2, *more)
+                stages = json.loads((self.folder / "run/costs.json").read_text())["stages"]
+                gradients = [stage["accumulated_bytes"] for stage in stages]
+                self.assertGreater(min(gradients), 4e6)
+                simulated = self.simulated_peaks("1F1B", "--ranks", 2, "--microbatches", 8)
+                self.assert_near(simulated, self.peaks())
+                if not more:
+                    for peak, before, size in zip(self.peaks(), self.peaks("plain"), gradients, strict=True):
+                        self.assertAlmostEqual(peak - before, size, delta=0.1 * size)
+
     def test_draws_the_memory_that_was_measured(self):
         common = ["--digits", 1, "--rows", 64, "--layers", 4, "--width", 64, "--heads", 2, "--steps", 4, "--ranks", 2]
         for transport in ("threads", "gloo"):
@@ -152,11 +179,14 @@ torch.export.save(torch.export.export(model, (torch.ones(1, 3000),)), "large.pt2
 
     def test_refuses_a_run_whose_weights_alone_need_more(self):
         self.refuses("train", "--digits", 1, "--layers", 8, "--memory", "1kB", message="of memory for its weights, gradients and optimizer state, and --memory allows 1kB.\n"
-                     "  Hint: cut the model into more stages on more ranks, or shard it over replicas with --shard.")
+                     "  Hint: cut the model into more stages on more ranks.\n")
+        self.refuses("train", "--digits", 1, "--layers", 8, "--data-parallel", 2, "--memory", "1kB",
+                     message="  Hint: cut the model into more stages on more ranks, or shard it over replicas with --shard.\n")
         self.refuses("train", "--memory", "much", message="--memory: 'much' should be a size above 0, such as 512MiB or 2GB")
         csv = self.folder / "lowered.csv"
         csv.write_text(self.penstock("schedule", "export", "1F1B", "--ranks", 2, "--microbatches", 2, "--lowered").stdout)
-        self.refuses("train", "--csv", csv, "--memory", "1GB", message="--memory needs a schedule without messages")
+        self.refuses("train", "--csv", csv, "--memory", "1GB", message="--memory needs a schedule without messages, which are added when it is lowered.\n"
+                     "  Hint: give a CSV that was exported without --lowered.")
 
     def test_predicts_the_memory_of_process_ranks_within_ten_percent(self):
         for schedule in ("1F1B", "ZBVZeroBubble"):
@@ -208,6 +238,7 @@ torch.export.save(torch.export.export(Masked().train(), (torch.ones(4, 256, 512)
                     self.assertEqual(self.losses("recomputed"), plain)
                     if transport == "threads":
                         self.assertLess(sum(self.peaks("recomputed")), 0.9 * sum(memory))
+        self.refuses("train", "--recompute", "all", "model.pt2", message="--recompute all model.pt2: 'all' stands alone.")
         self.refuses("train", *common, "--recompute", "blocks.4",
                      message="a GPT cannot have a module 'blocks.4' that is recomputed: its modules are blocks.0 to blocks.3.")
 

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <iostream>
 #include <limits>
 #include <map>
 #include <optional>
@@ -16,11 +17,12 @@
 #include "penstock/cli/train/numbers.h"
 #include "penstock/schedule/error.h"
 #include "penstock/schedule/generators.h"
-#include "penstock/schedule/liveness.h"
+#include "penstock/schedule/memory.h"
 #include "penstock/schedule/passes.h"
 #include "penstock/tensor/microbatch.h"
 #include "penstock/train/optimizer.h"
 #include "penstock/train/step_batches.h"
+#include "penstock/transport/transport.h"
 
 namespace penstock::internal::cli {
 namespace {
@@ -96,11 +98,11 @@ RankNeed max_of(const RankNeed& left, const RankNeed& right) {
 RankNeed static_need(const TrainOptions& options, const TrainSetup& setup) {
   RankNeed worst;
   for (int rank = 0; rank < setup.schedule->ranks(); ++rank) {
-    std::int64_t bytes = 0;
-    for (const int stage : setup.schedule->placement().stages_of(rank)) {
-      const WeightBytes stage_bytes = setup.replicas.front()->weight_bytes(stage);
-      bytes += stage_bytes.weights + stage_bytes.gradients + state_bytes(options.optimizer, stage_bytes.gradients);
-    }
+    const WeightBytes of_rank = setup.replicas.front()->weight_bytes(setup.schedule->placement().stages_of(rank));
+    // Gradients of earlier batches stay until a step has succeeded.
+    const int gradients = options.accumulate > 1 ? 2 : 1;
+    const std::int64_t bytes =
+        of_rank.weights + gradients * of_rank.gradients + state_bytes(options.optimizer, of_rank.gradients);
     const int shards = options.shard ? options.data_parallel : 1;
     worst = max_of(worst, {.bytes = static_cast<double>(bytes) / shards, .rank = rank});
   }
@@ -209,7 +211,7 @@ class Alternatives {
   }
 
   // Returns what a trial with the run's own schedule has measured; none if the model has nothing of that kind to
-  // recompute, or its batches cannot be split so.
+  // recompute or refuses to be recomputed so, or its batches cannot be split so.
   const std::optional<Trial>& trial_of(const std::vector<std::string>& recompute, int microbatches) {
     const auto [entry, is_new] = trials_.try_emplace(std::pair{recompute, microbatches});
     std::optional<Trial>& trial = entry->second;
@@ -217,13 +219,19 @@ class Alternatives {
     TrainOptions options = options_;
     options.run.recompute = recompute;
     options.run.microbatches = microbatches;
-    std::optional<TrainSetup> setup;
-    try {
-      setup = set_up_trial(options, trainer_options_, agreement_);
-    } catch (const std::exception&) {
-      return trial;
+    if (trainer_options_.transport == nullptr || trainer_options_.transport->rank() == 0) {
+      std::cerr << "note: --memory is too small; measuring a microbatch of " << microbatches << " with --recompute "
+                << join(recompute, " ") << ".\n";
     }
-    return trial = run_trial(std::move(*setup), trainer_options_);
+    try {
+      trial = run_trial(set_up_trial(options, trainer_options_, agreement_), trainer_options_);
+    } catch (const TransportError&) {
+      // The ranks do not agree any more on what to try next.
+      throw;
+    } catch (const std::exception&) {
+      // Every rank fails so.
+    }
+    return trial;
   }
 
   const TrainOptions& options_;
@@ -241,11 +249,15 @@ void require_memory(const TrainOptions& options, const TrainSetup& setup, const 
                     const Agreement& agreement) {
   const double limit = *parse_bytes(options.memory);
   if (features_of(*setup.schedule).communication) {
-    throw ScheduleError("--memory needs a schedule without messages, which are added when it is lowered.");
+    throw ScheduleError(
+        "--memory needs a schedule without messages, which are added when it is lowered.\n  Hint: give a CSV that was "
+        "exported without --lowered.");
   }
   if (const RankNeed need = static_need(options, setup); need.bytes > limit) {
+    const bool can_shard = options.data_parallel > 1 && !options.shard;
     throw refusal(need, "its weights, gradients and optimizer state", options.memory,
-                  "cut the model into more stages on more ranks, or shard it over replicas with --shard.");
+                  concat("cut the model into more stages on more ranks",
+                         can_shard ? ", or shard it over replicas with --shard." : "."));
   }
   Trial trial = run_trial(set_up_trial(options, trainer_options, agreement), trainer_options);
   const RankNeed need = need_of(*setup.schedule, trial);
