@@ -133,7 +133,7 @@ class Check(Case):
         text = self.answers("check", self.model("moe"), "--stages", 2, "--transport", "gloo", "--no-reference")
         self.assertRegex(text, r"^\S+moe\.pt2: 2 stages on 2 ranks \(gloo\), 1F1B, 4 microbatches, training\nnot compared with one process\n$")
         text = self.answers("check", self.model("moe"), "--stages", 2, "--transport", "gloo")
-        self.assertRegex(text, r"training\n  reference: one process, with all [\d.]+ kB of weights\n  outputs: ")
+        self.assertRegex(text, r"^reference: one process, with [\d.]+ kB of weights and as much of gradients; --no-reference leaves it out\n")
 
     def test_recomputation_changes_no_bit(self):
         for words in (["all"], ["stages"], ["layers.0", "head"], ["none"]):
@@ -146,6 +146,9 @@ class Check(Case):
         self.refuses("check", self.model("moe"), "--stages", 2, "--recompute", "layers.9",
                      message="there is no module 'layers.9' to recompute.\n  Hint: did you mean layers.0?")
         self.refuses("check", self.model("unet"), "--stages", 2, "--recompute", "all", message="--recompute all finds no blocks in lists")
+        self.refuses("check", self.model("moe"), "--stages", 2, "--recompute", "all", "layers.0",
+                     message="--recompute all layers.0: 'all' stands alone.\n  Hint: give MODEL.pt2 before the options")
+        self.refuses("run", self.model("moe"), "--inputs", "x", "--output", "y", "--recompute", "all", message="--recompute")
 
     def test_shared_parameters_are_equal_up_to_rounding(self):
         words = ("check", self.model("gpt"), "--stages", 2, "--eval", "--inputs", os.path.join(ZOO, "gpt.inputs.safetensors"))

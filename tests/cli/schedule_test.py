@@ -302,7 +302,7 @@ class Compare(Case):
         makespans = {row.split()[0]: float(row.split()[2]) for row in rows[1:]}
         # Four forwards of 4 on the first rank, one on the second; then backwards of 2, one behind the other.
         self.assertEqual(makespans["GPipe"], 4 * 4 + 1 + 4 * 2 + 2)
-        self.refuses("schedule", "compare", "--ranks", 1, "--microbatches", 4, "--costs", costs, message='2 entries in "stages", but there are 1')
+        self.refuses("schedule", "compare", "--ranks", 1, "--microbatches", 4, "--costs", costs, message='2 entries in "stages", but there are 1.\n  Hint: `compare` takes one entry for each rank')
 
     def compared(self, *words):
         result = json.loads(self.answers("compare", *words, "--json"))

@@ -135,7 +135,7 @@ void evaluate(const EvalOptions& options, std::shared_ptr<Transport> transport) 
 void add_eval(CLI::App& command, int& /*exit*/) {
   const auto options = std::make_shared<EvalOptions>();
   options->cut.add_to(command);
-  options->run.add_to(command);
+  options->run.add_to(command, /*has_backward=*/false);
   options->weights.add_to(command, "Weights to use instead of the model's own");
   command
       .add_option(

@@ -1,6 +1,7 @@
 #include "penstock/cli/program/options.h"
 
 #include <algorithm>
+#include <stdexcept>
 
 #include "penstock/base/deadline.h"
 #include "penstock/base/text.h"
@@ -54,7 +55,7 @@ Pipe CutOptions::cut(const Program& program, int default_stages) const {
   return pipeline(program, spec);
 }
 
-void RunOptions::add_to(CLI::App& command) {
+void RunOptions::add_to(CLI::App& command, bool has_backward) {
   command.add_option("--ranks", ranks, "Number of ranks (default: as many as the schedule needs for the stages)")
       ->option_text("P")
       ->check(whole_number());
@@ -69,12 +70,14 @@ void RunOptions::add_to(CLI::App& command) {
                   "Number of microbatches (default: as many as the inputs can be split into, or two for each rank)")
       ->option_text("M")
       ->check(whole_number());
-  command
-      .add_option("--recompute", recompute,
-                  "What saves its inputs only, and is computed again in the backward: all repeated blocks (elements of "
-                  "lists that call more than one operator), modules by name, whole stages, or none")
-      ->option_text("all|stages|none|NAME… [none]")
-      ->expected(1, CLI::detail::expected_max_vector_size);
+  if (has_backward) {
+    command
+        .add_option("--recompute", recompute,
+                    "Parts that save only their inputs and are computed again in the backward: all repeated blocks "
+                    "(elements of lists that call more than one operator), whole stages, none, or modules by name")
+        ->option_text("all|stages|none|NAME… [none]")
+        ->expected(1, CLI::detail::expected_max_vector_size);
+  }
   command.add_option("--transport", transport, "Thread ranks, or process ranks that communicate through Gloo")
       ->option_text("threads|gloo [threads]")
       ->check(one_of({"threads", "gloo"}));
@@ -98,6 +101,16 @@ std::chrono::milliseconds RunOptions::timeout_in_milliseconds() const {
 int RunOptions::stages_wanted() const {
   if (!csv.empty()) return parse_csv(read_file(csv), {.source = csv}).stages();
   return ranks == 0 ? 1 : ranks * find_generator(schedule).default_stages_per_rank();
+}
+
+void RunOptions::require_valid() const {
+  if (recompute.size() == 1) return;
+  for (const std::string& word : recompute) {
+    if (word != "all" && word != "stages" && word != "none") continue;
+    throw std::runtime_error(concat("--recompute ", join(recompute, " "), ": '", word,
+                                    "' stands alone.\n  Hint: give MODEL.pt2 before the options, and either '", word,
+                                    "' or the names of modules."));
+  }
 }
 
 void RunOptions::recompute_modules(Program& program) const {

@@ -46,7 +46,10 @@ struct RunOptions {
   std::uint64_t seed = 0;
   double timeout = 300;
 
-  void add_to(CLI::App& command);
+  // Without backwards there is no --recompute.
+  void add_to(CLI::App& command, bool has_backward = true);
+  // Throws std::runtime_error for options that contradict each other.
+  void require_valid() const;
   std::chrono::milliseconds timeout_in_milliseconds() const;
   // Returns the number of stages that --ranks or --csv ask for, and 1 without them.
   int stages_wanted() const;

@@ -23,7 +23,7 @@ void add_run(CLI::App& command, int& /*exit*/) {
   };
   const auto options = std::make_shared<Options>();
   options->cut.add_to(command);
-  options->run.add_to(command);
+  options->run.add_to(command, /*has_backward=*/false);
   command
       .add_option("--inputs", options->inputs, "Input tensors, args.0, kwargs.mask, …, for all microbatches together")
       ->option_text("FILE.safetensors")
@@ -36,7 +36,6 @@ void add_run(CLI::App& command, int& /*exit*/) {
     require_writable_path(options->output);
     Program program = read_program(options->cut, options->weights.read());
     program.eval();
-    options->run.recompute_modules(program);
     const Pipe pipe = options->cut.cut(program, options->run.stages_wanted());
     const TensorsByName batch = read_inputs(options->inputs);
     const Schedule schedule = options->run.make(pipe.num_stages(), microbatches_in(program, batch));

@@ -56,7 +56,7 @@ void add_show(CLI::App& parent) {
   const auto options = std::make_shared<Options>();
   auto* const command = parent.add_subcommand("show", "Draw a schedule");
   options->spec.add_to(*command);
-  options->costs.add_to(*command, "one stage and one microbatch");
+  options->costs.add_to(*command);
   command
       ->add_option("--format", options->format,
                    "Output format: text, svg, html (interactive timeline) or trace (Chrome, Perfetto)")
@@ -147,7 +147,7 @@ void add_simulate(CLI::App& parent) {
   auto* const command =
       parent.add_subcommand("simulate", "Simulate a schedule: makespan, bubble, stalls, and peak memory of each rank");
   options->spec.add_to(*command);
-  options->costs.add_to(*command, "one stage and one microbatch");
+  options->costs.add_to(*command);
   command->add_flag("--json", options->json, "Print JSON");
   command->callback([options] {
     const Schedule executed = lowered(options->spec.schedule());

@@ -214,7 +214,8 @@ void add_compare(CLI::App& parent) {
       ->option_text("FILE")
       ->expected(1)
       ->take_all();
-  options->costs.add_to(*command, "all stages of a rank together");
+  options->costs.are_by_rank = true;
+  options->costs.add_to(*command);
   command
       ->add_option(
           "--memory", options->memory,

@@ -6,6 +6,7 @@
 #include <sstream>
 #include <utility>
 
+#include "penstock/base/text.h"
 #include "penstock/cli/checks.h"
 #include "penstock/cli/output.h"
 #include "penstock/schedule/csv.h"
@@ -128,21 +129,25 @@ void ScheduleOptions::require_size() const {
         "--microbatches is missing.\n  Hint: give the number of microbatches, such as --microbatches 8.");
 }
 
-void CostOptions::add_to(CLI::App& command, const std::string& unit) {
+void CostOptions::add_to(CLI::App& command) {
   const auto add = [&](const char* name, double& value, const std::string& description) {
     std::ostringstream text;
     text << "X [" << value << "]";
     command.add_option(name, value, description)->option_text(text.str())->check(cost());
   };
-  add("--forward", costs.stage.forward, "Time of a forward of " + unit + ", in any unit");
+  add("--forward", costs.stage.forward,
+      concat("Time of a forward of ", are_by_rank ? "all stages of a rank together" : "one stage and one microbatch",
+             ", in any unit"));
   add("--input", costs.stage.input, "Time of an input backward, in the same unit");
   add("--weight", costs.stage.weight, "Time of a weight backward; a full backward takes the time of both");
   add("--latency", costs.link.latency, "Time from a send to its arrival");
   add("--bandwidth", costs.link.bandwidth, "Bandwidth of a link in bytes per unit of time (0: unlimited)");
   command
       .add_option("--costs", file,
-                  "JSON file with times and sizes by stage, times by link, and memory by rank, such as costs.json of "
-                  "`penstock train`")
+                  are_by_rank ? "JSON file with times and sizes of all stages of a rank together, in one entry of "
+                                "\"stages\" for each rank, times by link, and memory by rank"
+                              : "JSON file with times and sizes by stage, times by link, and memory by rank, such as "
+                                "costs.json of `penstock train`")
       ->option_text("FILE.json");
 }
 
@@ -152,7 +157,11 @@ Costs CostOptions::get(int entries, int ranks) const {
   try {
     require_fit(result, entries, ranks);
   } catch (const ScheduleError& error) {
-    throw ScheduleError(file + ": " + error.what());
+    throw ScheduleError(concat(file, ": ", error.what(),
+                               are_by_rank && result.stages.size() > static_cast<std::size_t>(entries)
+                                   ? "\n  Hint: `compare` takes one entry for each rank, with the costs of all its "
+                                     "stages together; `penstock schedule simulate` takes costs by stage."
+                                   : ""));
   }
   // Measured costs of a model that was cut into fewer stages.
   const bool has_sizes =

@@ -41,10 +41,11 @@ struct ScheduleOptions {
 struct CostOptions {
   Costs costs;
   std::string file;
+  // True for `compare`: the costs of a rank are those of all its stages together.
+  bool are_by_rank = false;
 
-  // `unit` says what --forward is the time of: "one stage and one microbatch".
-  void add_to(CLI::App& command, const std::string& unit);
-  // Returns costs with one entry for each stage or, for `compare`, for each rank.
+  void add_to(CLI::App& command);
+  // Returns costs with one entry for each stage or rank.
   Costs get(int entries, int ranks) const;
 };
 

@@ -9,6 +9,7 @@
 namespace penstock::internal::cli {
 
 TrainSetup set_up(const TrainOptions& options, int replicas) {
+  options.run.require_valid();
   TrainSetup setup;
   RunOptions run = options.run;
   run.ranks = options.ranks_wanted();
