@@ -59,7 +59,7 @@ bench: setup ## run the benchmarks, compared with torch.distributed.pipelining
 	@for area in $(BENCHES); do \
 	  echo; .venv/bin/python bench/$$area.py --bench build/release/bin/penstock_$${area}_bench; \
 	done
-	@echo; .venv/bin/python bench/train.py --penstock build/release/bin/penstock
+	@for area in train memory; do echo; .venv/bin/python bench/$$area.py --penstock build/release/bin/penstock; done
 
 # Each fuzzer starts from a copy of its corpus, so that new inputs stay out of the source tree. The corpus of fuzz_archive is
 # extended by small exported models. Inputs that fail are kept in build/fuzz/found.
