@@ -1,4 +1,4 @@
-# What every target of ours is built with; nothing of it reaches those who link us but the language and the include path.
+# Sets the language, warnings and sanitizers of a target. Targets that link it get the language and sanitizers alone.
 function(penstock_target target)
   target_compile_features(${target} PUBLIC cxx_std_20)
   set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF POSITION_INDEPENDENT_CODE ON)
@@ -19,10 +19,24 @@ function(penstock_target target)
   endif()
 endfunction()
 
-# Compiles `count` sources of the target at a time. A source of these targets spends most of its compile time on reading
-# libtorch's headers, so this builds in about half the time. Presets that analyse each source alone switch it off.
+# penstock_unity(TARGET COUNT [TOGETHER source…])
+#
+# Compiles COUNT sources of the target at a time. A source of these targets spends most of its compile time on reading
+# libtorch's headers, so this builds in about half the time. Presets that analyse each source alone switch it off. The
+# sources after TOGETHER, which include a header that has to come first, are compiled at a time.
 function(penstock_unity target count)
+  cmake_parse_arguments(PARSE_ARGV 2 arg "" "" "TOGETHER")
   # A type with a member of a type in an unnamed namespace is fine in a source, which GCC cannot tell from a header here.
   target_compile_options(${target} PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-subobject-linkage>)
-  set_target_properties(${target} PROPERTIES UNITY_BUILD ${PENSTOCK_UNITY} UNITY_BUILD_BATCH_SIZE ${count})
+  set_target_properties(${target} PROPERTIES UNITY_BUILD ${PENSTOCK_UNITY} UNITY_BUILD_MODE GROUP)
+  get_target_property(sources ${target} SOURCES)
+  list(FILTER sources INCLUDE REGEX "\\.cc$")
+  list(REMOVE_ITEM sources ${arg_TOGETHER} "")
+  set(number 0)
+  foreach(source IN LISTS sources)
+    math(EXPR group "${number} / ${count}")
+    set_source_files_properties("${source}" PROPERTIES UNITY_GROUP ${group})
+    math(EXPR number "${number} + 1")
+  endforeach()
+  set_source_files_properties(${arg_TOGETHER} PROPERTIES UNITY_GROUP together)
 endfunction()

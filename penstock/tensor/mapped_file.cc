@@ -33,7 +33,7 @@ std::string message_of(const std::string& path, Reason reason, int code) {
 MappingError::MappingError(const std::string& path, Reason reason, int code)
     : std::runtime_error(message_of(path, reason, code)), reason_(reason), code_(code) {}
 
-MappedFile::MappedFile(const std::string& path, FileAccess access, bool is_read_only) {
+MappedFile::MappedFile(const std::string& path, FileAccess access) : access_(access) {
   // Without O_NONBLOCK, opening a named pipe would block until it has a writer.
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   struct stat status = {};
@@ -51,12 +51,11 @@ MappedFile::MappedFile(const std::string& path, FileAccess access, bool is_read_
   if (size_ > 0) {
     // With MAP_NORESERVE a page counts against the system's memory limit only when it is written.
     const bool is_copy = access == FileAccess::Read;
-    const int protection = PROT_READ | (is_read_only && !is_copy ? 0 : PROT_WRITE);
+    const int protection = PROT_READ | (access == FileAccess::MapReadOnly ? 0 : PROT_WRITE);
     void* const data = ::mmap(nullptr, size_, protection, MAP_PRIVATE | MAP_NORESERVE | (is_copy ? MAP_ANONYMOUS : 0),
                               is_copy ? -1 : file, 0);
     if (data == MAP_FAILED) fail(Reason::Map);
     data_ = static_cast<char*>(data);
-    is_mapped_ = !is_copy;
     for (std::size_t done = 0; is_copy && done < size_;) {
       const ssize_t count = ::pread(file, data_ + done, size_ - done, static_cast<off_t>(done));
       if (count < 0 && errno == EINTR) continue;
@@ -69,7 +68,7 @@ MappedFile::MappedFile(const std::string& path, FileAccess access, bool is_read_
 }
 
 void MappedFile::release_pages(std::string_view part) const {
-  if (!is_mapped_ || part.empty()) return;
+  if (access_ != FileAccess::MapReadOnly || part.empty()) return;
   const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
   const auto first = reinterpret_cast<std::uintptr_t>(part.data());
   const std::uintptr_t begin = (first + page - 1) / page * page;

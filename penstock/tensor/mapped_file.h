@@ -27,13 +27,12 @@ class MappingError : public std::runtime_error {
   int code_;
 };
 
-// Holds all bytes of a regular file until it is destroyed. Unless it is read-only, the bytes may be written: pages are
-// copied on write, and the file never changes. Any number of threads may read. A read-only mapping does not count as
-// memory of the process (RLIMIT_DATA).
+// Holds all bytes of a regular file until it is destroyed. Unless the mapping is read-only, the bytes may be written:
+// pages are copied on write, and the file never changes. Any number of threads may read.
 class MappedFile {
  public:
   // Throws MappingError.
-  explicit MappedFile(const std::string& path, FileAccess access = FileAccess::Map, bool is_read_only = false);
+  explicit MappedFile(const std::string& path, FileAccess access = FileAccess::Map);
   ~MappedFile();
   MappedFile(const MappedFile&) = delete;
   MappedFile& operator=(const MappedFile&) = delete;
@@ -42,15 +41,14 @@ class MappedFile {
   char* data() const { return data_; }
   std::string_view bytes() const { return {data_, size_}; }
 
-  // Gives pages of a part of the file back to the system, which reads them again when they are touched. Whole pages that
-  // nobody has written to; those at the ends of the part stay.
+  // Gives the whole pages in a part of a read-only mapping back to the system, which reads them again when they are
+  // touched. Does nothing for other files.
   void release_pages(std::string_view part) const;
 
  private:
   char* data_ = nullptr;
   std::size_t size_ = 0;
-  // False for a copy, whose pages cannot be read again.
-  bool is_mapped_ = false;
+  FileAccess access_;
 };
 
 }  // namespace penstock::internal

@@ -3,6 +3,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/Allocator.h>
 #include <sys/stat.h>
 
 #include <algorithm>
@@ -119,6 +120,9 @@ struct SafetensorsFile::Content {
     }
   }
 
+  // Deleter of the tensors, whose context keeps the mapping alive.
+  static void release(void* context) { delete static_cast<Context*>(context); }
+
   std::string path;
   std::unique_ptr<MappedFile> mapping;
   SafetensorsHeader header;
@@ -165,7 +169,18 @@ at::Tensor SafetensorsFile::tensor(std::string_view name) const {
   if (entry.dtype == at::kBool && std::any_of(bytes.begin(), bytes.end(), [](char byte) { return (byte & ~1) != 0; })) {
     return at::from_blob(begin, entry.shape, at::kByte).to(at::kBool);
   }
-  return at::from_blob(begin, entry.shape, [content = content_](void* /*data*/) {}, options);
+  return at::for_blob(begin, entry.shape)
+      .options(options)
+      .context(new Context(content_), Content::release)
+      .make_tensor();
+}
+
+void internal::release_pages(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.has_storage()) return;
+  const c10::DataPtr& data = tensor.storage().data_ptr();
+  if (data.get_deleter() != SafetensorsFile::Content::release) return;
+  const auto& content = *static_cast<const SafetensorsFile::Context*>(data.get_context());
+  content->mapping->release_pages({static_cast<const char*>(data.get()), tensor.storage().nbytes()});
 }
 
 NamedTensors read_safetensors(const std::string& path, FileAccess access) {

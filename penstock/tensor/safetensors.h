@@ -38,6 +38,16 @@ class SafetensorsError : public std::runtime_error {
 void write_safetensors(const std::string& path, const NamedTensors& tensors,
                        const std::map<std::string, std::string>& metadata = {});
 
+class SafetensorsFile;
+
+namespace internal {
+
+// Gives the pages of a tensor of a file with FileAccess::MapReadOnly back to the system, which reads them again when they
+// are touched. Does nothing for other tensors.
+void release_pages(const at::Tensor& tensor);
+
+}  // namespace internal
+
 // A safetensors file that is open for reading. The constructor checks the whole header: sizes, offsets, overlaps and
 // gaps. Data is read when it is first touched. Copies share the mapping. All functions are thread-safe.
 class SafetensorsFile {
@@ -52,20 +62,22 @@ class SafetensorsFile {
   const std::map<std::string, std::string>& metadata() const;
 
   // Returns the tensor with this name, on the CPU. It is a view of the mapping, keeps the mapping alive, and shares
-  // memory with every other tensor returned for the name. It may be written in place: pages are copied on write, and
-  // the file never changes.
+  // memory with every other tensor returned for the name. Unless the mapping is read-only, it may be written in place:
+  // pages are copied on write, and the file never changes.
   //
   // Two kinds of tensors are copied, as a view of their bytes would not be valid: those that another writer has placed
   // at an address that is not a multiple of the element size, and bool tensors with bytes other than 0 and 1, which
   // count as true.
   //
-  // Throws SafetensorsError if there is no such tensor. With FileAccess::Map the file must not be truncated or
-  // overwritten in place while a tensor of it exists; write_safetensors does neither.
+  // Throws SafetensorsError if there is no such tensor. A file that is mapped must not be truncated or overwritten in
+  // place while a tensor of it exists; write_safetensors does neither.
   at::Tensor tensor(std::string_view name) const;
 
  private:
+  friend void internal::release_pages(const at::Tensor& tensor);
   struct Content;
-  std::shared_ptr<const Content> content_;
+  using Context = std::shared_ptr<const Content>;
+  Context content_;
 };
 
 // Returns all tensors of a file, as SafetensorsFile::tensor does, in the order of their bytes.

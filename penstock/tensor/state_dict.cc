@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "penstock/base/text.h"
+#include "penstock/tensor/safetensors.h"
 #include "penstock/tensor/tensor_text.h"
 
 namespace penstock::internal {
@@ -160,6 +161,7 @@ void load_tensor(const at::Tensor& tensor, at::Tensor value) {
     value = value.narrow(dim, 0, 1);
   }
   target.copy_(value);
+  release_pages(value);
 }
 
 void load_state(const std::vector<ModelTensor>& model, const Found& found) {

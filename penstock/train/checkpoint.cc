@@ -168,7 +168,7 @@ void Checkpoint::read_manifest() {
 
 void Checkpoint::read_file(const std::string& name, std::map<std::string, at::Tensor>& tensors) const {
   try {
-    for (auto& [tensor_name, tensor] : read_safetensors((fs::path(path_) / name).string())) {
+    for (auto& [tensor_name, tensor] : read_safetensors((fs::path(path_) / name).string(), FileAccess::MapReadOnly)) {
       tensors.emplace(tensor_name, std::move(tensor));
     }
   } catch (const SafetensorsError& error) {

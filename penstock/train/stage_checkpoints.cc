@@ -12,6 +12,8 @@
 
 #include "penstock/base/text.h"
 #include "penstock/runtime/error.h"
+#include "penstock/tensor/safetensors.h"
+#include "penstock/tensor/state_dict.h"
 #include "penstock/train/checkpoint_writer.h"
 #include "penstock/train/gradients.h"
 
@@ -192,12 +194,15 @@ void StageCheckpoints::load(const Checkpoint& checkpoint) {
     const MemoryWatch::Scope scope(memory_, stage.rank, stage.local_replica);
     for (const auto& [name, parameter] : stage.stage->parameters()) {
       parameter.detach().copy_(stored_part(stage, name, checkpoint.weight(name)));
+      release_pages(checkpoint.weight(name));
     }
-    for (const auto& [name, buffer] : stage.stage->module().buffers) buffer.copy_(checkpoint.weight(name));
+    for (const auto& [name, buffer] : stage.stage->module().buffers) load_tensor(buffer, checkpoint.weight(name));
     stage.optimizer.load([&](const std::string& name) -> std::optional<at::Tensor> {
       const std::optional<at::Tensor> state = checkpoint.optimizer_state(name);
       if (!state) return std::nullopt;
-      return stored_part(stage, name.substr(0, name.rfind('.')), *state);
+      at::Tensor part = stored_part(stage, name.substr(0, name.rfind('.')), *state);
+      release_pages(*state);
+      return part;
     });
   }
 }

@@ -29,7 +29,7 @@ constexpr const char* kIndex = "model.safetensors.index.json";
 }
 
 void read_file(const std::string& path, std::map<std::string, at::Tensor>& tensors) {
-  for (auto& [name, tensor] : read_safetensors(path)) tensors.emplace(name, std::move(tensor));
+  for (auto& [name, tensor] : read_safetensors(path, FileAccess::MapReadOnly)) tensors.emplace(name, std::move(tensor));
 }
 
 // Returns the type of a file. Throws WeightsError when the system cannot tell.
@@ -66,7 +66,7 @@ std::map<std::string, std::vector<std::string>> read_index(const std::string& pa
 void read_shards(const fs::path& directory, std::map<std::string, at::Tensor>& tensors) {
   const std::string index = (directory / kIndex).string();
   for (const auto& [file, names] : read_index(index)) {
-    const SafetensorsFile shard((directory / file).string());
+    const SafetensorsFile shard((directory / file).string(), FileAccess::MapReadOnly);
     for (const std::string& name : names) {
       if (!shard.contains(name)) {
         fail(index, concat(quoted_tensor(name), " is not in ", file, ", which the index names for it."));
@@ -112,6 +112,7 @@ std::uint32_t checksum_of(const WeightFiles& weights) {
     const at::Tensor bytes = tensor.contiguous();
     checksum = crc32_z(checksum, reinterpret_cast<const Bytef*>(name.data()), name.size());
     checksum = crc32_z(checksum, static_cast<const Bytef*>(bytes.const_data_ptr()), bytes.nbytes());
+    release_pages(tensor);
   }
   return static_cast<std::uint32_t>(checksum);
 }

@@ -23,7 +23,7 @@ namespace {
 
 std::unique_ptr<MappedFile> mapped(const std::string& path) {
   try {
-    return std::make_unique<MappedFile>(path, FileAccess::Map, /*is_read_only=*/true);
+    return std::make_unique<MappedFile>(path, FileAccess::MapReadOnly);
   } catch (const MappingError& failure) {
     const bool is_file =
         failure.reason() == MappingError::Reason::Open || failure.reason() == MappingError::Reason::Map;
