@@ -28,7 +28,7 @@ SHARE_GOAL = 1.25
 MICROBATCHES = 8
 # A GPT: layers, width, bytes of a row, rows of a batch, microbatches, steps.
 GPT = {"layers": 12, "width": 128, "length": 64, "rows": 64, "microbatches": MICROBATCHES, "steps": 6}
-TINY = {"layers": 4, "width": 8, "length": 4, "rows": 8, "microbatches": MICROBATCHES, "steps": 2}
+TINY = {"layers": 4, "width": 8, "length": 4, "rows": 8, "microbatches": MICROBATCHES, "steps": 4}
 COMPARED = ("GPipe", "1F1B", "ZBVZeroBubble")
 # The run of one schedule predicts those of the others with as many stages.
 PREDICTING = {2: ("GPipe", "1F1B"), 4: ("ZBVZeroBubble", "InterleavedZeroBubble", "Interleaved1F1B", "LoopedBFS", "DualPipeV")}

@@ -6,6 +6,7 @@
 #include "penstock/program/costs.h"
 #include "penstock/program/error.h"
 #include "penstock/program/graph.h"
+#include "penstock/program/initial_values.h"
 #include "penstock/program/inputs.h"
 #include "penstock/program/pipe.h"
 #include "penstock/program/program.h"

@@ -21,6 +21,8 @@ constexpr OptionHint kOptionHints[] = {
     {"declare the stages that share parameters as a group of the stage graph", "--shared 0,3"},
     // program
     {"add it to ProgramOptions::allowed_operators", "--allow-operator"},
+    {"give the values of all weights", "--weights"},
+    {"choose a standard deviation for such weights", "--init-std"},
     // train
     {"use shorter sequences", "--length N"},
     {"lower the learning rate", "--learning-rate"},

@@ -1,5 +1,7 @@
 #include "penstock/program/program.h"
 
+#include <ATen/core/grad_mode.h>
+
 #include <algorithm>
 #include <filesystem>
 #include <functional>
@@ -10,11 +12,13 @@
 #include <utility>
 
 #include "penstock/base/text.h"
+#include "penstock/program/interpreter/initial_values.h"
 #include "penstock/program/interpreter/input_check.h"
 #include "penstock/program/interpreter/mode.h"
 #include "penstock/program/interpreter/program_state.h"
 #include "penstock/program/interpreter/recomputed_modules.h"
 #include "penstock/program/partition/colocation.h"
+#include "penstock/tensor/random_scope.h"
 
 namespace penstock {
 
@@ -25,6 +29,9 @@ using internal::ProgramState;
 using internal::TreeSpec;
 
 namespace {
+
+// Step of the random numbers of initial values, before any step of a training.
+constexpr std::int64_t kInitialStep = -1;
 
 // Returns a line for each of the first nodes for which `belongs` is true, and the number of the others.
 template <class Belongs>
@@ -151,6 +158,19 @@ void Program::recompute(const std::vector<std::string>& modules) {
                                                    internal::recomputed_modules(*state_->exported, modules));
 }
 
+bool Program::has_no_values() const {
+  return state_->weights->lacks_values();
+}
+
+void Program::initialise(std::uint64_t seed, InitialValues values) {
+  if (!values) values = initial_values_of_modules(*this);
+  state_->weights->initialise([seed, values = std::move(values)](const std::string& name, at::Tensor& weight) {
+    const at::NoGradGuard no_grad;
+    const RandomScope scope(seed, kInitialStep, /*microbatch=*/0, internal::place_of(name));
+    values(name, weight);
+  });
+}
+
 std::vector<std::string> Program::repeated_modules() const {
   return internal::repeated_modules(*state_->exported);
 }
@@ -197,6 +217,11 @@ NamedTensors Program::mutated_tensors() const {
 }
 
 void Program::save(const std::string& path) const {
+  if (has_no_values()) {
+    throw ProgramError(name() +
+                       ": was exported on the meta device, and its file has no room for weights.\n"
+                       "  Hint: write them to a safetensors file.");
+  }
   if (!state_->source) {
     throw ProgramError(name() + ": was read from memory, so there is no file to copy.\n  Hint: read it from a file.");
   }

@@ -19,6 +19,7 @@
 
 #include "penstock/program/error.h"
 #include "penstock/program/graph.h"
+#include "penstock/program/initial_values.h"
 #include "penstock/tensor/microbatch.h"
 #include "penstock/tensor/named_tensors.h"
 
@@ -86,6 +87,12 @@ class Program {
   // operator that computes something, outermost lists only.
   std::vector<std::string> repeated_modules() const;
 
+  // True if the model was exported on the meta device, so that its weights need initialise() or load_state_dict().
+  bool has_no_values() const;
+  // Gives initial values to the weights of such a model, each when it is first used: so a process draws those of its own
+  // stages only, and they do not depend on the cut. Without a function they are those of initial_values_of_modules().
+  void initialise(std::uint64_t seed, InitialValues values = nullptr);
+
   // Returns the metadata of all parameters and buffers, in the model's order, each with all its names.
   std::vector<WeightInfo> weights() const;
   // Return the parameters or buffers under the model's names. A tensor that is tied under several names appears under
@@ -133,5 +140,10 @@ class Program {
 
   std::shared_ptr<internal::ProgramState> state_;
 };
+
+// Returns a function that sets weights as the constructors of PyTorch's modules do: linear layers, convolutions,
+// embeddings, normalisations, recurrent layers and attention. For a weight of any other module it throws ProgramError,
+// which names both.
+InitialValues initial_values_of_modules(const Program& program);
 
 }  // namespace penstock

@@ -89,9 +89,9 @@ constexpr bool kIsReference<c10::ArrayRef<Element>> = true;
 // step that fails, would not be freed.
 //
 // The result must depend on the inputs, on parameters and on buffers of the stage alone. Throws StageError if the function
-// writes into an input. The backward throws it if a parameter has changed meanwhile (of a stage, any of its parameters;
-// otherwise one that autograd would have saved), or the second run saves tensors of another number, shape or dtype; other
-// differences give wrong gradients. Random numbers are those of the RandomScope, as in every forward of a stage; outside
+// writes into an input. The backward throws it if an input was written to after the part (`x += checkpoint(f, x)`), if a
+// parameter has changed meanwhile (of a stage, any of its parameters; otherwise one that autograd would have saved), or if
+// the second run saves tensors of another number, shape or dtype; other differences give wrong gradients. Random numbers are those of the RandomScope, as in every forward of a stage; outside
 // of one, the backward sets the process's CPU generator back for as long as it computes the function, so no other thread
 // should draw from it.
 template <class Function, class... Inputs>

@@ -20,7 +20,7 @@ struct RankMemory {
   std::int64_t predicted = 0;
 };
 
-// What determines the memory of a training run besides its stages and its schedule.
+// Determines the memory of a training run, besides its stages and its schedule.
 struct MeasuredRun {
   // This process's record of the last step, or null.
   const Record* last = nullptr;

@@ -197,6 +197,38 @@ torch.export.save(torch.export.export(model, (torch.ones(1, 3000),)), "large.pt2
             for measured, predicted in ranks:
                 self.assertAlmostEqual(float(predicted), float(measured), delta=0.1 * float(measured))
 
+    def test_initialises_a_model_that_was_exported_without_memory(self):
+        self.python("""
+for name, places in (("plain", False), ("places", True)):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.enter, self.norm, self.head = torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)
+            if places:
+                self.places = torch.nn.Parameter(torch.empty(8))
+        def forward(self, x):
+            x = self.norm(self.enter(x))
+            return self.head(x + self.places if places else x)
+    with torch.device("meta"):
+        torch.export.save(torch.export.export(Model().train(), (torch.zeros(3, 4),)), f"{name}.pt2")
+""")
+        self.write_batches()
+        common = ["--data", "data", "--loss", "mse", "--steps", 3, "--stages", 2, "--microbatches", 4]
+        losses = {}
+        for words in ([], ["--schedule", "Interleaved1F1B", "--ranks", 1], ["--transport", "gloo", "--memory", "1GB"], ["--seed", 1]):
+            self.train("plain.pt2", *common, *words, "--checkpoint", "kept")
+            losses[" ".join(map(str, words))] = self.losses()
+        first, *others, seeded = losses.values()
+        self.assertEqual(others, [first] * 2)
+        self.assertNotEqual(seeded, first)
+        self.train("plain.pt2", *common, "--weights", "kept")
+        inputs = ["--inputs", "data/eval-0.safetensors", "--output", "out.safetensors"]
+        self.penstock("run", "plain.pt2", *inputs, "--weights", "kept")
+        self.refuses("run", "plain.pt2", *inputs, message="has no values: the model was exported on the meta device.\n"
+                     "  Hint: give the values of all weights (--weights), ")
+        self.refuses("train", "places.pt2", *common, "--output", "refused", message="choose a standard deviation for such weights (--init-std)")
+        self.train("places.pt2", *common, "--init-std", 0.02)
+
     def test_counts_buffers_and_measures_microbatches_without_targets(self):
         (self.folder / "data").mkdir()
         # The first microbatch of each batch has no target that counts.

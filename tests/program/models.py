@@ -29,7 +29,7 @@ from torch.export import Dim  # noqa: E402
 MODELS: dict[str, typing.Callable[[pathlib.Path, str], None]] = {}
 
 
-def write(name, *args, kwargs=None, dynamic=None, train=True, functional=False, expected=None):
+def write(name, *args, kwargs=None, dynamic=None, train=True, functional=False, expected=None, device="cpu"):
     """Puts a class of models among those that are exported, with an example of its arguments. `expected` computes what
     its expected values are from the module and the arguments. What is functional has nothing in place, and operators
     taken apart."""
@@ -39,8 +39,9 @@ def write(name, *args, kwargs=None, dynamic=None, train=True, functional=False, 
 
         def export(folder, seed):
             torch.manual_seed(seed)
-            model = model_class().train(train)
-            example = args if args and not callable(args[0]) else args[0]()
+            with torch.device(device):
+                model = model_class().train(train)
+                example = args if args and not callable(args[0]) else args[0]()
             if expected:
                 save_tensors(expected(model, *example), folder / f"{name}.expected.safetensors")
             program = torch.export.export(model, example, kwargs, dynamic_shapes=dynamic)
@@ -753,6 +754,48 @@ class Identity(nn.Module):
 
     def forward(self, x):
         return x
+
+
+def meta_tokens():
+    return (torch.zeros(2, 5, dtype=torch.int64),)
+
+
+@write("uninitialised", meta_tokens, device="meta")
+class Uninitialised(nn.Module):
+    """Has shapes and no values: embedding, attention, normalisations, a recurrent layer, a convolution; and a tied weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8, padding_idx=3)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.recurrent = nn.GRU(8, 8, batch_first=True)
+        self.convolution = nn.Conv1d(8, 8, 3, padding=1)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.25)
+        self.last = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) * torch.arange(8, device=tokens.device)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = x + self.recurrent(x)[0]
+        x = x + self.norm(self.convolution(x.transpose(1, 2))).transpose(1, 2)
+        return self.head(self.last(self.drop(x)))
+
+
+@write("uninitialised_places", meta_tokens, device="meta")
+class UninitialisedPlaces(nn.Module):
+    """The same with a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.places = nn.Parameter(torch.empty(5, 8))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens) + self.places)
 
 
 def main():

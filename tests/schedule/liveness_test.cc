@@ -114,7 +114,7 @@ TEST(Liveness, FreesReceivedMessagesAfterForwardsThatHaveNoBackward) {
   const Schedule schedule = drop_backwards(generate("GPipe", {.ranks = 2, .microbatches = 4}));
   EXPECT_EQ(static_bytes(schedule, costs, 1), 7);
   EXPECT_EQ(peak_bytes(schedule, costs, 1), 7);
-  // What was sent stays until the end of the step.
+  // Sent messages stay until the end of the step.
   EXPECT_EQ(peak_bytes(schedule, costs, 0), 4 * 7);
 }
 

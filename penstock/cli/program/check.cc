@@ -64,6 +64,7 @@ void add_check(CLI::App& command, int& exit) {
     std::string inputs;
     std::string dump;
     WeightsOption weights;
+    InitialValueOptions initial_values;
     std::optional<double> tolerance;
   };
   const auto options = std::make_shared<Options>();
@@ -88,10 +89,13 @@ void add_check(CLI::App& command, int& exit) {
   command.add_flag("!--no-reference", options->reference,
                    "Run the pipeline without comparing it with one process, which needs memory for the whole model");
   options->weights.add_to(command, "Weights to use instead of the model's own");
+  options->initial_values.add_to(command);
   on_call(command, [options, &exit] {
     options->run.require_valid();
     if (!options->dump.empty()) require_writable_path(options->dump);
-    Program program = read_program(options->cut, options->weights.read());
+    const std::optional<WeightFiles> weights = options->weights.read();
+    Program program = read_program(options->cut, weights);
+    if (!weights) options->initial_values.apply(program, options->run.seed);
     if (options->eval) program.eval();
     options->run.recompute_modules(program);
     const Pipe pipe = options->cut.cut(program, options->run.stages_wanted());

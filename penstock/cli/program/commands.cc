@@ -24,7 +24,9 @@ struct Group {
 // Returns the groups in the order in which --help shows them. An option that is not listed stays in the first one, "Options".
 const std::vector<Group>& groups() {
   static const std::vector<Group> kGroups{
-      {"Model", {"--weights", "--layers", "--width", "--heads", "--dropout", "--dtype", "--model", "--allow-operator"}},
+      {"Model",
+       {"--weights", "--init-std", "--layers", "--width", "--heads", "--dropout", "--dtype", "--model",
+        "--allow-operator"}},
       {"Data", {"--data", "--inputs", "--loss", "--ignore-index", "--shuffle", "--digits", "--rows", "--length"}},
       {"Cut", {"--at", "--stages"}},
       {"Schedule",

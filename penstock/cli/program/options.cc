@@ -55,6 +55,32 @@ Pipe CutOptions::cut(const Program& program, int default_stages) const {
   return pipeline(program, spec);
 }
 
+void InitialValueOptions::add_to(CLI::App& command) {
+  command
+      .add_option(
+          "--init-std", deviation,
+          "Standard deviation of the initial weights of modules that are not PyTorch's own, in a model that was "
+          "exported on the meta device and so has no values (default: refuse such modules)")
+      ->option_text("X")
+      ->check(float_number());
+}
+
+void InitialValueOptions::apply(Program& program, std::uint64_t seed) const {
+  if (!program.has_no_values()) return;
+  InitialValues of_modules = initial_values_of_modules(program);
+  if (!deviation) return program.initialise(seed, std::move(of_modules));
+  program.initialise(
+      seed, [of_modules = std::move(of_modules), deviation = *deviation](const std::string& name, at::Tensor& values) {
+        try {
+          of_modules(name, values);
+        } catch (const ProgramError&) {
+          // A buffer of the model's own, such as a mask, has no value that could be guessed.
+          if (!values.requires_grad()) throw;
+          values.normal_(0, deviation);
+        }
+      });
+}
+
 void RunOptions::add_to(CLI::App& command, bool has_backward) {
   command.add_option("--ranks", ranks, "Number of ranks (default: as many as the schedule needs for the stages)")
       ->option_text("P")

@@ -4,6 +4,7 @@
 #include <CLI/CLI.hpp>
 #include <chrono>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -31,6 +32,16 @@ struct CutOptions {
   // marks it cuts into `default_stages`.
   Pipe cut(const Program& program, int default_stages = 1) const;
   ProgramOptions program() const { return {.allowed_operators = allowed_operators}; }
+};
+
+// Initial values of a model that was exported on the meta device.
+struct InitialValueOptions {
+  // Standard deviation for weights of modules that are not PyTorch's own.
+  std::optional<double> deviation;
+
+  void add_to(CLI::App& command);
+  // Initialises the program from the seed, unless it has values. Call it for programs that were given no weights.
+  void apply(Program& program, std::uint64_t seed) const;
 };
 
 // Options that say how to run a pipeline.

@@ -12,7 +12,7 @@ namespace {
 
 // Names of the options that only a GPT and its data have, and of those that only exported models have.
 constexpr std::array kGptOptions{"digits", "rows", "length", "layers", "width", "heads", "dropout"};
-constexpr std::array kProgramOptions{"loss", "ignore-index", "at", "shuffle"};
+constexpr std::array kProgramOptions{"loss", "ignore-index", "at", "shuffle", "init-std"};
 
 bool contains(const auto& names, const std::string& name) {
   return std::ranges::find(names, name) != names.end();
@@ -112,6 +112,7 @@ void TrainOptions::add_to(CLI::App& command) {
   command.add_flag("--shard", shard, "Shard parameters and optimizer state over the replicas (ZeRO)");
 
   weights.add_to(command, "Initial weights, unless a checkpoint is resumed");
+  initial_values.add_to(command);
   command.add_option("--eval-every", eval_every, "Steps between evaluations (0: only at the end)")
       ->option_text("N [0]");
   command.add_option("--checkpoint", checkpoint, "Directory to write checkpoints to (default: no checkpoints)")

@@ -57,6 +57,7 @@ struct TrainOptions {
   // 0 stands for about twenty lines in all.
   std::int64_t log_every = 0;
   WeightsOption weights;
+  InitialValueOptions initial_values;
   std::string output = "penstock-train";
   std::string config;
 

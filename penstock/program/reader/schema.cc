@@ -65,6 +65,7 @@ at::MemoryFormat memory_format_of(schema::MemoryFormat code) {
 }
 
 at::Device device_of(const schema::Device& device) {
+  if (device.get_type() == "meta") return at::kCPU;
   try {
     std::string text = device.get_type();
     if (device.get_index()) text += concat(":", *device.get_index());

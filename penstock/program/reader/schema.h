@@ -21,6 +21,7 @@ namespace schema = torch::_export;
 at::ScalarType dtype_of(schema::ScalarType code);
 at::Layout layout_of(schema::Layout code);
 at::MemoryFormat memory_format_of(schema::MemoryFormat code);
+// Returns the CPU for the meta device: what was exported without memory runs on it once its weights have values.
 at::Device device_of(const schema::Device& device);
 
 Dimension dimension_of(const schema::SymInt& size);

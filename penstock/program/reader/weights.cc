@@ -1,10 +1,13 @@
 #include "penstock/program/reader/weights.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/core/Storage.h>
+#include <c10/core/StorageImpl.h>
 
 #include <algorithm>
 #include <new>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -20,22 +23,25 @@ namespace {
 
 using nlohmann::json;
 
-// Returns true if all elements of a tensor are inside a storage of `bytes` bytes.
-bool lies_within(const std::vector<std::int64_t>& sizes, const std::vector<std::int64_t>& strides, std::int64_t offset,
-                 std::int64_t element, std::int64_t bytes) {
-  if (offset < 0 || sizes.size() != strides.size()) return false;
+// Returns the number of bytes from the beginning of a storage to the end of a tensor's last element; none for numbers
+// that are no tensor's.
+std::optional<std::int64_t> end_in_storage(const std::vector<std::int64_t>& sizes,
+                                           const std::vector<std::int64_t>& strides, std::int64_t offset,
+                                           std::int64_t element) {
+  if (offset < 0 || sizes.size() != strides.size()) return std::nullopt;
   const auto is_negative = [](std::int64_t number) { return number < 0; };
-  if (std::ranges::any_of(sizes, is_negative) || std::ranges::any_of(strides, is_negative)) return false;
-  if (std::ranges::find(sizes, 0) != sizes.end()) return true;
+  if (std::ranges::any_of(sizes, is_negative) || std::ranges::any_of(strides, is_negative)) return std::nullopt;
+  if (std::ranges::find(sizes, 0) != sizes.end()) return 0;
   std::int64_t last = offset;
   for (std::size_t i = 0; i < sizes.size(); ++i) {
     std::int64_t step = 0;
     if (__builtin_mul_overflow(sizes[i] - 1, strides[i], &step) || __builtin_add_overflow(last, step, &last)) {
-      return false;
+      return std::nullopt;
     }
   }
   std::int64_t end = 0;
-  return !__builtin_add_overflow(last, 1, &last) && !__builtin_mul_overflow(last, element, &end) && end <= bytes;
+  if (__builtin_add_overflow(last, 1, &last) || __builtin_mul_overflow(last, element, &end)) return std::nullopt;
+  return end;
 }
 
 const void* storage_of(const at::Tensor& tensor) {
@@ -48,7 +54,14 @@ Weights::Weights(std::shared_ptr<const Archive> archive) : archive_(std::move(ar
   const std::string model = model_name(*archive_);
   read_index("data/weights/", model + "_weights_config.json");
   read_index("data/constants/", model + "_constants_config.json");
-  if (!archive_->is_file()) load_all();
+  if (archive_->is_file()) return;
+  // The bytes may be freed.
+  const MutexLock lock(mutex_);
+  std::vector<const void*> storages;
+  for (const auto& [storage, unloaded] : unloaded_) {
+    if (!unloaded.uninitialised) storages.push_back(storage);
+  }
+  for (const void* storage : storages) load_storage(storage);
 }
 
 // Reads the tensors of one index.
@@ -70,7 +83,10 @@ void Weights::read_index(const std::string& folder, const std::string& index) {
         throw ProgramError(
             "is a pickled Python object, which could run code when it is loaded; only plain tensors are supported.");
       }
-      const auto key = std::pair(payload.get_path_name(), described.dump());
+      // All tensors without values are in one record.
+      const bool has_values =
+          !payload.get_tensor_meta() || payload.get_tensor_meta()->get_device().get_type() != "meta";
+      const auto key = std::pair(has_values ? payload.get_path_name() : name, described.dump());
       if (const auto known = tensors.find(key); known != tensors.end()) {
         by_name_[name] = known->second;
         continue;
@@ -83,12 +99,24 @@ void Weights::read_index(const std::string& folder, const std::string& index) {
       for (const schema::SymInt& stride : meta.get_strides()) strides.push_back(static_size(stride));
       const std::int64_t offset = static_size(meta.get_storage_offset());
       const at::ScalarType dtype = dtype_of(meta.get_dtype());
-      const at::Tensor bytes = record_bytes(folder + payload.get_path_name());
       const auto element = static_cast<std::int64_t>(c10::elementSize(dtype));
-      if (!lies_within(sizes, strides, offset, element, bytes.numel())) {
+      const std::optional<std::int64_t> end = end_in_storage(sizes, strides, offset, element);
+      const at::Tensor bytes =
+          has_values ? record_bytes(folder + payload.get_path_name()) : without_memory(end.value_or(0));
+      if (!end || *end > bytes.numel()) {
         throw ProgramError(concat("is not inside the ", bytes.numel(), " bytes of ", payload.get_path_name(), "."));
       }
       at::Tensor tensor = at::empty({0}, dtype).set_(bytes.storage(), offset, sizes, strides);
+      if (!has_values) {
+        lacks_values_ = true;
+        const MutexLock lock(mutex_);
+        unloaded_.emplace(storage_of(bytes),
+                          Unloaded{.bytes = bytes,
+                                   .uninitialised = Uninitialised{.name = name,
+                                                                  .geometry = at::TensorGeometry(tensor),
+                                                                  .dtype = dtype,
+                                                                  .requires_grad = meta.get_requires_grad()}});
+      }
       if (meta.get_requires_grad()) tensor.requires_grad_();
       by_name_[name] = tensor;
       tensors.emplace(key, std::move(tensor));
@@ -114,8 +142,41 @@ at::Tensor Weights::record_bytes(const std::string& record) {
     bytes = archive_->bytes(record);
   } else {
     const MutexLock lock(mutex_);
-    unloaded_.emplace(storage_of(bytes), Unloaded{.bytes = bytes, .record = record, .replaced = {}});
+    unloaded_.emplace(storage_of(bytes), Unloaded{.bytes = bytes, .record = record});
   }
+  return bytes;
+}
+
+at::Tensor Weights::without_memory(std::int64_t size) {
+  c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), size,
+                                                             c10::DataPtr(nullptr, at::kCPU), /*allocator=*/nullptr,
+                                                             /*resizable=*/false));
+  return at::empty({0}, at::kByte).set_(std::move(storage), 0, {size}, {1});
+}
+
+void Weights::initialise(InitialValues values) {
+  const MutexLock lock(mutex_);
+  initial_values_ = std::move(values);
+}
+
+at::Tensor Weights::loaded_bytes(const Unloaded& unloaded) const {
+  const auto& replaced = unloaded.replaced;
+  // A tensor that covers its storage needs nothing of the file.
+  const bool is_covered = replaced.size() == 1 && replaced.front().first.is_non_overlapping_and_dense() &&
+                          replaced.front().first.nbytes() == unloaded.bytes.nbytes();
+  if (!is_covered && !unloaded.uninitialised) return archive_->bytes(unloaded.record);
+  const at::Tensor bytes = at::empty({unloaded.bytes.numel()}, at::kByte);
+  if (is_covered) return bytes;
+  const auto& [name, geometry, dtype, requires_grad] = *unloaded.uninitialised;
+  if (!initial_values_) {
+    throw ProgramError(concat(archive_->name(), ": '", name,
+                              "' has no values: the model was exported on the meta device.\n  Hint: give the values of "
+                              "all weights, or draw initial values with Program::initialise."));
+  }
+  at::Tensor values =
+      at::empty({0}, dtype).set_(bytes.storage(), geometry.storage_offset(), geometry.sizes(), geometry.strides());
+  values.set_requires_grad(requires_grad);
+  initial_values_(name, values);
   return bytes;
 }
 
@@ -123,19 +184,14 @@ void Weights::load_storage(const void* storage) {
   const auto found = unloaded_.find(storage);
   if (found == unloaded_.end()) return;
   const Unloaded& unloaded = found->second;
-  const std::vector<std::pair<at::Tensor, at::Tensor>>& replaced = unloaded.replaced;
-  // A tensor that covers its storage needs nothing of the file.
-  const bool is_covered = replaced.size() == 1 && replaced.front().first.is_non_overlapping_and_dense() &&
-                          replaced.front().first.nbytes() == unloaded.bytes.nbytes();
-  const at::Tensor loaded =
-      is_covered ? at::empty({unloaded.bytes.numel()}, at::kByte) : archive_->bytes(unloaded.record);
+  const at::Tensor loaded = loaded_bytes(unloaded);
   c10::StorageImpl& source = *loaded.storage().unsafeGetStorageImpl();
   c10::StorageImpl& target = *unloaded.bytes.storage().unsafeGetStorageImpl();
   // From now on it is a storage like any other, which can be freed and allocated again, as shards are.
   target.set_allocator(source.allocator());
   target.set_resizable(true);
   target.set_data_ptr_noswap(source.set_data_ptr(c10::DataPtr()));
-  for (const auto& [tensor, values] : replaced) load_tensor(tensor, values);
+  for (const auto& [tensor, values] : unloaded.replaced) load_tensor(tensor, values);
   unloaded_.erase(found);
   has_unloaded_ = !unloaded_.empty();
 }
@@ -165,11 +221,13 @@ at::Tensor Weights::copy_of(const at::Tensor& tensor) {
   const auto found = unloaded_.find(storage_of(tensor));
   if (found == unloaded_.end()) return tensor.detach().clone().set_requires_grad(tensor.requires_grad());
   const Unloaded original = found->second;
-  const at::Tensor bytes = Archive::view_bytes(archive_, original.record);
+  const at::Tensor bytes =
+      original.uninitialised ? without_memory(original.bytes.numel()) : Archive::view_bytes(archive_, original.record);
   at::Tensor copy = at::empty({0}, tensor.scalar_type())
                         .set_(bytes.storage(), tensor.storage_offset(), tensor.sizes(), tensor.strides());
   copy.set_requires_grad(tensor.requires_grad());
-  Unloaded& unloaded = unloaded_[storage_of(bytes)] = {.bytes = bytes, .record = original.record, .replaced = {}};
+  Unloaded& unloaded = unloaded_[storage_of(bytes)] = {
+      .bytes = bytes, .record = original.record, .uninitialised = original.uninitialised};
   for (const auto& [other, values] : original.replaced) {
     if (other.is_same(tensor)) unloaded.replaced.emplace_back(copy, values);
   }

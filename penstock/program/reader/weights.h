@@ -1,17 +1,20 @@
 // Reads the weights of an export.
 #pragma once
 
+#include <ATen/TensorGeometry.h>
 #include <ATen/core/Tensor.h>
 
 #include <atomic>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "penstock/base/mutex.h"
+#include "penstock/program/initial_values.h"
 #include "penstock/program/reader/archive.h"
 
 namespace penstock::internal {
@@ -31,7 +34,14 @@ class Weights {
 
   const std::map<std::string, at::Tensor>& by_name() const { return by_name_; }
 
-  // Load what has not been loaded. Throw ProgramError for a record whose checksum is wrong.
+  // True if the model was exported on the meta device: its tensors have no values in the file.
+  bool lacks_values() const { return lacks_values_; }
+  // Sets the values of such tensors when they are loaded, unless others were given by replace(). `values` is called
+  // under a lock, and must not use the weights.
+  void initialise(InitialValues values);
+
+  // Load what has not been loaded. Throw ProgramError for a record whose checksum is wrong, and for a tensor that has
+  // neither a record nor initial values.
   void load(const at::Tensor& tensor);
   void load_all();
   bool is_loaded(const at::Tensor& tensor) const;
@@ -46,19 +56,32 @@ class Weights {
   std::map<std::string, at::Tensor> records();
 
  private:
-  // A storage that lies in the mapped file.
+  // A tensor without values.
+  struct Uninitialised {
+    std::string name;
+    at::TensorGeometry geometry;
+    at::ScalarType dtype = at::ScalarType::Float;
+    bool requires_grad = false;
+  };
+  // A storage that lies in the mapped file, or that has no memory yet.
   struct Unloaded {
     // Keeps the storage alive, so that no other one has its address.
     at::Tensor bytes;
-    std::string record;
+    // Record with the bytes; none for a tensor without values.
+    std::string record = {};
+    std::optional<Uninitialised> uninitialised = std::nullopt;
     // Tensors of the storage, and their values in place of those of the file.
-    std::vector<std::pair<at::Tensor, at::Tensor>> replaced;
+    std::vector<std::pair<at::Tensor, at::Tensor>> replaced = {};
   };
 
   void read_index(const std::string& folder, const std::string& index);
   // Returns the bytes of a record, in the mapped file if they are aligned there.
   at::Tensor record_bytes(const std::string& record);
+  // Returns a storage of this size without memory, as bytes.
+  static at::Tensor without_memory(std::int64_t size);
   void load_storage(const void* storage) PENSTOCK_REQUIRES(mutex_);
+  // Returns the bytes of a storage in memory of its own.
+  at::Tensor loaded_bytes(const Unloaded& unloaded) const PENSTOCK_REQUIRES(mutex_);
 
   std::shared_ptr<const Archive> archive_;
   std::map<std::string, at::Tensor> by_name_;
@@ -67,6 +90,8 @@ class Weights {
   mutable Mutex mutex_;
   std::unordered_map<const void*, Unloaded> unloaded_ PENSTOCK_GUARDED_BY(mutex_);
   std::atomic<bool> has_unloaded_ = true;
+  bool lacks_values_ = false;
+  InitialValues initial_values_ PENSTOCK_GUARDED_BY(mutex_);
 };
 
 }  // namespace penstock::internal
