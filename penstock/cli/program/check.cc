@@ -114,8 +114,8 @@ void add_check(CLI::App& command, int& exit) {
     std::map<std::string, double> contributions;
     const bool is_compared = options->reference && !LocalRanks::is_rank();
     if (is_compared && options->run.transport == "gloo") {
-      std::cout << "reference: one process, with " << short_number(bytes_of_weights(program))
-                << "B of weights and as much of gradients; --no-reference leaves it out" << std::endl;
+      std::cout << "reference: one process, with " << bytes_text(bytes_of_weights(program))
+                << " of weights and as much of gradients; --no-reference leaves it out" << std::endl;
     }
     if (is_compared) {
       const RestoredState restored(program);

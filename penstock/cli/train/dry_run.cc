@@ -47,14 +47,14 @@ void dry_run(Trainer& trainer, const std::vector<Batch>& held_out, const TrainOp
   std::cout << "bubble       " << bubble.data() << "\n";
   for (std::size_t rank = 0; rank < memory.size(); ++rank) {
     std::cout << (rank == 0 ? "memory       rank " : "             rank ") << rank << ": "
-              << short_number(static_cast<double>(memory[rank].measured)) << "B measured, "
-              << short_number(static_cast<double>(memory[rank].predicted)) << "B predicted\n";
+              << bytes_text(static_cast<double>(memory[rank].measured)) << " measured, "
+              << bytes_text(static_cast<double>(memory[rank].predicted)) << " predicted\n";
   }
   std::cout << "time         " << seconds_text(report.seconds) << " per step, about "
             << clock_text(report.seconds * static_cast<double>(left)) << " for " << left
             << (left == 1 ? " step\n" : " steps\n");
   if (!options.checkpoint.empty()) {
-    std::cout << "checkpoint   " << short_number(static_cast<double>(checkpoint)) << "B each; the last " << options.keep
+    std::cout << "checkpoint   " << bytes_text(static_cast<double>(checkpoint)) << " each; the last " << options.keep
               << " are kept\n";
   }
   std::cout << "Nothing was written." << std::endl;

@@ -3,7 +3,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <iostream>
-#include <limits>
 #include <map>
 #include <optional>
 #include <stdexcept>
@@ -14,87 +13,17 @@
 
 #include "penstock/base/text.h"
 #include "penstock/cli/byte_units.h"
+#include "penstock/cli/train/memory_trial.h"
 #include "penstock/cli/train/numbers.h"
 #include "penstock/schedule/error.h"
 #include "penstock/schedule/generators.h"
-#include "penstock/schedule/memory.h"
-#include "penstock/schedule/passes.h"
-#include "penstock/tensor/microbatch.h"
 #include "penstock/train/optimizer.h"
-#include "penstock/train/step_batches.h"
 #include "penstock/transport/transport.h"
 
 namespace penstock::internal::cli {
 namespace {
 
-// The first microbatch of each batch. All of them count in the loss, even if they have no target that does.
-class FirstMicrobatches final : public Data {
- public:
-  FirstMicrobatches(const Data& data, int microbatches) : data_(data), microbatches_(microbatches) {}
-
-  Batch batch(std::int64_t number) const override {
-    return split_batch(data_.batch(number), {}, microbatches_, "microbatches").front();
-  }
-  at::Tensor loss(const c10::IValue& output, const c10::IValue& target) const override {
-    return data_.loss(output, target);
-  }
-  std::int64_t size_of(const Batch& batch) const override { return data_.size_of(batch); }
-  std::string unit() const override { return data_.unit(); }
-  std::string description() const override { return data_.description(); }
-
- private:
-  const Data& data_;
-  int microbatches_;
-};
-
-// Builds a model of its own for a trial, with the weights of this process's stages. A collective.
-TrainSetup set_up_trial(const TrainOptions& options, const TrainerOptions& trainer_options,
-                        const Agreement& agreement) {
-  const bool between_processes = trainer_options.transport != nullptr;
-  TrainSetup setup;
-  agreement.fail_together([&] {
-    setup = set_up(options, between_processes ? 1 : options.data_parallel);
-    require_splittable(setup, options, between_processes);
-    microbatch_shares(*setup.data, setup.data->batch(0), options.data_parallel, setup.schedule->microbatches());
-    for (const int stage : local_stages(*setup.schedule, trainer_options.transport.get())) {
-      for (const auto& replica : setup.replicas) replica->load_stage(stage);
-    }
-  });
-  return setup;
-}
-
-// Measurements of two trial steps.
-struct Trial {
-  Costs costs;
-  StageGraph graph;
-};
-
-// Trains two steps of one microbatch. A collective.
-Trial run_trial(TrainSetup setup, TrainerOptions trainer_options) {
-  const FirstMicrobatches data(*setup.data, setup.schedule->microbatches());
-  // Losses that are not finite are for the run to judge.
-  trainer_options.on_nonfinite = OnNonFinite::Skip;
-  trainer_options.max_skipped = std::numeric_limits<int>::max();
-  Trainer trainer(std::move(setup.replicas), data, keep_microbatches(*setup.schedule, 1), std::move(trainer_options));
-  // The second step has the optimizer's state from its beginning.
-  for (int step = 0; step < 2; ++step) trainer.step();
-  return {.costs = trainer.costs({}), .graph = trainer.pipeline().schedule().graph()};
-}
-
-std::string size(double bytes) {
-  return concat(short_number(bytes), "B");
-}
-
-struct RankNeed {
-  double bytes = 0;
-  int rank = 0;
-};
-
-RankNeed max_of(const RankNeed& left, const RankNeed& right) {
-  return right.bytes > left.bytes ? right : left;
-}
-
-// Returns the need of the rank that needs most in any case. No weights are loaded for it.
+// Returns the need of the rank that needs most under any schedule. No weights are loaded for it.
 RankNeed static_need(const TrainOptions& options, const TrainSetup& setup) {
   RankNeed worst;
   for (int rank = 0; rank < setup.schedule->ranks(); ++rank) {
@@ -109,20 +38,10 @@ RankNeed static_need(const TrainOptions& options, const TrainSetup& setup) {
   return worst;
 }
 
-// Returns the need of the rank that needs most for a schedule.
-RankNeed need_of(const Schedule& schedule, const Trial& trial) {
-  const Schedule lowered = lower(schedule.with_graph(trial.graph));
-  RankNeed worst;
-  for (int rank = 0; rank < lowered.ranks(); ++rank) {
-    worst = max_of(worst, {.bytes = peak_bytes(lowered, trial.costs, rank), .rank = rank});
-  }
-  return worst;
-}
-
 std::runtime_error refusal(const RankNeed& need, const std::string& purpose, const std::string& limit,
                            const std::string& hint) {
-  return std::runtime_error(concat("rank ", need.rank, " would need ", size(need.bytes), " of memory for ", purpose,
-                                   ", and --memory allows ", limit, ".\n  Hint: ", hint));
+  return std::runtime_error(concat("rank ", need.rank, " would need ", bytes_text(need.bytes), " of memory for ",
+                                   purpose, ", and --memory allows ", limit, ".\n  Hint: ", hint));
 }
 
 // Finds options under which a run would fit: copies of the given ones with one to three of them changed. What a
@@ -189,7 +108,7 @@ class Alternatives {
     if (!trial) return;
     const RankNeed need = need_of(*made, *trial);
     if (need.bytes <= *parse_bytes(options_.memory)) {
-      found_.push_back(concat(join(words, " "), " (", size(need.bytes), ")"));
+      found_.push_back(concat(join(words, " "), " (", bytes_text(need.bytes), ")"));
     }
   }
 
@@ -224,7 +143,7 @@ class Alternatives {
                 << join(recompute, " ") << ".\n";
     }
     try {
-      trial = run_trial(set_up_trial(options, trainer_options_, agreement_), trainer_options_);
+      trial = run_trial(options, trainer_options_, agreement_);
     } catch (const TransportError&) {
       // The ranks do not agree any more on what to try next.
       throw;
@@ -259,7 +178,7 @@ void require_memory(const TrainOptions& options, const TrainSetup& setup, const 
                   concat("cut the model into more stages on more ranks",
                          can_shard ? ", or shard it over replicas with --shard." : "."));
   }
-  Trial trial = run_trial(set_up_trial(options, trainer_options, agreement), trainer_options);
+  Trial trial = run_trial(options, trainer_options, agreement);
   const RankNeed need = need_of(*setup.schedule, trial);
   if (need.bytes <= limit) return;
   throw refusal(need, "its tensors", options.memory,

@@ -33,4 +33,8 @@ std::string short_number(double number) {
   return text.data();
 }
 
+std::string bytes_text(double bytes) {
+  return short_number(bytes) + "B";
+}
+
 }  // namespace penstock::internal::cli

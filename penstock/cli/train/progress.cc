@@ -78,7 +78,7 @@ void Progress::stepped(const StepReport& report) {
   const double left = seconds / static_cast<double>(report.step - first_) * static_cast<double>(steps_ - report.step);
   std::string by_rank;
   for (const std::int64_t bytes : report.memory) {
-    by_rank += (by_rank.empty() ? "" : " + ") + short_number(static_cast<double>(bytes)) + "B";
+    by_rank += (by_rank.empty() ? "" : " + ") + bytes_text(static_cast<double>(bytes));
   }
   std::array<char, 256> line{};
   std::snprintf(line.data(), line.size(), "step %*lld/%lld   loss %.4f   %s %s/s   bubble %2.0f %%   %s   %s left",

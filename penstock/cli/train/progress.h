@@ -1,5 +1,5 @@
-// Reports the progress of a run: on a terminal, a status line that is updated at each step; elsewhere, a line every few steps;
-// and metrics.jsonl.
+// Reports the progress of a run: on a terminal, a status line that is updated at each step; elsewhere, a line every few
+// steps; and metrics.jsonl.
 #pragma once
 
 #include <chrono>
@@ -15,8 +15,8 @@ namespace penstock::internal::cli {
 
 class Progress {
  public:
-  // The run resumes after step `first`; metrics of later steps are removed. Progress is printed every `log_every` steps, or
-  // about twenty times in all if it is 0. Throws std::runtime_error if the metrics cannot be written.
+  // The run resumes after step `first`; metrics of later steps are removed. Progress is printed every `log_every`
+  // steps, or about twenty times in all if it is 0. Throws std::runtime_error if the metrics cannot be written.
   Progress(const std::string& metrics, std::int64_t first, std::int64_t steps, std::int64_t log_every, std::string unit,
            std::chrono::steady_clock::time_point began);
   ~Progress();

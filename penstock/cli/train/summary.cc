@@ -84,8 +84,8 @@ void print_statistics(Trainer& trainer, const std::vector<Record>& records, cons
                             percent(simulate_records(schedule, records).bubble), " simulated");
   for (std::size_t rank = 0; rank < memory.size(); ++rank) {
     text += concat(rank == 0 ? "\nmemory       rank " : "\n             rank ", rank, ": ",
-                   short_number(static_cast<double>(memory[rank].measured)), "B measured, ",
-                   short_number(static_cast<double>(memory[rank].predicted)), "B predicted");
+                   bytes_text(static_cast<double>(memory[rank].measured)), " measured, ",
+                   bytes_text(static_cast<double>(memory[rank].predicted)), " predicted");
   }
   if (progress.skipped() > 0) {
     text += concat("\nskipped      ", progress.skipped(), " of ", progress.steps(),

@@ -13,13 +13,13 @@
 
 namespace penstock::internal::cli {
 
-// Prints model, data, stages, ranks and schedule, and the checkpoint or weights that the run starts from. `kind` is that of
-// the ranks: "threads" or "processes".
+// Prints model, data, stages, ranks and schedule, and the checkpoint or weights that the run starts from. `kind` is
+// that of the ranks: "threads" or "processes".
 void print_introduction(const Trainer& trainer, const TrainOptions& options, const TrainSetup& setup,
                         const std::string& kind);
 
-// Writes the interactive timeline of the last step, measured and simulated, with the curve of the loss. `records` are those
-// of the last steps, `memory` is that of the ranks.
+// Writes the interactive timeline of the last step, measured and simulated, with the curve of the loss. `records` are
+// those of the last steps, `memory` is that of the ranks.
 void write_timeline(const std::string& path, Trainer& trainer, const std::vector<Record>& records,
                     const std::vector<RankMemory>& memory, const Costs& costs, const Progress& progress);
 
