@@ -9,6 +9,7 @@
 
 #include "penstock/base/text.h"
 #include "penstock/stage/wiring.h"
+#include "penstock/tensor/identity.h"
 
 namespace penstock::internal {
 namespace {
@@ -20,11 +21,6 @@ bool is_zero(const at::Tensor& gradient) {
 bool same_values(const at::Tensor& a, const at::Tensor& b) {
   return a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type() && a.device() == b.device() &&
          at::allclose(dense(a), dense(b), /*rtol=*/0, /*atol=*/0, /*equal_nan=*/true);
-}
-
-std::uint32_t version_of(const at::Tensor& tensor) {
-  // Inference tensors have no version counter.
-  return tensor.is_inference() ? 0 : tensor.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
 // Returns the sum of two gradients, each of which may be sparse.

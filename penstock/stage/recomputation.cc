@@ -21,6 +21,7 @@
 #include "penstock/stage/loss_terms.h"
 #include "penstock/stage/wiring.h"
 #include "penstock/tensor/autocast_scope.h"
+#include "penstock/tensor/identity.h"
 #include "penstock/tensor/nested.h"
 
 namespace penstock::internal {
@@ -35,10 +36,6 @@ thread_local std::shared_ptr<StageHistory> current_history;
 
 constexpr const char* kBackwardWithin =
     "a part of a forward that is recomputed runs a backward itself.\n  Hint: recompute the parts around it.";
-
-std::uint32_t version_of(const at::Tensor& tensor) {
-  return tensor.defined() && !tensor.is_inference() ? static_cast<std::uint32_t>(tensor._version()) : 0;
-}
 
 // Returns no sizes for a nested tensor, whose rows differ.
 std::vector<std::int64_t> sizes_of(const at::Tensor& tensor) {

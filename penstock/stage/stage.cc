@@ -19,11 +19,13 @@
 #include "penstock/stage/routing.h"
 #include "penstock/stage/saved_state.h"
 #include "penstock/stage/stage_history.h"
+#include "penstock/tensor/identity.h"
 #include "penstock/tensor/nested.h"
 
 namespace penstock {
 
 using internal::concat;
+using internal::memory_of;
 
 namespace {
 
@@ -50,16 +52,11 @@ c10::IValue value_of(const at::Tensor& tensor) {
   return tensor.defined() ? c10::IValue(tensor) : c10::IValue();
 }
 
-// Returns the identity of the tensor's storage; null if it has none.
-const void* storage_of(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
-}
-
-// True if a tensor of the value has the storage.
-bool has_storage(const c10::IValue& value, const void* storage) {
-  if (value.isTensor()) return storage_of(value.toTensor()) == storage;
+// True if a tensor of the value lies in this memory.
+bool lies_in(const c10::IValue& value, const void* memory) {
+  if (value.isTensor()) return memory_of(value.toTensor()) == memory;
   const std::vector<at::Tensor> tensors = extract_tensor_args(value);
-  return std::ranges::any_of(tensors, [&](const at::Tensor& tensor) { return storage_of(tensor) == storage; });
+  return std::ranges::any_of(tensors, [&](const at::Tensor& tensor) { return memory_of(tensor) == memory; });
 }
 
 void check(const std::string& subject, const std::vector<std::optional<TensorMeta>>& expected,
@@ -105,8 +102,8 @@ struct PipelineStage::Impl {
   int index = 0;
   int stages = 0;
   StageOptions options;
-  // Identities of the storages of parameters and buffers, which the module keeps alive.
-  std::unordered_set<const void*> own_storages;
+  // Identities of the memory of parameters and buffers, which the module keeps alive.
+  std::unordered_set<const void*> module_memory;
   std::unique_ptr<internal::ParameterSync> sync;
 
   // Set by begin().
@@ -119,11 +116,11 @@ struct PipelineStage::Impl {
 
   // True if the tensor lies in memory of the stage or of the caller, to which others may write.
   bool is_in_foreign_memory(const at::Tensor& tensor, const Args& args, const Kwargs& kwargs) const {
-    const void* const storage = storage_of(tensor);
-    if (storage == nullptr) return false;
-    return own_storages.contains(storage) ||
-           std::ranges::any_of(args, [&](const c10::IValue& arg) { return has_storage(arg, storage); }) ||
-           std::ranges::any_of(kwargs, [&](const auto& named) { return has_storage(named.second, storage); });
+    const void* const memory = memory_of(tensor);
+    if (memory == nullptr) return false;
+    return module_memory.contains(memory) ||
+           std::ranges::any_of(args, [&](const c10::IValue& arg) { return lies_in(arg, memory); }) ||
+           std::ranges::any_of(kwargs, [&](const auto& named) { return lies_in(named.second, memory); });
   }
 
   // `reader` is the computation that needs the forward, for the error.
@@ -178,7 +175,7 @@ PipelineStage::PipelineStage(StageModule module, int stage_index, int num_stages
   impl_->stages = num_stages;
   impl_->options = std::move(options);
   for (const NamedTensors* named : {&impl_->module.parameters, &impl_->module.buffers, &impl_->module.state}) {
-    for (const auto& [name, tensor] : *named) impl_->own_storages.insert(storage_of(tensor));
+    for (const auto& [name, tensor] : *named) impl_->module_memory.insert(memory_of(tensor));
   }
   impl_->history = std::make_shared<internal::StageHistory>(impl_->module);
 }

@@ -11,6 +11,7 @@
 
 #include "penstock/base/text.h"
 #include "penstock/stage/wiring.h"
+#include "penstock/tensor/identity.h"
 
 namespace penstock::internal {
 namespace {
@@ -21,16 +22,6 @@ bool are_same(const at::Tensor& left, const at::Tensor& right) {
   if (!left.is_cpu() || !left.is_contiguous() || !right.is_contiguous()) return at::equal(left, right);
   return left.nbytes() == right.nbytes() &&
          (left.nbytes() == 0 || std::memcmp(left.const_data_ptr(), right.const_data_ptr(), left.nbytes()) == 0);
-}
-
-// Returns the identity of the tensor's memory: its storage, or the tensor itself if it has none.
-const void* memory_of(const at::Tensor& tensor) {
-  if (tensor.has_storage()) return tensor.storage().unsafeGetStorageImpl();
-  return tensor.unsafeGetTensorImpl();
-}
-
-std::uint32_t version_of(const at::Tensor& tensor) {
-  return tensor.is_inference() ? 0 : static_cast<std::uint32_t>(tensor._version());
 }
 
 }  // namespace

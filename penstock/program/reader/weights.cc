@@ -16,6 +16,7 @@
 #include "penstock/program/error.h"
 #include "penstock/program/reader/json.h"
 #include "penstock/program/reader/schema.h"
+#include "penstock/tensor/identity.h"
 #include "penstock/tensor/state_dict.h"
 
 namespace penstock::internal {
@@ -42,10 +43,6 @@ std::optional<std::int64_t> end_in_storage(const std::vector<std::int64_t>& size
   std::int64_t end = 0;
   if (__builtin_add_overflow(last, 1, &last) || __builtin_mul_overflow(last, element, &end)) return std::nullopt;
   return end;
-}
-
-const void* storage_of(const at::Tensor& tensor) {
-  return tensor.storage().unsafeGetStorageImpl();
 }
 
 }  // namespace
@@ -110,7 +107,7 @@ void Weights::read_index(const std::string& folder, const std::string& index) {
       if (!has_values) {
         lacks_values_ = true;
         const MutexLock lock(mutex_);
-        unloaded_.emplace(storage_of(bytes),
+        unloaded_.emplace(memory_of(bytes),
                           Unloaded{.bytes = bytes,
                                    .uninitialised = Uninitialised{.name = name,
                                                                   .geometry = at::TensorGeometry(tensor),
@@ -142,7 +139,7 @@ at::Tensor Weights::record_bytes(const std::string& record) {
     bytes = archive_->bytes(record);
   } else {
     const MutexLock lock(mutex_);
-    unloaded_.emplace(storage_of(bytes), Unloaded{.bytes = bytes, .record = record});
+    unloaded_.emplace(memory_of(bytes), Unloaded{.bytes = bytes, .record = record});
   }
   return bytes;
 }
@@ -199,7 +196,7 @@ void Weights::load_storage(const void* storage) {
 void Weights::load(const at::Tensor& tensor) {
   if (!has_unloaded_) return;
   const MutexLock lock(mutex_);
-  load_storage(storage_of(tensor));
+  load_storage(memory_of(tensor));
 }
 
 void Weights::load_all() {
@@ -213,12 +210,12 @@ void Weights::load_all() {
 
 bool Weights::is_loaded(const at::Tensor& tensor) const {
   const MutexLock lock(mutex_);
-  return !unloaded_.contains(storage_of(tensor));
+  return !unloaded_.contains(memory_of(tensor));
 }
 
 at::Tensor Weights::copy_of(const at::Tensor& tensor) {
   const MutexLock lock(mutex_);
-  const auto found = unloaded_.find(storage_of(tensor));
+  const auto found = unloaded_.find(memory_of(tensor));
   if (found == unloaded_.end()) return tensor.detach().clone().set_requires_grad(tensor.requires_grad());
   const Unloaded original = found->second;
   const at::Tensor bytes =
@@ -226,7 +223,7 @@ at::Tensor Weights::copy_of(const at::Tensor& tensor) {
   at::Tensor copy = at::empty({0}, tensor.scalar_type())
                         .set_(bytes.storage(), tensor.storage_offset(), tensor.sizes(), tensor.strides());
   copy.set_requires_grad(tensor.requires_grad());
-  Unloaded& unloaded = unloaded_[storage_of(bytes)] = {
+  Unloaded& unloaded = unloaded_[memory_of(bytes)] = {
       .bytes = bytes, .record = original.record, .uninitialised = original.uninitialised};
   for (const auto& [other, values] : original.replaced) {
     if (other.is_same(tensor)) unloaded.replaced.emplace_back(copy, values);
@@ -236,7 +233,7 @@ at::Tensor Weights::copy_of(const at::Tensor& tensor) {
 
 void Weights::replace(const at::Tensor& tensor, const at::Tensor& values) {
   const MutexLock lock(mutex_);
-  const auto found = unloaded_.find(storage_of(tensor));
+  const auto found = unloaded_.find(memory_of(tensor));
   if (found == unloaded_.end()) {
     load_tensor(tensor, values);
     return;
