@@ -68,13 +68,20 @@ TEST(InitialValues, DependOnTheSeedAndTheNameAlone) {
   for (const auto& [name, value] : values_of(initialised())) EXPECT_TRUE(same_bits(value, values.at(name))) << name;
   EXPECT_FALSE(at::equal(values_of(initialised(4)).at("embedding.weight"), values.at("embedding.weight")));
   EXPECT_FALSE(at::equal(values.at("recurrent.weight_ih_l0"), values.at("recurrent.weight_hh_l0")));
-  // By stages, the last one first.
+  // The last stage first.
   const Pipe pipe = pipeline(initialised(), 3);
   for (int stage = 2; stage >= 0; --stage) {
     for (const auto& [name, value] : pipe.state_dict(stage)) {
       EXPECT_TRUE(same_bits(value.detach(), values.at(name))) << name;
     }
   }
+}
+
+TEST(InitialValues, AreTheSameForTiedParameters) {
+  const Program program = initialised();
+  const std::map<std::string, at::Tensor> parameters = by_name(program.parameters());
+  EXPECT_TRUE(parameters.at("head.weight").is_same(parameters.at("embedding.weight")));
+  EXPECT_EQ(pipeline(program, {{"last", SplitPoint::BEGINNING}}).shared_parameters().size(), 1U);
 }
 
 TEST(InitialValues, AreDrawnForTheStagesThatAreBuilt) {

@@ -54,6 +54,12 @@ std::map<std::string, std::int64_t> padding_rows(const Program& program) {
   for (const ProgramInput& input : program.inputs()) {
     if (const auto found = by_value.find(input.value); found != by_value.end()) rows.emplace(input.name, found->second);
   }
+  // A tied weight has its values by its first name.
+  for (const WeightInfo& weight : program.weights()) {
+    for (const std::string& name : weight.names) {
+      if (const auto found = rows.find(name); found != rows.end()) rows.emplace(weight.names.front(), found->second);
+    }
+  }
   return rows;
 }
 

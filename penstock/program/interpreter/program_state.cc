@@ -2,9 +2,12 @@
 
 #include <ATen/ops/clone.h>
 
+#include <map>
 #include <numeric>
 #include <set>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "penstock/base/text.h"
 #include "penstock/program/interpreter/mode.h"
@@ -48,6 +51,37 @@ void refuse_mutated_aliases(const ProgramState& state) {
       throw ProgramError(concat(state.name, ": '", input.name, "' is mutated and shares storage with '", other.name,
                                 "'; a mutated tensor needs storage of its own."));
     }
+  }
+}
+
+// Without values, tied parameters cannot be told by their bytes. An export has an input for each name of one and uses the
+// last, so a parameter that nothing uses is tied to the one of the same type that its module uses in its place.
+void tie_parameters_without_values(ProgramState& state) {
+  if (!state.weights->lacks_values()) return;
+  const Graph& graph = state.exported->graph;
+  const auto module_of = [](const std::string& name) { return name.substr(0, name.rfind('.')); };
+  std::set<int> used;
+  std::map<std::string, std::set<int>> used_by_module;
+  for (const Node& node : graph.nodes) {
+    for_each_operand_value(node, [&](int value) {
+      used.insert(value);
+      if (node.call >= 0) used_by_module[graph.calls[static_cast<std::size_t>(node.call)].path].insert(value);
+    });
+  }
+  for (const ProgramInput& input : state.exported->inputs) {
+    if (input.kind != ProgramInput::Kind::Parameter || used.contains(input.value)) continue;
+    const at::Tensor& unused = *state.find_tensor(input);
+    std::vector<std::string> candidates;
+    for (const ProgramInput& other : state.exported->inputs) {
+      if (other.kind != ProgramInput::Kind::Parameter || module_of(other.name) == module_of(input.name)) continue;
+      if (!used_by_module[module_of(input.name)].contains(other.value)) continue;
+      const at::Tensor& tensor = *state.find_tensor(other);
+      if (tensor.sizes() == unused.sizes() && tensor.scalar_type() == unused.scalar_type()) {
+        candidates.push_back(other.name);
+      }
+    }
+    // The first name of a tied parameter determines its initial values, as in a module that is constructed.
+    if (candidates.size() == 1) state.weights->tie(candidates.front(), input.name);
   }
 }
 
@@ -138,6 +172,7 @@ std::shared_ptr<ProgramState> read_program_state(const std::shared_ptr<const Arc
       throw ProgramError(concat(archive->name(), ": there is no tensor for '", input.name, "' in the archive."));
     }
   }
+  tie_parameters_without_values(*state);
   refuse_mutated_aliases(*state);
   for (const Node& node : state->exported->graph.nodes) {
     const std::optional<bool> training = exported_mode(node);

@@ -33,6 +33,8 @@ class Weights {
   Weights& operator=(const Weights&) = delete;
 
   const std::map<std::string, at::Tensor>& by_name() const { return by_name_; }
+  // Makes a name stand for the tensor of another one. Call it before anything is loaded or copied.
+  void tie(const std::string& name, const std::string& other) { by_name_[name] = by_name_.at(other); }
 
   // True if the model was exported on the meta device: its tensors have no values in the file.
   bool lacks_values() const { return lacks_values_; }
