@@ -1,5 +1,5 @@
-// The Penstock side of bench/attention.py. Reads one request per line from standard input, and answers each with a line.
-// Uses one thread, 1 × 8 heads × LENGTH × 64 in float32, and a causal mask with a window of 256.
+// The Penstock side of bench/attention.py. Reads one request per line from standard input, and answers each with a
+// line. Uses one thread, 1 × 8 heads × LENGTH × 64 in float32, and a causal mask with a window of 256.
 //
 //   forward LENGTH   seconds for a forward
 //   both LENGTH      seconds for a forward and a backward

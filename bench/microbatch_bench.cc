@@ -1,4 +1,5 @@
-// The Penstock side of bench/microbatch.py. Reads one request per line from standard input, and answers each with a line.
+// The Penstock side of bench/microbatch.py. Reads one request per line from standard input, and answers each with a
+// line.
 //
 //   TENSORS ROWS COLUMNS GRAD CHUNKS REPEATS   seconds to split the tensors by their rows, and to merge the chunks again,
 //                                              the medians of REPEATS; GRAD is 1 if they are leaves that require grad

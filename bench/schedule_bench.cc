@@ -1,4 +1,5 @@
-// Penstock's part of bench/schedule.py. Reads a measurement from each line of standard input and prints a line of results.
+// Penstock's part of bench/schedule.py. Reads a measurement from each line of standard input and prints a line of
+// results.
 //
 //   lower RANKS STAGES_PER_RANK MICROBATCHES      seconds to generate and lower Interleaved1F1B
 //   simulate RANKS STAGES_PER_RANK MICROBATCHES   seconds to simulate it lowered, actions, the process's peak memory

@@ -13,7 +13,8 @@ enum ExitCode : int {
   kUsageError = 2,
 };
 
-// Adds `penstock schedule …`. The subcommand runs when the command line has been parsed, and sets `exit` to its exit code.
+// Adds `penstock schedule …`. The subcommand runs when the command line has been parsed, and sets `exit` to its exit
+// code.
 void add_schedule_command(CLI::App& app, int& exit);
 
 // A command that needs libtorch. program/commands.cc adds its options.

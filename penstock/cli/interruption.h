@@ -1,7 +1,7 @@
 // Handles SIGINT (Ctrl-C) and SIGTERM (a job scheduler that ends the job), so that a long command can stop in order.
 //
-// Signals that arrive within 250 ms of each other count as one: a rank may get a signal both from the terminal and from the
-// process that has started it.
+// Signals that arrive within 250 ms of each other count as one: a rank may get a signal both from the terminal and from
+// the process that has started it.
 #pragma once
 
 #include "penstock/transport/processes.h"
@@ -16,8 +16,8 @@ void catch_interruptions();
 // Returns the number of interruptions so far. A long command polls it.
 int interruptions();
 
-// Forwards the first interruption to these process ranks, and kills them on a second one, for as long as it lives. There is
-// at most one at a time.
+// Forwards the first interruption to these process ranks, and kills them on a second one, for as long as it lives.
+// There is at most one at a time.
 class ForwardedInterruptions {
  public:
   explicit ForwardedInterruptions(const ProcessRanks& ranks);

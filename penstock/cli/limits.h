@@ -20,8 +20,8 @@ struct LimitOptions {
 // Extends the time limit of this process, so that the process ranks that it waits for reach theirs first.
 void postpone_time_limit(std::chrono::seconds more);
 
-// Raises the soft limit of file descriptors to the hard limit, and installs a terminate handler that prints the error when a
-// library throws on a thread of its own.
+// Raises the soft limit of file descriptors to the hard limit, and installs a terminate handler that prints the error
+// when a library throws on a thread of its own.
 void prepare_process();
 
 }  // namespace penstock::internal::cli

@@ -20,7 +20,8 @@ namespace fs = std::filesystem;
 constexpr std::string_view kPrefix = "penstock-";
 constexpr std::size_t kRandom = 6;
 
-// Locks a directory and returns its descriptor, or -1 if another process holds the lock or the directory no longer exists.
+// Locks a directory and returns its descriptor, or -1 if another process holds the lock or the directory no longer
+// exists.
 int locked(const fs::path& path) {
   const int opened = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
   if (opened < 0) return -1;

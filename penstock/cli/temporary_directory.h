@@ -5,9 +5,9 @@
 
 namespace penstock::internal::cli {
 
-// Creates penstock-XXXXXX in the system's directory for temporary files (TMPDIR) and removes it in the destructor. A lock,
-// which the system releases when the process ends, marks a directory that is in use; the constructor removes those of killed
-// processes.
+// Creates penstock-XXXXXX in the system's directory for temporary files (TMPDIR) and removes it in the destructor. A
+// lock, which the system releases when the process ends, marks a directory that is in use; the constructor removes
+// those of killed processes.
 class TemporaryDirectory {
  public:
   // Throws std::runtime_error.

@@ -10,7 +10,8 @@
 namespace penstock::internal::cli {
 namespace {
 
-// Escape sequences that drawings use (draw/text.cc): black text on one of 256 colours, and reset. Others could hide text.
+// Escape sequences that drawings use (draw/text.cc): black text on one of 256 colours, and reset. Others could hide
+// text.
 constexpr std::string_view kNoColour = "\x1b[0m";
 constexpr std::string_view kColour = "\x1b[30;48;5;";
 constexpr std::size_t kMostDigits = 3;
@@ -78,8 +79,8 @@ std::string printable(std::string_view text) {
   return result;
 }
 
-// Stream buffer that escapes what it forwards. A character may arrive in several writes, so an incomplete one is kept for the
-// next write.
+// Stream buffer that escapes what it forwards. A character may arrive in several writes, so an incomplete one is kept
+// for the next write.
 class PrintableOutput::Filter : public std::streambuf {
  public:
   explicit Filter(std::ostream& stream) : stream_(stream), under_(stream.rdbuf(this)) {}

@@ -7,8 +7,8 @@
 
 namespace penstock::internal::cli {
 
-// Returns text that is safe for a terminal: bytes that are not UTF-8, and control characters other than newline and tab, are
-// replaced by escapes such as "\x9b". Colour sequences of drawings stay.
+// Returns text that is safe for a terminal: bytes that are not UTF-8, and control characters other than newline and
+// tab, are replaced by escapes such as "\x9b". Colour sequences of drawings stay.
 std::string printable(std::string_view text);
 
 // Filters standard output and standard error through printable() for as long as it lives. Any thread may print.

@@ -16,8 +16,8 @@
 
 namespace penstock {
 
-// Writes the initial values of a parameter, which requires a gradient, or of a buffer into `values`. Random operators draw
-// from a RandomScope that depends on the seed and the name alone. It must not use the program.
+// Writes the initial values of a parameter, which requires a gradient, or of a buffer into `values`. Random operators
+// draw from a RandomScope that depends on the seed and the name alone. It must not use the program.
 using InitialValues = std::function<void(const std::string& name, at::Tensor& values)>;
 
 }  // namespace penstock

@@ -86,8 +86,8 @@ class Pipe {
   // stage.
   const StageModule& get_stage_module(int stage) const;
 
-  // Returns the model for a Pipeline: all stages, with their wiring and the parameters that they share. On a device other
-  // than the CPU, parameters and buffers are copies.
+  // Returns the model for a Pipeline: all stages, with their wiring and the parameters that they share. On a device
+  // other than the CPU, parameters and buffers are copies.
   StagedModel build(at::Device device = at::kCPU) const;
   // Returns the same model with the given stages only, in ascending order: those of one process rank, such as
   // schedule.placement().stages_of(rank). Throws ProgramError if there is no such stage.

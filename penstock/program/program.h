@@ -51,17 +51,17 @@ struct ProgramOptions {
   std::vector<std::string> allowed_operators = {};
 };
 
-// The weights stay in the file until they are used: run() and the functions that return tensors load them into memory, a
-// Pipe those of the stages that it builds. Until then the file must not be overwritten in place or truncated.
+// The weights stay in the file until they are used: run() and the functions that return tensors load them into memory,
+// a Pipe those of the stages that it builds. Until then the file must not be overwritten in place or truncated.
 //
 // A handle with shared ownership: copies refer to the same weights and the same mode. Any number of threads may call
-// run() at once; train(), eval(), set_autocast(), recompute() and load_state_dict() require that no other thread uses the program.
-// Functions throw ProgramError.
+// run() at once; train(), eval(), set_autocast(), recompute() and load_state_dict() require that no other thread uses
+// the program. Functions throw ProgramError.
 class Program {
  public:
-  // Reads a .pt2 file, without its weights. The file may come from an untrusted source: it runs no code of its own, calls only allowed
-  // operators, and is checked before anything is allocated for it. Throws ProgramError, which names the file and the
-  // error in it.
+  // Reads a .pt2 file, without its weights. The file may come from an untrusted source: it runs no code of its own,
+  // calls only allowed operators, and is checked before anything is allocated for it. Throws ProgramError, which names
+  // the file and the error in it.
   explicit Program(const std::string& path, const ProgramOptions& options = {});
   // Reads the bytes of a .pt2 file. They may be freed afterwards. Errors show `name` in place of a path.
   static Program from_bytes(std::string_view bytes, const std::string& name, const ProgramOptions& options = {});
@@ -80,17 +80,18 @@ class Program {
   void set_autocast(std::optional<at::ScalarType> dtype);
 
   // Makes modules save their inputs only, and be computed again when a backward needs their activations: see
-  // checkpoint.h. A module within another one is part of it. Names as in ModuleCall::path. Throws ProgramError for a name
-  // that is no module; an empty list recomputes nothing.
+  // checkpoint.h. A module within another one is part of it. Names as in ModuleCall::path. Throws ProgramError for a
+  // name that is no module; an empty list recomputes nothing.
   void recompute(const std::vector<std::string>& modules);
-  // Returns the blocks that the model repeats, such as "blocks.0", "blocks.1", …: elements of lists that call more than one
-  // operator that computes something, outermost lists only.
+  // Returns the blocks that the model repeats, such as "blocks.0", "blocks.1", …: elements of lists that call more than
+  // one operator that computes something, outermost lists only.
   std::vector<std::string> repeated_modules() const;
 
   // True if the model was exported on the meta device, so that its weights need initialise() or load_state_dict().
   bool has_no_values() const;
-  // Gives initial values to the weights of such a model, each when it is first used: so a process draws those of its own
-  // stages only, and they do not depend on the cut. Without a function they are those of initial_values_of_modules().
+  // Gives initial values to the weights of such a model, each when it is first used: so a process draws those of its
+  // own stages only, and they do not depend on the cut. Without a function they are those of
+  // initial_values_of_modules().
   void initialise(std::uint64_t seed, InitialValues values = nullptr);
 
   // Returns the metadata of all parameters and buffers, in the model's order, each with all its names.
@@ -110,8 +111,8 @@ class Program {
   // that several stages use.
   enum class CopyWhen {
     Now,
-    // A tensor is copied when it is first used, so a process copies those of its own stages only. Until then `state` must
-    // not change, such as tensors that are mapped from a file.
+    // A tensor is copied when it is first used, so a process copies those of its own stages only. Until then `state`
+    // must not change, such as tensors that are mapped from a file.
     WhenUsed,
   };
   void load_state_dict(const NamedTensors& state, const std::string& source = "the state_dict",

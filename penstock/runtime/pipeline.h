@@ -62,8 +62,8 @@ struct PipelineOptions {
   std::uint64_t seed = 0;
 };
 
-// One thread at a time calls step() and eval(); any thread may call cancel() meanwhile. Pipelines that have a parameter in
-// common must not step at the same time. Between calls the caller owns the parameters and their gradients.
+// One thread at a time calls step() and eval(); any thread may call cancel() meanwhile. Pipelines that have a parameter
+// in common must not step at the same time. Between calls the caller owns the parameters and their gradients.
 //
 // If the process exits (std::exit, or the return of main) while a pipeline is alive, its threads end before the static
 // objects of libtorch are destroyed. A step that another thread is in is cancelled. That thread is held in step(),

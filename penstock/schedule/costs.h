@@ -40,8 +40,8 @@ struct StageCosts {
   double gradient_bytes = 0;
   // Size of the gradients from before the step to which it adds. They stay in memory until the step has succeeded.
   double accumulated_bytes = 0;
-  // Size of the full parameters that UNSHARD gathers. Full gradients take as much until REDUCE_GRAD; the sizes above are
-  // then those of shards.
+  // Size of the full parameters that UNSHARD gathers. Full gradients take as much until REDUCE_GRAD; the sizes above
+  // are then those of shards.
   double unsharded_bytes = 0;
   // Temporary memory of a forward or recomputation, of a backward, and of the optimizer step.
   double forward_workspace = 0;
@@ -116,8 +116,8 @@ double median(std::vector<double> measured, double if_none = 0);
 void require_fit(const Costs& costs, int stages, int ranks);
 
 // Turns costs by rank into costs by stage. In `by_rank`, `stages[r]` are the costs of all stages of rank r together;
-// each stage of the rank gets an equal part of them, but all of `bytes_sent`, `message_bytes` and `input_bytes`, the sizes
-// of a boundary. So schedules with different numbers of stages per rank do the same work.
+// each stage of the rank gets an equal part of them, but all of `bytes_sent`, `message_bytes` and `input_bytes`, the
+// sizes of a boundary. So schedules with different numbers of stages per rank do the same work.
 Costs split_rank_costs(const Costs& by_rank, const Placement& placement);
 
 // Parses a costs file. Costs that it does not name are those of `defaults`.

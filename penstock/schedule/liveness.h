@@ -1,5 +1,5 @@
-// Computes which activations each rank saves for its backwards, and from which action to which: from the schedule alone,
-// without times. memory.h has their sizes.
+// Computes which activations each rank saves for its backwards, and from which action to which: from the schedule
+// alone, without times. memory.h has their sizes.
 //
 //   for (const SavedActivations& saved : activation_liveness(schedule, /*rank=*/0)) {
 //     std::cout << saved.stage << " " << saved.microbatch << ": " << saved.begin.action << " to " << saved.end.action;

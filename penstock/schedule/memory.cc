@@ -40,8 +40,8 @@ double bytes_across(const Schedule& schedule, const Costs& costs, std::span<cons
 }
 
 // Returns the peak of received messages: an activation is in memory from its RECV_F to its weight gradient, or to its
-// forward if there are no backwards; a gradient from its RECV_B to its backward. In a schedule without messages, they are
-// received when they are needed.
+// forward if there are no backwards; a gradient from its RECV_B to its backward. In a schedule without messages, they
+// are received when they are needed.
 double receive_buffers(const Schedule& schedule, const Costs& costs, int rank) {
   const auto has_messages = [](const StageCosts& stage) { return stage.message_bytes > 0; };
   if (!has_messages(costs.stage) && std::ranges::none_of(costs.stages, has_messages)) return 0;
@@ -85,7 +85,8 @@ class MemoryWalk {
     for (const int stage : schedule.placement().stages_of(rank)) alive_ += costs.of_stage(stage).accumulated_bytes;
   }
 
-  // Calls visit(place, at_end, bytes) with the memory during each computation and operation on parameters, and after it.
+  // Calls visit(place, at_end, bytes) with the memory during each computation and operation on parameters, and after
+  // it.
   template <class Visit>
   void run(const Visit& visit) {
     const auto actions = schedule_.actions(rank_);

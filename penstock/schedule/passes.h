@@ -18,7 +18,8 @@ Schedule merge_backwards(const Schedule& schedule);
 
 // Adds R directly before the backward of each microbatch of the given stages, where it has none. A microbatch whose
 // backward follows its forward directly, or in the same pair, is not recomputed: nothing would be freed in between.
-// Throws ScheduleError if the schedule has no such stage, or has messages already. Without `stages`, all are recomputed.
+// Throws ScheduleError if the schedule has no such stage, or has messages already. Without `stages`, all are
+// recomputed.
 Schedule add_recomputation(const Schedule& schedule, const std::vector<int>& stages);
 Schedule add_recomputation(const Schedule& schedule);
 

@@ -56,8 +56,8 @@ struct Timeline {
   double makespan = 0;
   // Idle fraction of the ranks' time: 1 − work ÷ (ranks × makespan).
   double bubble = 0;
-  // Longest span of a rank: the time of a step if ranks do not wait for each other at its ends, so that the skew between
-  // them costs nothing.
+  // Longest span of a rank: the time of a step if ranks do not wait for each other at its ends, so that the skew
+  // between them costs nothing.
   double longest_span = 0;
   std::vector<RankTimes> ranks;
 };

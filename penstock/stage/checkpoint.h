@@ -1,11 +1,12 @@
-// Activation checkpointing: trades time for memory. A part of a forward saves its inputs only, and is computed again when
-// the backward needs its activations.
+// Activation checkpointing: trades time for memory. A part of a forward saves its inputs only, and is computed again
+// when the backward needs its activations.
 //
 //   at::Tensor y = checkpoint([block](const at::Tensor& x) { return block->forward(x); }, x);
 //
-// Losses and gradients are bitwise identical to those without it: the part draws the same random numbers, runs under the
-// same autocast, and does not update the buffers of its stage twice. It is computed again once, also if the backward runs
-// in halves. To recompute a whole stage at a place in the schedule, use an `R` action: see add_recomputation.
+// Losses and gradients are bitwise identical to those without it: the part draws the same random numbers, runs under
+// the same autocast, and does not update the buffers of its stage twice. It is computed again once, also if the
+// backward runs in halves. To recompute a whole stage at a place in the schedule, use an `R` action: see
+// add_recomputation.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -84,16 +85,16 @@ constexpr bool kIsReference<c10::ArrayRef<Element>> = true;
 // other types are not checked. It may use parameters without listing them, and must not write into its inputs. Within
 // another checkpoint, and without autograd, it is called as it is.
 //
-// `function` is kept until the backward, or until the graph is freed, so it should own what it refers to. It must not own
-// what keeps its result alive, such as a module that stores its last output: a forward whose backward never runs, as in a
-// step that fails, would not be freed.
+// `function` is kept until the backward, or until the graph is freed, so it should own what it refers to. It must not
+// own what keeps its result alive, such as a module that stores its last output: a forward whose backward never runs,
+// as in a step that fails, would not be freed.
 //
-// The result must depend on the inputs, on parameters and on buffers of the stage alone. Throws StageError if the function
-// writes into an input. The backward throws it if an input was written to after the part (`x += checkpoint(f, x)`), if a
-// parameter has changed meanwhile (of a stage, any of its parameters; otherwise one that autograd would have saved), or if
-// the second run saves tensors of another number, shape or dtype; other differences give wrong gradients. Random numbers are those of the RandomScope, as in every forward of a stage; outside
-// of one, the backward sets the process's CPU generator back for as long as it computes the function, so no other thread
-// should draw from it.
+// The result must depend on the inputs, on parameters and on buffers of the stage alone. Throws StageError if the
+// function writes into an input. The backward throws it if an input was written to after the part (`x += checkpoint(f,
+// x)`), if a parameter has changed meanwhile (of a stage, any of its parameters; otherwise one that autograd would have
+// saved), or if the second run saves tensors of another number, shape or dtype; other differences give wrong gradients.
+// Random numbers are those of the RandomScope, as in every forward of a stage; outside of one, the backward sets the
+// process's CPU generator back for as long as it computes the function, so no other thread should draw from it.
 template <class Function, class... Inputs>
   requires(!internal::kIsReference<Inputs> && ...)
 auto checkpoint(Function function, Inputs... inputs) {

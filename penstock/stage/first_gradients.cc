@@ -11,8 +11,8 @@
 namespace penstock::internal {
 namespace {
 
-// Process-wide, since thread ranks of different stages may have a parameter in common. No other lock is acquired while this one is
-// held.
+// Process-wide, since thread ranks of different stages may have a parameter in common. No other lock is acquired while
+// this one is held.
 struct Registry {
   Mutex mutex;
   std::condition_variable_any changed;

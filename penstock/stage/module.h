@@ -35,8 +35,8 @@ struct StageModule {
   // recomputation.
   std::set<std::string> constant_buffers = {};
   // Further tensors that a forward may write to, which no checkpoint contains and replicas do not synchronise. They are
-  // restored after a step that failed, and when a forward is recomputed. A parameter that a forward writes to is in both
-  // lists, and cannot be sharded.
+  // restored after a step that failed, and when a forward is recomputed. A parameter that a forward writes to is in
+  // both lists, and cannot be sharded.
   NamedTensors state = {};
 
   // Returns the tensors that a forward may write to: `state`, and the buffers that are not constant.

@@ -21,8 +21,8 @@ namespace penstock {
 StageModule stage_module_without_forward(const torch::nn::Module& module);
 
 struct SequentialOptions {
-  // Checkpoints every n-th module (checkpoint.h): it saves its inputs only, and is computed again in the backward. 1 for
-  // all modules, 0 for none.
+  // Checkpoints every n-th module (checkpoint.h): it saves its inputs only, and is computed again in the backward. 1
+  // for all modules, 0 for none.
   int checkpoint_every = 0;
 };
 

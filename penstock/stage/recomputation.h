@@ -6,7 +6,8 @@
 //   scope.close([block](const std::vector<at::Tensor>& inputs) { block(inputs[0]); });
 //
 // The graph of autograd is that of a forward without it: only the tensors that its nodes saved are missing, and each is
-// taken from a second run of the part. So the backward, whole or in halves, gives the same bits, and hooks see the same.
+// taken from a second run of the part. So the backward, whole or in halves, gives the same bits, and hooks see the
+// same.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -38,8 +39,8 @@ struct RecomputedPartOptions {
   bool writes_arguments = false;
 };
 
-// Numbers of parts that were made, and that were computed again, by all threads of the process. Parts that saved nothing
-// do not count. For tests.
+// Numbers of parts that were made, and that were computed again, by all threads of the process. Parts that saved
+// nothing do not count. For tests.
 struct RecomputationCounts {
   std::int64_t made = 0;
   std::int64_t recomputed = 0;
@@ -57,8 +58,8 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
   Recomputation& operator=(const Recomputation&) = delete;
 
   // Computes the part again, unless that has been done. The graph calls it when it needs a tensor. Throws StageError if
-  // the part saves tensors of another number, shape or dtype than in the forward, or a parameter was modified meanwhile.
-  // After a failure it can be called again.
+  // the part saves tensors of another number, shape or dtype than in the forward, or a parameter was modified
+  // meanwhile. After a failure it can be called again.
   void run();
   // Releases the function and the inputs: the step is over, and nothing may be computed again.
   void expire();
@@ -172,8 +173,8 @@ struct RecomputedForward {
 using MakeArguments = std::function<Args(const std::vector<at::Tensor>& received, const Args& args)>;
 
 // Calls the module with `arguments`, which it may write into, except for tensors of the caller. It is called again with
-// what `make_arguments` returns for aliases of `received` and of the tensors in `args` and `kwargs`. The module and what
-// `make_arguments` refers to have to live until the recomputation is done or has expired.
+// what `make_arguments` returns for aliases of `received` and of the tensors in `args` and `kwargs`. The module and
+// what `make_arguments` refers to have to live until the recomputation is done or has expired.
 RecomputedForward forward_for_recomputation(const StageModule& module, const Args& arguments,
                                             const std::vector<at::Tensor>& received, const Args& args,
                                             const Kwargs& kwargs, MakeArguments make_arguments);

@@ -49,8 +49,8 @@ std::size_t own_references(const at::Tensor& tensor) {
   return tensor.is_view() && tensor._base().use_count() == 1 ? 2 : 1;
 }
 
-// True if the tensor is plain and covers exactly a storage that libtorch has allocated and nothing else refers to. Memory
-// from elsewhere (from_blob, NumPy, a mapped file) can be observed by its owner.
+// True if the tensor is plain and covers exactly a storage that libtorch has allocated and nothing else refers to.
+// Memory from elsewhere (from_blob, NumPy, a mapped file) can be observed by its owner.
 bool covers_own_storage(const at::Tensor& tensor) {
   return is_plain(tensor) && tensor.is_non_overlapping_and_dense() &&
          tensor.storage().use_count() <= own_references(tensor) && tensor.storage().resizable() &&

@@ -13,8 +13,8 @@
 // step holds the gradients from before it beside the new ones, which any rollback needs, but copies neither.
 //
 // This requires that nothing else refers to the gradient. One that has a view or another reference (a flat buffer, a
-// tensor that the user keeps) or that is sparse has to change in place, and its values are copied at once. So has one whose
-// parameter belongs to several stages or has hooks: its values are copied when autograd first adds to it.
+// tensor that the user keeps) or that is sparse has to change in place, and its values are copied at once. So has one
+// whose parameter belongs to several stages or has hooks: its values are copied when autograd first adds to it.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -102,8 +102,8 @@ class PipelineStage {
     std::vector<at::Tensor> losses;
   };
   // Runs the forward of a microbatch. `received` has a message for each incoming link, `args` are the arguments of the
-  // first stage, and keyword arguments go to any stage. If it will be recomputed, also by StageOptions, it saves these for
-  // the backward, and nothing else; the module must not write into `args` and `kwargs` then. Throws StageError and
+  // first stage, and keyword arguments go to any stage. If it will be recomputed, also by StageOptions, it saves these
+  // for the backward, and nothing else; the module must not write into `args` and `kwargs` then. Throws StageError and
   // PipeliningShapeError, which name the stage, and whatever the module throws.
   Forwarded forward(int microbatch, std::vector<Message> received, const Args& args, const Kwargs& kwargs,
                     bool will_be_recomputed = false);

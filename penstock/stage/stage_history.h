@@ -1,5 +1,5 @@
-// Remembers what the forwards of a stage read besides their arguments, at some moments, so that a part of a forward can be
-// computed again as it was: the values of tensors that forwards write to, and the versions of parameters.
+// Remembers what the forwards of a stage read besides their arguments, at some moments, so that a part of a forward can
+// be computed again as it was: the values of tensors that forwards write to, and the versions of parameters.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,8 +14,8 @@
 
 namespace penstock::internal {
 
-// Moments between which a tensor did not change share one copy of it. Nothing tells reliably that a tensor was written to
-// (kernels of batch normalisation do not raise its version), so each moment reads all of them.
+// Moments between which a tensor did not change share one copy of it. Nothing tells reliably that a tensor was written
+// to (kernels of batch normalisation do not raise its version), so each moment reads all of them.
 class StageHistory {
  public:
   struct Moment {

@@ -45,8 +45,8 @@ void make_products_reproducible() {
 
 }  // namespace
 
-// Runs before the static objects of a program are constructed, as these may call operators. The build passes this symbol
-// to the linker as undefined, so that every program that links the static library contains this object.
+// Runs before the static objects of a program are constructed, as these may call operators. The build passes this
+// symbol to the linker as undefined, so that every program that links the static library contains this object.
 extern "C" [[gnu::constructor(101)]] void penstock_prepare_cpu_kernels() {
   make_products_reproducible();
   internal::limit_onednn_instructions();

@@ -50,8 +50,8 @@ class RandomScope {
   // Enters another place, with the seed, step and microbatch of the innermost scope. Requires is_open().
   explicit RandomScope(std::int64_t place);
 
-  // Place in the stream of random numbers of a scope. A copy is cheap until the scope has drawn; then it has the state of
-  // the generator, of 5 kB.
+  // Place in the stream of random numbers of a scope. A copy is cheap until the scope has drawn; then it has the state
+  // of the generator, of 5 kB.
   class Position {
     friend class RandomScope;
     std::uint64_t moment_ = 0;

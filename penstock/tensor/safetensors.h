@@ -42,8 +42,8 @@ class SafetensorsFile;
 
 namespace internal {
 
-// Gives the pages of a tensor of a file with FileAccess::MapReadOnly back to the system, which reads them again when they
-// are touched. Does nothing for other tensors.
+// Gives the pages of a tensor of a file with FileAccess::MapReadOnly back to the system, which reads them again when
+// they are touched. Does nothing for other tensors.
 void release_pages(const at::Tensor& tensor);
 
 }  // namespace internal

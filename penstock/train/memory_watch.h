@@ -68,8 +68,9 @@ class MemoryWatch {
   std::int64_t recomputation_inputs(int stage) const;
   // Returns what the loss of one microbatch keeps, at most.
   std::int64_t loss_bytes() const;
-  // Returns the maximum temporary memory of a forward whose activations are saved, or of a recomputation, beyond what was allocated before and after it; and the minimum
-  // of a backward, because the first backward of a step also allocates the gradients.
+  // Returns the maximum temporary memory of a forward whose activations are saved, or of a recomputation, beyond what
+  // was allocated before and after it; and the minimum of a backward, because the first backward of a step also
+  // allocates the gradients.
   std::int64_t forward_workspace(int stage) const;
   std::int64_t backward_workspace(int stage) const;
   // Returns the maximum temporary memory of an optimizer step.

@@ -31,7 +31,8 @@ double boundary_bytes(const Schedule& schedule, const Record& record, int stage)
   return bytes;
 }
 
-// `counted` has the storages of buffers that were counted for earlier stages of the rank, to which stages may share them.
+// `counted` has the storages of buffers that were counted for earlier stages of the rank, to which stages may share
+// them.
 void measure_sizes(const TrainedStage& trained, const MemoryWatch& watch, const MeasuredRun& run, bool sharded,
                    std::set<const void*>& counted, StageCosts& sizes) {
   const int index = trained.stage->stage_index();

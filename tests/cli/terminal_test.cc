@@ -14,7 +14,8 @@ namespace {
 TEST(Printable, EscapesWhatATerminalWouldObey) {
   EXPECT_EQ(printable("plain\ttext\nof penstock, größer ≥ 𝄞"), "plain\ttext\nof penstock, größer ≥ 𝄞");
   EXPECT_EQ(printable("\x1b[2J\x1b]0;title\a\r\b"), "\\x1b[2J\\x1b]0;title\\x07\\x0d\\x08");
-  // Bytes that are not UTF-8: a lone continuation, a longer form than needed, a surrogate, a control character of Latin 1.
+  // Bytes that are not UTF-8: a lone continuation, a longer form than needed, a surrogate, a control character of Latin
+  // 1.
   EXPECT_EQ(printable("\x9b\xc0\xaf\xed\xa0\x80\xc2\x9b"), "\\x9b\\xc0\\xaf\\xed\\xa0\\x80\\xc2\\x9b");
   EXPECT_EQ(printable(std::string("a\0b", 3)), "a\\x00b");
 }

@@ -1,5 +1,5 @@
-// Compares schedules with torch.distributed.pipelining. tests/reference/schedules.py has run it and written its schedules
-// into the folder that PENSTOCK_REFERENCE names.
+// Compares schedules with torch.distributed.pipelining. tests/reference/schedules.py has run it and written its
+// schedules into the folder that PENSTOCK_REFERENCE names.
 #include <gtest/gtest.h>
 
 #include <cstdlib>

@@ -21,7 +21,8 @@ struct Group {
   std::vector<const char*> options;
 };
 
-// Returns the groups in the order in which --help shows them. An option that is not listed stays in the first one, "Options".
+// Returns the groups in the order in which --help shows them. An option that is not listed stays in the first one,
+// "Options".
 const std::vector<Group>& groups() {
   static const std::vector<Group> kGroups{
       {"Model",

@@ -6,8 +6,8 @@
 
 namespace penstock::internal::cli {
 
-// Groups the options of a command for --help, and calls `run` when the command line has been parsed. Errors of libtorch are
-// rethrown without their C++ backtrace.
+// Groups the options of a command for --help, and calls `run` when the command line has been parsed. Errors of libtorch
+// are rethrown without their C++ backtrace.
 void on_call(CLI::App& command, std::function<void()> run);
 
 void add_split(CLI::App& command, int& exit);

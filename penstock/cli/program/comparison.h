@@ -1,9 +1,9 @@
 // Compares the results of a pipeline with those of one process.
 //
-// A gradient that is zero up to rounding, such as that of a bias before a softmax, is noise, and another order of summation
-// gives other noise. A difference is therefore measured relative to the scale of the computation: the tensor's largest
-// element, the largest contribution of a microbatch to it, or, for a tensor that is no larger than the rounding error of its
-// group (all outputs, or all gradients), the largest element of that group.
+// A gradient that is zero up to rounding, such as that of a bias before a softmax, is noise, and another order of
+// summation gives other noise. A difference is therefore measured relative to the scale of the computation: the
+// tensor's largest element, the largest contribution of a microbatch to it, or, for a tensor that is no larger than the
+// rounding error of its group (all outputs, or all gradients), the largest element of that group.
 #pragma once
 
 #include <ATen/core/Tensor.h>

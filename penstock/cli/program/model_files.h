@@ -22,8 +22,8 @@ struct WeightsOption {
   std::optional<WeightFiles> read() const;
 };
 
-// Reads an exported model, and loads the weights if they are given. Throws ProgramError, which lists the differences, if
-// they do not fit the model.
+// Reads an exported model, and loads the weights if they are given. Throws ProgramError, which lists the differences,
+// if they do not fit the model.
 Program read_program(const CutOptions& cut, const std::optional<WeightFiles>& weights = std::nullopt);
 
 // Reads the inputs of all microbatches, args.0, kwargs.mask, …. A target, which files for training have, is left out.

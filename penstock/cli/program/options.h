@@ -28,8 +28,8 @@ struct CutOptions {
   LimitOptions limits;
 
   void add_to(CLI::App& command, bool required = true);
-  // Cuts the model into --stages stages, or at the modules of --at and the model's pipe_split() marks. Without options and
-  // marks it cuts into `default_stages`.
+  // Cuts the model into --stages stages, or at the modules of --at and the model's pipe_split() marks. Without options
+  // and marks it cuts into `default_stages`.
   Pipe cut(const Program& program, int default_stages = 1) const;
   ProgramOptions program() const { return {.allowed_operators = allowed_operators}; }
 };
@@ -64,8 +64,8 @@ struct RunOptions {
   std::chrono::milliseconds timeout_in_milliseconds() const;
   // Returns the number of stages that --ranks or --csv ask for, and 1 without them.
   int stages_wanted() const;
-  // Returns the schedule for this number of stages. `available` is the number of microbatches that the inputs can be split
-  // into, or 0 if any number will do. Throws ProgramError if schedule, stages and ranks do not fit together.
+  // Returns the schedule for this number of stages. `available` is the number of microbatches that the inputs can be
+  // split into, or 0 if any number will do. Throws ProgramError if schedule, stages and ranks do not fit together.
   Schedule make(int stages, int available) const;
   // True if --recompute is this word alone.
   bool recomputes(std::string_view word) const { return recompute.size() == 1 && recompute.front() == word; }

@@ -7,8 +7,8 @@
 
 namespace penstock::internal::cli {
 
-// Writes an SVG with a box for each stage, from top to bottom, and arrows with the names of the boundary values. Arrows of
-// skip connections go around the boxes.
+// Writes an SVG with a box for each stage, from top to bottom, and arrows with the names of the boundary values. Arrows
+// of skip connections go around the boxes.
 void draw_pipe(std::ostream& out, const Pipe& pipe);
 
 }  // namespace penstock::internal::cli

@@ -10,10 +10,10 @@
 
 namespace penstock::internal::cli {
 
-// Computes outputs (outputs_by_name) and, with `backward`, the gradients of the mean of the microbatches' losses ("grad.NAME").
-// With process ranks, each rank is this command again, with the same arguments: it reaches run() too, runs its stages, writes
-// its results and exits there. Throws PipelineError or, with process ranks, std::runtime_error with the message of the first
-// rank that failed.
+// Computes outputs (outputs_by_name) and, with `backward`, the gradients of the mean of the microbatches' losses
+// ("grad.NAME"). With process ranks, each rank is this command again, with the same arguments: it reaches run() too,
+// runs its stages, writes its results and exits there. Throws PipelineError or, with process ranks, std::runtime_error
+// with the message of the first rank that failed.
 class Pipelined {
  public:
   Pipelined(const Pipe& pipe, const Schedule& schedule, const RunOptions& options, bool backward);

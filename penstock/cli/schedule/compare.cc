@@ -56,8 +56,8 @@ struct Row {
   int most_stages_per_rank = 0;
   Timeline timeline;
   std::size_t messages = 0;
-  // Peak of any rank: in microbatches of the rank's share of the model, as a stage is smaller the more of them a rank has; and
-  // in bytes.
+  // Peak of any rank: in microbatches of the rank's share of the model, as a stage is smaller the more of them a rank
+  // has; and in bytes.
   double microbatches = 0;
   double bytes = 0;
   // True if each rank stays within the capacity that the costs give it.

@@ -27,8 +27,8 @@ struct ScheduleOptions {
   void add_size_to(CLI::App& command);
 
   std::string title() const;
-  // Generates or reads the schedule. Throws ScheduleError if an option is missing or malformed, and std::runtime_error if the
-  // file cannot be read.
+  // Generates or reads the schedule. Throws ScheduleError if an option is missing or malformed, and std::runtime_error
+  // if the file cannot be read.
   Schedule schedule() const;
   // Throws ScheduleError when the number of ranks or microbatches is missing.
   void require_size() const;

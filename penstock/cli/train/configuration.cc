@@ -63,8 +63,8 @@ std::vector<CLI::ConfigItem> read_items(const std::string& path) {
   return CLI::ConfigTOML().from_config(in);
 }
 
-// Returns an argument as a number if it is one, else as a string. Spellings of the same number (.50 and 0.5, 1e3 and 1000)
-// give the same value, so that ranks can compare their options.
+// Returns an argument as a number if it is one, else as a string. Spellings of the same number (.50 and 0.5, 1e3 and
+// 1000) give the same value, so that ranks can compare their options.
 json number_or_string(const std::string& word) {
   if (const auto number = read_number<std::int64_t>(word)) return *number;
   if (const auto number = read_number<std::uint64_t>(word)) return *number;
@@ -129,7 +129,8 @@ json TrainOptions::resolved(const CLI::App& command) const {
   for (const CLI::Option* option : command.get_options()) {
     const std::string name = option->get_lnames().empty() ? "model" : option->get_lnames().front();
     if (contains(kInvocationOptions, name) || !applies(name)) continue;
-    // Leaves out options that are not given and are empty or off by default, but for the seed, whose default 0 is a value.
+    // Leaves out options that are not given and are empty or off by default, but for the seed, whose default 0 is a
+    // value.
     const std::string default_text = option->get_default_str();
     const bool is_off = default_text.empty() || default_text == "0" || default_text == "[]" || default_text == "false";
     if (option->count() == 0 && is_off && name != "seed") continue;
@@ -141,8 +142,8 @@ json TrainOptions::resolved(const CLI::App& command) const {
 }
 
 RankOptions TrainOptions::shared_by_ranks(const json& configuration) const {
-  // Options that only the coordinator uses or that may differ between processes, and options whose defaults depend on the
-  // model: the resolved values of the latter are compared later.
+  // Options that only the coordinator uses or that may differ between processes, and options whose defaults depend on
+  // the model: the resolved values of the latter are compared later.
   constexpr std::array kNotCompared{"output", "keep", "timeout", "ranks", "microbatches"};
   RankOptions shared;
   for (const auto& [name, value] : configuration.items()) {

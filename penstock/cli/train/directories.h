@@ -1,4 +1,5 @@
-// The directories that `penstock train` writes to: the run directory (--output) and the one for checkpoints (--checkpoint).
+// The directories that `penstock train` writes to: the run directory (--output) and the one for checkpoints
+// (--checkpoint).
 #pragma once
 
 #include <cstdint>
@@ -13,8 +14,8 @@ namespace penstock::internal::cli {
 // Holds the locks of both directories for as long as it lives. Only the coordinator of a run has one.
 class RunDirectories {
  public:
-  // Locks both directories. Throws RunDirectoryError if another run holds a lock, or if an earlier run has left files and
-  // neither --resume nor --overwrite is given. Removes nothing yet.
+  // Locks both directories. Throws RunDirectoryError if another run holds a lock, or if an earlier run has left files
+  // and neither --resume nor --overwrite is given. Removes nothing yet.
   explicit RunDirectories(const TrainOptions& options);
 
   // Throws RunDirectoryError if the disk has too little free space for `metrics` bytes in the run directory and the
@@ -23,8 +24,8 @@ class RunDirectories {
 
   // Removes the checkpoints and the metrics of an earlier run, for --overwrite.
   void clear() const;
-  // Renames the metrics of an earlier run that has left no checkpoint, when --resume starts a new run. Returns the new path,
-  // or nullopt if there are no metrics. Throws RunDirectoryError.
+  // Renames the metrics of an earlier run that has left no checkpoint, when --resume starts a new run. Returns the new
+  // path, or nullopt if there are no metrics. Throws RunDirectoryError.
   std::optional<std::string> rename_old_metrics() const;
 
   std::string file(const std::string& name) const;

@@ -10,8 +10,8 @@ namespace penstock::internal::cli {
 // Appends lines to the file, each with a single write, so that a killed process leaves at most one incomplete line.
 class MetricsFile {
  public:
-  // Opens the file of a run that has done `step` steps. Lines of later steps and an incomplete line are removed, by atomic
-  // replacement of the file. Throws std::runtime_error, which names the file.
+  // Opens the file of a run that has done `step` steps. Lines of later steps and an incomplete line are removed, by
+  // atomic replacement of the file. Throws std::runtime_error, which names the file.
   MetricsFile(std::string path, std::int64_t step);
   ~MetricsFile();
   MetricsFile(const MetricsFile&) = delete;

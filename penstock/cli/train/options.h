@@ -64,14 +64,15 @@ struct TrainOptions {
   void add_to(CLI::App& command);
   // Throws std::runtime_error for options that contradict each other, such as --layers for an exported model.
   void require_consistent(const CLI::App& command) const;
-  // Sets the options that the file of --config has and the command line has not. Relative paths of inputs are relative to the
-  // file. Throws std::runtime_error, which names the file.
+  // Sets the options that the file of --config has and the command line has not. Relative paths of inputs are relative
+  // to the file. Throws std::runtime_error, which names the file.
   void read_config(CLI::App& command) const;
-  // Returns the values of all options that apply to this kind of model, data and optimizer, by name. Paths are absolute.
+  // Returns the values of all options that apply to this kind of model, data and optimizer, by name. Paths are
+  // absolute.
   nlohmann::json resolved(const CLI::App& command) const;
 
-  // Returns the options that must be equal on all ranks; `configuration` is the result of resolved(). Paths may differ between
-  // hosts, so only their presence is compared.
+  // Returns the options that must be equal on all ranks; `configuration` is the result of resolved(). Paths may differ
+  // between hosts, so only their presence is compared.
   RankOptions shared_by_ranks(const nlohmann::json& configuration) const;
 
   bool is_gpt() const { return cut.model.empty(); }

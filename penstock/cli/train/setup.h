@@ -22,7 +22,8 @@ struct TrainSetup {
   std::optional<Schedule> schedule;
 };
 
-// Reads the model, cuts it, opens the data and makes the schedule. Throws std::runtime_error and the errors of these layers.
+// Reads the model, cuts it, opens the data and makes the schedule. Throws std::runtime_error and the errors of these
+// layers.
 TrainSetup set_up(const TrainOptions& options, int replicas);
 
 // Returns the schedule of the run for a model of this many stages. Throws ProgramError if they do not fit together.

@@ -140,8 +140,8 @@ class Run {
  private:
   std::string path(const char* name) const { return (fs::path(options_.output) / name).string(); }
 
-  // Returns further values that must be equal on all ranks: checksums of the files they have read, and the numbers of ranks
-  // and microbatches that follow from them.
+  // Returns further values that must be equal on all ranks: checksums of the files they have read, and the numbers of
+  // ranks and microbatches that follow from them.
   RankOptions resolved_options() const {
     if (transport_ == nullptr) return {};
     RankOptions files{{"data (names, sizes or checksum)", setup_.data->fingerprint()},
