@@ -77,6 +77,8 @@ void SendQueue::begin_step() {
     channel.shapes.begin_step();
   }
   headers_sent_ = false;
+  const MonitorLock lock(monitor_);
+  profilers_ = c10::ThreadLocalDebugInfo::current();
 }
 
 SendQueue::Channel& SendQueue::channel_of(int to, Tag tag) {
@@ -205,6 +207,7 @@ void SendQueue::drain(Deadline deadline) {
   // The reaper may be waiting for one more send, and puts it back if its wait fails.
   const WaitResult result = monitor_.wait(deadline, [this]() PENSTOCK_REQUIRES(monitor_) { return waited_for_ == 0; });
   while (!in_flight_.empty()) wait_for_oldest_on_rank_thread(deadline);
+  profilers_.reset();
   if (result == WaitResult::Timeout) {
     throw TransportError(TransportError::Why::Timeout, TransportError::kNoPeer,
                          "not all messages were received within the deadline");
@@ -217,11 +220,13 @@ void SendQueue::reap() {
     monitor_.wait(Deadline::max(),
                   [this]() PENSTOCK_REQUIRES(monitor_) { return ending_ || (needs_reaping() && !in_flight_.empty()); });
     if (ending_) return;
+    c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(profilers_);
     try {
       wait_for_oldest(Deadline::max());
     } catch (const TransportError&) {
       return;
     }
+    c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(nullptr);
   }
 }
 

@@ -2,10 +2,13 @@
 // received it.
 #pragma once
 
+#include <c10/util/ThreadLocalDebugInfo.h>
+
 #include <array>
 #include <cstddef>
 #include <deque>
 #include <map>
+#include <memory>
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -43,7 +46,8 @@ class SendQueue {
   void send(int to, Tag tag, const Message& message, Deadline deadline) PENSTOCK_EXCLUDES(monitor_);
   // Blocks until all messages have been received. Throws TransportError.
   void drain(Deadline deadline) PENSTOCK_EXCLUDES(monitor_);
-  void begin_step();
+  // Call it on the thread of the rank.
+  void begin_step() PENSTOCK_EXCLUDES(monitor_);
   // Joins the reaper.
   void stop() PENSTOCK_EXCLUDES(monitor_);
 
@@ -90,6 +94,8 @@ class SendQueue {
   std::size_t bytes_in_flight_ PENSTOCK_GUARDED_BY(monitor_) = 0;
   // Number of sends that were taken out of in_flight_ and are being waited for.
   std::size_t waited_for_ PENSTOCK_GUARDED_BY(monitor_) = 0;
+  // Profilers of the rank's thread in this step. What the reaper frees is reported to them, as the rank allocated it.
+  std::shared_ptr<c10::ThreadLocalDebugInfo> profilers_ PENSTOCK_GUARDED_BY(monitor_);
   bool ending_ PENSTOCK_GUARDED_BY(monitor_) = false;
   // The last member, as the thread uses all of the above.
   std::thread reaper_;
