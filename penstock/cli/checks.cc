@@ -30,7 +30,9 @@ CLI::Validator number_that(const Holds& holds, const std::string& expected) {
 
 CLI::Validator size_in_bytes() {
   return {[](const std::string& text) {
-            return parse_bytes(text) ? "" : "'" + text + "' should be a size above 0, such as 512MiB or 2GB";
+            return parse_bytes(text)
+                       ? ""
+                       : "'" + text + "' should be a size above 0 with its unit, such as 512MiB, 2GB or 4096B";
           },
           ""};
 }

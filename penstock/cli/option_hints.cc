@@ -23,6 +23,8 @@ constexpr OptionHint kOptionHints[] = {
     {"add it to ProgramOptions::allowed_operators", "--allow-operator"},
     {"give the values of all weights", "--weights"},
     {"choose a standard deviation for such weights", "--init-std"},
+    {"give their values", "--weights"},
+    {"give the values of buffers", "--weights"},
     // train
     {"use shorter sequences", "--length N"},
     {"lower the learning rate", "--learning-rate"},

@@ -192,11 +192,12 @@ NamedTensors Program::state_dict() const {
 }
 
 void Program::load_state_dict(const NamedTensors& state, const std::string& source, CopyWhen when) {
-  const std::vector<ModelTensor> tensors = state_->model_tensors();
+  std::vector<ModelTensor> tensors = state_->model_tensors();
+  // Those that are missing need initial values when they are used.
+  for (ModelTensor& tensor : tensors) tensor.is_required = tensor.is_required && !has_no_values();
   const std::map<std::string, at::Tensor> given(state.begin(), state.end());
   const std::string differences = internal::state_differences(tensors, given);
   if (!differences.empty()) throw ProgramError(source + ": does not fit " + name() + ":\n" + differences);
-  if (when == CopyWhen::Now) state_->weights->load_all();
   for (const ModelTensor& tensor : tensors) {
     for (const std::string& name : tensor.names) {
       const auto found = given.find(name);
@@ -205,6 +206,7 @@ void Program::load_state_dict(const NamedTensors& state, const std::string& sour
       break;
     }
   }
+  if (when == CopyWhen::Now) state_->weights->load_all();
 }
 
 NamedTensors Program::mutated_tensors() const {

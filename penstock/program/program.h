@@ -107,7 +107,7 @@ class Program {
   NamedTensors mutated_tensors() const;
   // Copies tensors into the weights. One name of a tied parameter is enough, and non-persistent buffers may be present.
   // Throws ProgramError, which begins with `source` and lists all differences, if names, shapes or dtypes do not match;
-  // the weights are unchanged then. Load before you split: the stages of a Pipe have their own copies of parameters
+  // the weights are unchanged then. Of a model without values some may be missing, which are initialised. Load before you split: the stages of a Pipe have their own copies of parameters
   // that several stages use.
   enum class CopyWhen {
     Now,

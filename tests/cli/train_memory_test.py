@@ -182,7 +182,7 @@ torch.export.save(torch.export.export(model, (torch.ones(1, 3000),)), "large.pt2
                      "  Hint: cut the model into more stages on more ranks.\n")
         self.refuses("train", "--digits", 1, "--layers", 8, "--data-parallel", 2, "--memory", "1kB",
                      message="  Hint: cut the model into more stages on more ranks, or shard it over replicas with --shard.\n")
-        self.refuses("train", "--memory", "much", message="--memory: 'much' should be a size above 0, such as 512MiB or 2GB")
+        self.refuses("train", "--memory", "much", message="--memory: 'much' should be a size above 0 with its unit, such as 512MiB, 2GB or 4096B")
         csv = self.folder / "lowered.csv"
         csv.write_text(self.penstock("schedule", "export", "1F1B", "--ranks", 2, "--microbatches", 2, "--lowered").stdout)
         self.refuses("train", "--csv", csv, "--memory", "1GB", message="--memory needs a schedule without messages, which are added when it is lowered.\n"
@@ -228,6 +228,12 @@ for name, places in (("plain", False), ("places", True)):
                      "  Hint: give the values of all weights (--weights), ")
         self.refuses("train", "places.pt2", *common, "--output", "refused", message="choose a standard deviation for such weights (--init-std)")
         self.train("places.pt2", *common, "--init-std", 0.02)
+        # What the weights lack is drawn.
+        self.python("save_tensors({'places': torch.full((8,), 3.0)}, 'places.safetensors')")
+        self.train("places.pt2", *common, "--weights", "places.safetensors", "--checkpoint", "partial")
+        self.penstock("export", "partial", "-o", "trained.safetensors")
+        self.assertTrue((self.folder / "trained.safetensors").exists())
+        self.refuses("export", "partial", "--pt2", "trained.pt2", message="was exported on the meta device, and its file has no room for weights.")
 
     def test_counts_buffers_and_measures_microbatches_without_targets(self):
         (self.folder / "data").mkdir()

@@ -93,9 +93,8 @@ void add_check(CLI::App& command, int& exit) {
   on_call(command, [options, &exit] {
     options->run.require_valid();
     if (!options->dump.empty()) require_writable_path(options->dump);
-    const std::optional<WeightFiles> weights = options->weights.read();
-    Program program = read_program(options->cut, weights);
-    if (!weights) options->initial_values.apply(program, options->run.seed);
+    Program program = read_program(options->cut, options->weights.read());
+    options->initial_values.apply(program, options->run.seed);
     if (options->eval) program.eval();
     options->run.recompute_modules(program);
     const Pipe pipe = options->cut.cut(program, options->run.stages_wanted());

@@ -8,6 +8,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -61,6 +62,20 @@ class GroupFormatter : public CLI::Formatter {
       if (!options.empty()) text += make_group(group.name, /*is_positional=*/false, options);
     }
     return text + "\n" + make_footer(app);
+  }
+
+ private:
+  // Leaves out the marks of flags that switch something off, and the values of flags.
+  std::string make_option_name(const CLI::Option* option, bool is_positional) const override {
+    std::string name = CLI::Formatter::make_option_name(option, is_positional);
+    constexpr std::string_view kMark = "{false}";
+    for (auto found = name.find(kMark); found != std::string::npos; found = name.find(kMark)) {
+      name.erase(found, kMark.size());
+    }
+    return name;
+  }
+  std::string make_option_opts(const CLI::Option* option) const override {
+    return option->get_expected_max() == 0 ? "" : CLI::Formatter::make_option_opts(option);
   }
 };
 

@@ -40,7 +40,7 @@ struct InitialValueOptions {
   std::optional<double> deviation;
 
   void add_to(CLI::App& command);
-  // Initialises the program from the seed, unless it has values. Call it for programs that were given no weights.
+  // Initialises weights that have no values from the seed.
   void apply(Program& program, std::uint64_t seed) const;
 };
 

@@ -139,8 +139,8 @@ class Alternatives {
     options.run.recompute = recompute;
     options.run.microbatches = microbatches;
     if (trainer_options_.transport == nullptr || trainer_options_.transport->rank() == 0) {
-      std::cerr << "note: --memory is too small; measuring a microbatch of " << microbatches << " with --recompute "
-                << join(recompute, " ") << ".\n";
+      std::cerr << "note: --memory is too small; measuring a microbatch of a batch of " << microbatches
+                << " microbatches with --recompute " << join(recompute, " ") << ".\n";
     }
     try {
       trial = run_trial(options, trainer_options_, agreement_);

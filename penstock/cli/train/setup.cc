@@ -43,7 +43,7 @@ TrainSetup set_up(const TrainOptions& options, int replicas) {
     }
     for (int i = 0; i < replicas; ++i) {
       Program program = read_program(options.cut, weights);
-      if (!weights) options.initial_values.apply(program, seed);
+      options.initial_values.apply(program, seed);
       program.train();
       if (bfloat16) program.set_autocast(at::kBFloat16);
       run.recompute_modules(program);

@@ -121,13 +121,19 @@ bool set_as_module_does(const Modules& modules, const std::string& name, at::Ten
     return false;
   }
   if (is_in("rnn")) {
-    Sizes hidden = sizes_of("weight_hh_l0");
-    if (hidden.empty()) hidden = sizes_of("weight_hh");
-    return hidden.size() == 2 && uniform(1 / std::sqrt(static_cast<double>(hidden[1])));
+    Sizes recurrent = sizes_of("weight_hh_l0");
+    if (recurrent.empty()) recurrent = sizes_of("weight_hh");
+    const auto is_a = [&](const char* type) { return module_class.find(type) != std::string::npos; };
+    const int gates = is_a(".LSTM") ? 4 : is_a(".GRU") ? 3 : 1;
+    return recurrent.size() == 2 && uniform(1 / std::sqrt(static_cast<double>(recurrent[0]) / gates));
   }
   if (is_in("activation")) {
     if (module_class.ends_with(".PReLU")) return fill(0.25);
     if (member == "in_proj_bias") return fill(0);
+    if (member == "bias_k" || member == "bias_v") {
+      values.normal_(0, 1 / std::sqrt(static_cast<double>(values.size(-1))));
+      return true;
+    }
     if (!member.ends_with("_proj_weight") || values.dim() != 2) return false;
     return uniform(std::sqrt(6.0 / static_cast<double>(values.size(0) + values.size(1))));
   }
@@ -162,10 +168,11 @@ InitialValues initial_values_of_modules(const Program& program) {
     const auto found = modules.classes.find(internal::WeightName(name).module);
     throw ProgramError(internal::concat(
         modules.program, ": '", name, "' has no initial values, as ",
-        found == modules.classes.end() || found->second.empty() ? "it belongs to no module of PyTorch"
+        found == modules.classes.end() || found->second.empty() ? "it belongs to no module that is called"
                                                                 : internal::concat("its module is a ", found->second),
-        ".\n  Hint: choose a standard deviation for such weights, with a function for Program::initialise, or give the "
-        "values of all weights."));
+        values.requires_grad() ? ".\n  Hint: choose a standard deviation for such weights, with a function for "
+                                 "Program::initialise, or give their values."
+                               : ".\n  Hint: give the values of buffers."));
   };
 }
 
