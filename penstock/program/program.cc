@@ -193,7 +193,7 @@ NamedTensors Program::state_dict() const {
 
 void Program::load_state_dict(const NamedTensors& state, const std::string& source, CopyWhen when) {
   std::vector<ModelTensor> tensors = state_->model_tensors();
-  // Those that are missing need initial values when they are used.
+  // Missing ones need initial values when they are used.
   for (ModelTensor& tensor : tensors) tensor.is_required = tensor.is_required && !has_no_values();
   const std::map<std::string, at::Tensor> given(state.begin(), state.end());
   const std::string differences = internal::state_differences(tensors, given);
