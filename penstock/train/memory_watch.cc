@@ -49,9 +49,12 @@ struct MemoryWatch::Counts {
         recomputation_inputs(static_cast<std::size_t>(stage_count)),
         forward_workspace(static_cast<std::size_t>(stage_count)),
         backward_workspace(static_cast<std::size_t>(stage_count)),
+        weight_workspace(static_cast<std::size_t>(stage_count)),
         update_workspace(static_cast<std::size_t>(stage_count)),
         ranks_per_replica(rank_count) {
-    for (auto& workspace : backward_workspace) workspace = kUnknown;
+    for (auto* const workspaces : {&backward_workspace, &weight_workspace}) {
+      for (auto& workspace : *workspaces) workspace = kUnknown;
+    }
   }
 
   int index(int rank, int replica) const { return rank < 0 ? -1 : replica * ranks_per_replica + rank; }
@@ -100,7 +103,9 @@ struct MemoryWatch::Counts {
   std::vector<std::atomic<std::int64_t>> recomputation_inputs;
   std::atomic<std::int64_t> loss_bytes = 0;
   std::vector<std::atomic<std::int64_t>> forward_workspace;
+  // Of a whole backward or its input half, and of its weight half.
   std::vector<std::atomic<std::int64_t>> backward_workspace;
+  std::vector<std::atomic<std::int64_t>> weight_workspace;
   std::vector<std::atomic<std::int64_t>> update_workspace;
   std::array<Map, 16> maps;
   int ranks_per_replica;
@@ -271,7 +276,11 @@ void MemoryWatch::watch(ActionFunctions& functions) {
     // A forward that saves its inputs frees the rest before it ends, which its recomputation does not.
     const bool saves_activations = is_forward(action) ? !is_recomputed : action.computation == Computation::Recompute;
     if (saves_activations) Counts::raise(counts_->forward_workspace[stage], workspace);
-    if (makes_input_gradient(action)) Counts::lower(counts_->backward_workspace[stage], workspace);
+    if (makes_input_gradient(action)) {
+      Counts::lower(counts_->backward_workspace[stage], workspace);
+    } else if (makes_weight_gradient(action)) {
+      Counts::lower(counts_->weight_workspace[stage], workspace);
+    }
   };
 }
 
@@ -293,9 +302,11 @@ std::int64_t MemoryWatch::forward_workspace(int stage) const {
 }
 
 std::int64_t MemoryWatch::backward_workspace(int stage) const {
-  const std::int64_t minimum =
-      counts_->backward_workspace[static_cast<std::size_t>(stage)].load(std::memory_order_relaxed);
-  return minimum == Counts::kUnknown ? 0 : minimum;
+  const auto known = [&](const std::vector<std::atomic<std::int64_t>>& workspaces) {
+    const std::int64_t minimum = workspaces[static_cast<std::size_t>(stage)].load(std::memory_order_relaxed);
+    return minimum == Counts::kUnknown ? 0 : minimum;
+  };
+  return std::max(known(counts_->backward_workspace), known(counts_->weight_workspace));
 }
 
 std::int64_t MemoryWatch::update_workspace(int stage) const {

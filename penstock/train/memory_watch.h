@@ -70,7 +70,7 @@ class MemoryWatch {
   std::int64_t loss_bytes() const;
   // Returns the maximum temporary memory of a forward whose activations are saved, or of a recomputation, beyond what
   // was allocated before and after it; and the minimum of a backward, because the first backward of a step also
-  // allocates the gradients.
+  // allocates the gradients. Of a split backward it is that of the half that needs more.
   std::int64_t forward_workspace(int stage) const;
   std::int64_t backward_workspace(int stage) const;
   // Returns the maximum temporary memory of an optimizer step.
