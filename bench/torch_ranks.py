@@ -56,7 +56,7 @@ def answer(program, answers):
         return
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
-        other = subprocess.Popen([sys.executable, program, store], stdin=subprocess.PIPE, text=True)
+        other = subprocess.Popen([sys.executable, "-W", "ignore", program, store], stdin=subprocess.PIPE, text=True)
         try:
             serve(answers, 0, store, lambda line: print(line, end="", file=other.stdin, flush=True))
         finally:

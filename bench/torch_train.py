@@ -1,7 +1,7 @@
 """Measures training steps of the GPT of examples/ under torch.distributed.pipelining: forward, backward,
 clipping and AdamW.
 
-bench/train.py starts it; torch_ranks.py describes the protocol.
+bench/train.py and bench/memory.py start it; torch_ranks.py describes the protocol.
 
     train LAYERS WIDTH LENGTH ROWS SCHEDULE MICROBATCHES STEPS   seconds for a step on two ranks, one stage each
     memory LAYERS … STEPS none|all   the same for a schedule with any stages, and the peak memory of the larger process in
