@@ -164,7 +164,8 @@ torch.export.save(torch.export.export(model, (torch.ones(1, 3000),)), "large.pt2
         self.assertEqual(code, 0)
         code, checked = peak("--memory", "1GB")
         self.assertEqual(code, 0)
-        self.assertLess(checked, without + weights / 2)
+        # Freed memory of the trial may stay in the allocator, but not another copy of the weights.
+        self.assertLess(checked, without + 0.75 * weights)
         # What is known from the file is refused without loading it.
         code, refused = peak("--memory", "10MB")
         self.assertEqual(code, 2)
