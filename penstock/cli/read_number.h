@@ -12,8 +12,9 @@ namespace penstock::internal::cli {
 template <class Number>
 std::optional<Number> read_number(std::string_view text) {
   Number number{};
-  const char* const end = text.data() + text.size();
-  const auto [last, error] = std::from_chars(text.data(), end, number);
+  const char* const begin = text.data();
+  const char* const end = begin + text.size();
+  const auto [last, error] = std::from_chars(begin, end, number);
   return error == std::errc() && last == end ? std::optional(number) : std::nullopt;
 }
 
