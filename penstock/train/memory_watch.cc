@@ -103,7 +103,7 @@ struct MemoryWatch::Counts {
   std::vector<std::atomic<std::int64_t>> recomputation_inputs;
   std::atomic<std::int64_t> loss_bytes = 0;
   std::vector<std::atomic<std::int64_t>> forward_workspace;
-  // Of a whole backward or its input half, and of its weight half.
+  // The first is that of a whole backward or its input half, the second that of its weight half.
   std::vector<std::atomic<std::int64_t>> backward_workspace;
   std::vector<std::atomic<std::int64_t>> weight_workspace;
   std::vector<std::atomic<std::int64_t>> update_workspace;

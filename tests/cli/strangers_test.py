@@ -269,8 +269,8 @@ save_tensors({"args.0": torch.ones(2, 4), "target": torch.ones(2, 4)}, "batch.sa
         self.penstock("split", "large.pt2", "--time-limit", "1e300")
 
     def test_with_invalid_values_are_rejected(self):
-        for option, value, expected in (("--memory-limit", "12", "a size above 0, such as 512MiB or 2GB"),
-                                        ("--memory-limit", "-1GB", "a size above 0, such as 512MiB or 2GB"),
+        for option, value, expected in (("--memory-limit", "12", "a size above 0 with its unit, such as 512MiB, 2GB or 4096B"),
+                                        ("--memory-limit", "-1GB", "a size above 0 with its unit, such as 512MiB, 2GB or 4096B"),
                                         ("--time-limit", "0", "a number above 0")):
             result = self.penstock("split", "x.pt2", option, value, code=2)
             self.assertIn(f"{option}: '{value}' should be {expected}", result.stderr)
