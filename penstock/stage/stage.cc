@@ -104,6 +104,8 @@ struct PipelineStage::Impl {
   StageOptions options;
   // Identities of the memory of parameters and buffers, which the module keeps alive.
   std::unordered_set<const void*> module_memory;
+  // Tensors that a forward may write to.
+  NamedTensors written;
   std::unique_ptr<internal::ParameterSync> sync;
 
   // Set by begin().
@@ -177,6 +179,7 @@ PipelineStage::PipelineStage(StageModule module, int stage_index, int num_stages
   for (const NamedTensors* named : {&impl_->module.parameters, &impl_->module.buffers, &impl_->module.state}) {
     for (const auto& [name, tensor] : *named) impl_->module_memory.insert(memory_of(tensor));
   }
+  impl_->written = impl_->module.written_tensors();
   impl_->history = std::make_shared<internal::StageHistory>(impl_->module);
 }
 
@@ -221,7 +224,7 @@ void PipelineStage::begin(const Wiring& wiring, int microbatches, Mode mode) {
 }
 
 void PipelineStage::save(internal::SavedState& saved, bool has_overrides) const {
-  for (const auto& [name, tensor] : impl_->module.written_tensors()) saved.add_values(tensor);
+  for (const auto& [name, tensor] : impl_->written) saved.add_values(tensor);
   if (impl_->mode == Mode::Evaluation) return;
   const bool only_autograd_writes = impl_->mode == Mode::Autograd && !impl_->options.dw_builder && !has_overrides;
   std::unordered_set<const void*> seen;
