@@ -30,9 +30,6 @@ using internal::TreeSpec;
 
 namespace {
 
-// Step of the random numbers of initial values, before any step of a training.
-constexpr std::int64_t kInitialStep = -1;
-
 // Returns a line for each of the first nodes for which `belongs` is true, and the number of the others.
 template <class Belongs>
 std::string first_of(const Graph& graph, Belongs belongs) {
@@ -166,7 +163,7 @@ void Program::initialise(std::uint64_t seed, InitialValues values) {
   if (!values) values = initial_values_of_modules(*this);
   state_->weights->initialise([seed, values = std::move(values)](const std::string& name, at::Tensor& weight) {
     const at::NoGradGuard no_grad;
-    const RandomScope scope(seed, kInitialStep, /*microbatch=*/0, internal::place_of(name));
+    const RandomScope scope(seed, internal::kInitialStep, /*microbatch=*/0, internal::place_of(name));
     values(name, weight);
   });
 }

@@ -11,15 +11,13 @@
 #include <utility>
 
 #include "penstock/base/text.h"
+#include "penstock/program/interpreter/initial_values.h"
 #include "penstock/stage/checkpoint.h"
 #include "penstock/tensor/autocast_scope.h"
 #include "penstock/tensor/random_scope.h"
 
 namespace penstock::internal {
 namespace {
-
-// Step of the random scopes that initial weights are drawn in: they come before any step.
-constexpr std::int64_t kInitialStep = -1;
 
 using Layer = std::function<at::Tensor(const at::Tensor&)>;
 

@@ -28,19 +28,6 @@ struct Modules {
   std::map<std::string, std::int64_t> padding;
 };
 
-// A weight "blocks.0.linear.bias" is the member "bias" of the module "blocks.0.linear".
-struct WeightName {
-  std::string module;
-  std::string member;
-
-  explicit WeightName(const std::string& name) {
-    const std::size_t dot = name.rfind('.');
-    module = dot == std::string::npos ? "" : name.substr(0, dot);
-    member = dot == std::string::npos ? name : name.substr(dot + 1);
-  }
-  std::string sibling(const std::string& other) const { return module.empty() ? other : concat(module, ".", other); }
-};
-
 // Returns the rows of embeddings that stand for padding.
 std::map<std::string, std::int64_t> padding_rows(const Program& program) {
   std::map<int, std::int64_t> by_value;
@@ -141,6 +128,16 @@ bool set_as_module_does(const Modules& modules, const std::string& name, at::Ten
 }
 
 }  // namespace
+
+WeightName::WeightName(const std::string& name) {
+  const std::size_t dot = name.rfind('.');
+  module = dot == std::string::npos ? "" : name.substr(0, dot);
+  member = dot == std::string::npos ? name : name.substr(dot + 1);
+}
+
+std::string WeightName::sibling(const std::string& other) const {
+  return module.empty() ? other : concat(module, ".", other);
+}
 
 std::int64_t place_of(std::string_view name) {
   std::uint64_t hash = 0xcbf29ce484222325U;

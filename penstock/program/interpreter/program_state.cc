@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "penstock/base/text.h"
+#include "penstock/program/interpreter/initial_values.h"
 #include "penstock/program/interpreter/mode.h"
 #include "penstock/program/partition/colocation.h"
 
@@ -59,7 +60,7 @@ void refuse_mutated_aliases(const ProgramState& state) {
 void tie_parameters_without_values(ProgramState& state) {
   if (!state.weights->lacks_values()) return;
   const Graph& graph = state.exported->graph;
-  const auto module_of = [](const std::string& name) { return name.substr(0, name.rfind('.')); };
+  const auto module_of = [](const std::string& name) { return WeightName(name).module; };
   std::set<int> used;
   std::map<std::string, std::set<int>> used_by_module;
   for (const Node& node : graph.nodes) {
