@@ -15,6 +15,8 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/device/generators.h"
+
 namespace penstock {
 namespace {
 
@@ -57,27 +59,38 @@ void seed_generator(at::CPUGeneratorImpl& generator, std::uint64_t hash) {
   generator.set_next_double_normal_sample(std::nullopt);
 }
 
-// Returns true if a call draws on the CPU, as a call with a CPU tensor does. Returns false for a factory function,
-// which has no tensor yet and draws by calling another operator, and for meta tensors, which draw nothing. Throws for
-// other devices.
-bool draws_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet keys) {
-  const c10::BackendComponent backend = keys.highestBackendKey();
-  if (backend == c10::BackendComponent::InvalidBit || backend == c10::BackendComponent::MetaBit) {
-    return false;
+// Returns the device of the first tensor among the arguments that is not on the CPU; the CPU if there is none.
+at::Device device_among(c10::ArrayRef<c10::IValue> arguments) {
+  for (const c10::IValue& argument : arguments) {
+    if (argument.isTensor()) {
+      const at::Tensor& tensor = argument.toTensor();
+      if (tensor.defined() && !tensor.is_cpu()) return tensor.device();
+    } else if (argument.isTensorList()) {
+      for (const at::Tensor& tensor : argument.toTensorVector()) {
+        if (tensor.defined() && !tensor.is_cpu()) return tensor.device();
+      }
+    }
   }
-  TORCH_CHECK(backend == c10::BackendComponent::CPUBit, op.operator_name(), " on a tensor of the backend ",
-              c10::toString(backend), " in a RandomScope: scopes support random numbers on the CPU only.\n",
-              "  Hint: give the operator a generator of that device, or call it outside of the scope.");
-  return true;
+  return at::kCPU;
 }
 
-c10::IValue generator_of_scope(const c10::OperatorHandle& op) {
-  std::optional<at::Generator> generator = RandomScope::current();
+// Returns the device on which a call draws: that of its tensors. Returns nothing for a factory function, which has no
+// tensor yet and draws by calling another operator, and for meta tensors, which draw nothing.
+std::optional<at::Device> drawing_device(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                                         const torch::jit::Stack& stack) {
+  const c10::BackendComponent backend = keys.highestBackendKey();
+  if (backend == c10::BackendComponent::InvalidBit || backend == c10::BackendComponent::MetaBit) return std::nullopt;
+  if (backend == c10::BackendComponent::CPUBit) return at::kCPU;
+  return device_among(torch::jit::last(stack, op.schema().arguments().size()));
+}
+
+at::Generator generator_of_scope(const c10::OperatorHandle& op, at::Device device) {
+  std::optional<at::Generator> generator = RandomScope::current(device);
   TORCH_CHECK(generator, op.operator_name(),
               " on a thread that inherited its state from a thread in a RandomScope, but ",
               "has no scope of its own: its random numbers would depend on the order of execution.\n",
               "  Hint: enter a RandomScope on this thread, with a place of its own.");
-  return {*std::move(generator)};
+  return *std::move(generator);
 }
 
 // Fills the `generator` argument if the caller passed none.
@@ -89,8 +102,8 @@ class DrawFromScope final : public c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     c10::IValue& generator = stack->end()[-from_end_];
     // None, or a generator without an implementation, which operators treat as none.
-    if (!generator.isPtrType() && draws_on_cpu(op, keys)) {
-      generator_of_scope(op).swap(generator);
+    if (!generator.isPtrType()) {
+      if (const auto device = drawing_device(op, keys, *stack)) generator = generator_of_scope(op, *device);
     }
     op.redispatchBoxed(keys & kBelowScopeKey, stack);
   }
@@ -99,17 +112,23 @@ class DrawFromScope final : public c10::OperatorKernel {
   std::ptrdiff_t from_end_;
 };
 
-// Refuses kernels of other devices that draw without a generator, unless their dropout probability is 0.
-class RefuseOtherDevices final : public c10::OperatorKernel {
+// Calls kernels of accelerators that take no generator while their device's default generator is that of the scope. A
+// dropout of probability 0 draws nothing.
+class DrawFromDefault final : public c10::OperatorKernel {
  public:
-  explicit RefuseOtherDevices(std::optional<std::ptrdiff_t> probability_from_end)
+  explicit DrawFromDefault(std::optional<std::ptrdiff_t> probability_from_end)
       : probability_from_end_(probability_from_end) {}
 
   // NOLINTNEXTLINE(readability-make-member-function-const): the dispatcher asks for this signature.
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    if (!probability_from_end_ || stack->end()[-*probability_from_end_].toDouble() > 0) {
-      draws_on_cpu(op, keys);
+    const bool draws = !probability_from_end_ || stack->end()[-*probability_from_end_].toDouble() > 0;
+    const auto device = draws ? drawing_device(op, keys, *stack) : std::nullopt;
+    if (!device || device->is_cpu()) {
+      op.redispatchBoxed(keys & kBelowScopeKey, stack);
+      return;
     }
+    at::Generator generator = generator_of_scope(op, *device);
+    const internal::DefaultGeneratorScope scope(*device, generator);
     op.redispatchBoxed(keys & kBelowScopeKey, stack);
   }
 
@@ -160,7 +179,7 @@ class Kernels {
       add(op, c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<DrawFromScope>(*generator)));
     } else if (op.hasTag(at::Tag::nondeterministic_seeded) && draws_by_itself(op)) {
       const auto probability = find_argument(op.schema(), is_dropout_probability);
-      add(op, c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<RefuseOtherDevices>(probability)));
+      add(op, c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<DrawFromDefault>(probability)));
     }
   }
 
@@ -205,6 +224,9 @@ std::optional<RandomScope::Position> RandomScope::position() {
   position.moment_ = innermost->moment_;
   position.hash_ = innermost->hash_;
   if (innermost->seeded_) position.generator_ = generators[innermost->depth_].clone();
+  for (const at::Generator& generator : innermost->device_generators_) {
+    position.offsets_.push_back({generator.device(), generator.get_offset()});
+  }
   return position;
 }
 
@@ -219,6 +241,10 @@ RandomScope::RandomScope(const Position& position)
     if (generators.size() <= depth_) generators.resize(depth_ + 1);
     generators[depth_] = position.generator_.clone();
   }
+  for (const DeviceOffset& drawn : position.offsets_) {
+    device_generators_.push_back(internal::make_generator(drawn.device, hash_));
+    device_generators_.back().set_offset(drawn.offset);
+  }
   innermost = this;
 }
 
@@ -227,15 +253,22 @@ RandomScope::~RandomScope() {
   innermost = outer_;
 }
 
-std::optional<at::Generator> RandomScope::current() {
+std::optional<at::Generator> RandomScope::current(at::Device device) {
   if (innermost == nullptr || !c10::impl::tls_is_dispatch_key_included(kScopeKey)) {
     return std::nullopt;
   }
-  return innermost->generator();
+  return device.is_cpu() ? innermost->generator() : innermost->generator(device);
 }
 
 bool RandomScope::is_open() {
   return innermost != nullptr;
+}
+
+const at::Generator& RandomScope::generator(at::Device device) {
+  for (const at::Generator& known : device_generators_) {
+    if (known.device() == device) return known;
+  }
+  return device_generators_.emplace_back(internal::make_generator(device, hash_));
 }
 
 const at::Generator& RandomScope::generator() {

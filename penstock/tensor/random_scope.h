@@ -14,12 +14,15 @@
 // none; a scope enables the key on its thread. All other operators fall through at no cost. Operators without a
 // generator argument (dropout, native_dropout, scaled_dot_product_attention, lstm, rand, randn_like, …) call one that
 // has it, and so draw from the scope too; a test runs every operator that ATen marks as random. The key precedes
-// autocast and autograd, and works in inference mode.
+// autocast and autograd, and works in inference mode. Operators on meta tensors draw nothing.
+//
+// On an accelerator a scope has a generator of that device, with the scope's hash as its seed: the numbers are the same
+// on every device of one kind, and not those of the CPU. Kernels that draw from the device's default generator (fused
+// dropout and attention) are called while that generator has the scope's seed and offset.
 //
 // A scope does not apply to:
 // - An operator to which the caller passed a generator, even the process's default one. It draws from that generator.
-// - Devices other than the CPU. In a scope, an operator that would draw on one throws instead of drawing from that
-//   device's generator. Operators on meta tensors draw nothing, and are allowed.
+// - Dropout between the layers of an RNN that cuDNN computes, which has a state of its own.
 // - Threads to which libtorch has copied this thread's state (at::launch, TorchScript's fork, the autograd threads of
 //   other devices). They have the key but no scope, and a random operator there throws until the thread enters a scope.
 //   A backward on the CPU runs on the calling thread, and so in the scopes of its caller.
@@ -28,11 +31,13 @@
 #pragma once
 
 #include <ATen/core/Generator.h>
+#include <c10/core/Device.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 namespace penstock {
 
@@ -45,19 +50,26 @@ namespace penstock {
 // streams, numbers that differ in one position only never give the same stream, and streams are the same on every
 // machine.
 class RandomScope {
+  // Offset in the stream of a scope's seed on a device.
+  struct DeviceOffset {
+    at::Device device;
+    std::uint64_t offset;
+  };
+
  public:
   RandomScope(std::uint64_t seed, std::int64_t step, std::int64_t microbatch, std::int64_t place);
   // Enters another place, with the seed, step and microbatch of the innermost scope. Requires is_open().
   explicit RandomScope(std::int64_t place);
 
-  // Place in the stream of random numbers of a scope. A copy is cheap until the scope has drawn; then it has the state
-  // of the generator, of 5 kB.
+  // Place in the stream of random numbers of a scope. A copy is cheap until the scope has drawn on the CPU; then it has
+  // the state of the generator, of 5 kB.
   class Position {
     friend class RandomScope;
     std::uint64_t moment_ = 0;
     std::uint64_t hash_ = 0;
     // Undefined if nothing has been drawn yet.
     at::Generator generator_;
+    std::vector<DeviceOffset> offsets_;
   };
   // Returns the position of this thread's innermost scope; nothing outside of a scope.
   static std::optional<Position> position();
@@ -71,13 +83,14 @@ class RandomScope {
 
   // Returns the generator of this thread's innermost scope, for kernels that draw without an ATen operator, or nothing
   // outside of a scope. Valid until that scope ends.
-  static std::optional<at::Generator> current();
+  static std::optional<at::Generator> current(at::Device device = at::kCPU);
   // Returns true if this thread is in a scope.
   static bool is_open();
 
  private:
   RandomScope(std::uint64_t moment, std::uint64_t place);
   const at::Generator& generator();
+  const at::Generator& generator(at::Device device);
 
   // Hash of seed, step and microbatch; and hash of these and the place.
   std::uint64_t moment_;
@@ -85,6 +98,8 @@ class RandomScope {
   RandomScope* outer_;
   std::size_t depth_;
   bool seeded_ = false;
+  // Generators of accelerators that this scope has seeded.
+  std::vector<at::Generator> device_generators_;
   c10::impl::IncludeDispatchKeyGuard key_;
 };
 

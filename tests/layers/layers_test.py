@@ -17,14 +17,15 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS = {
     "base": [],
     "schedule": ["base"],
-    "tensor": ["base"],
-    "transport": ["base", "tensor"],
-    "stage": ["base", "tensor", "transport"],
+    "device": ["base"],
+    "tensor": ["base", "device"],
+    "transport": ["base", "device", "tensor"],
+    "stage": ["base", "device", "tensor", "transport"],
     "program": ["base", "schedule", "tensor", "stage"],
-    "runtime": ["base", "schedule", "tensor", "transport", "stage"],
+    "runtime": ["base", "schedule", "device", "tensor", "transport", "stage"],
     "plan": ["base", "schedule", "program", "runtime"],
-    "train": ["base", "schedule", "tensor", "transport", "stage", "program", "runtime", "plan"],
-    "cli": ["base", "schedule", "tensor", "transport", "stage", "program", "runtime", "plan", "train"],
+    "train": ["base", "schedule", "device", "tensor", "transport", "stage", "program", "runtime", "plan"],
+    "cli": ["base", "schedule", "device", "tensor", "transport", "stage", "program", "runtime", "plan", "train"],
 }
 
 # Headers that only sources may include, so that they may use what sources may.
@@ -236,7 +237,7 @@ class Rules(unittest.TestCase):
             "penstock/stage/stage.h",
             '#pragma once\n\n#include <vector>\n#include "penstock/runtime/pipeline.h"\n',
             'penstock/stage/stage.h:4: #include "penstock/runtime/pipeline.h" leads from stage to runtime.',
-            "Allowed: stage may use stage, base, tensor, transport",
+            "Allowed: stage may use stage, base, device, tensor, transport",
         )
 
     def test_an_edge_that_only_skips_a_row_is_reported(self):

@@ -1,0 +1,84 @@
+// Time spans of a device's work, as the device saw them. Events mark when a stream reached the beginning and the end;
+// a clock turns them into the host's time afterwards, so that spans of all devices are on one clock.
+//
+//   DeviceSpan span = DeviceSpan::begin(stream);
+//   …                                         // appends work to the stream
+//   span.end(stream);
+//   const DeviceClock clock(stream.device());  // waits for the device
+//   Clock::time_point began = clock.time_of(*span.began());
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "penstock/base/deadline.h"
+
+namespace penstock::internal {
+
+// An event of which the device notes the time. Null stands for none.
+using TimedEvent = std::shared_ptr<const c10::Event>;
+
+// Returns an event after all work that is in the stream.
+TimedEvent timed_event(const c10::Stream& stream);
+
+// A span of a stream's work; empty if nothing has begun. Cheap to copy.
+class DeviceSpan {
+ public:
+  static DeviceSpan begin(const c10::Stream& stream);
+  void end(const c10::Stream& stream);
+
+  bool empty() const { return began_ == nullptr; }
+  const TimedEvent& began() const { return began_; }
+  const TimedEvent& ended() const { return ended_; }
+
+ private:
+  TimedEvent began_;
+  TimedEvent ended_;
+};
+
+// Collects the spans of the copies between devices that the calling thread starts, until it is destroyed on the same
+// thread. Logs do not nest.
+class CopyLog {
+ public:
+  CopyLog();
+  ~CopyLog();
+  CopyLog(const CopyLog&) = delete;
+  CopyLog& operator=(const CopyLog&) = delete;
+
+  // Returns what was collected since the last call.
+  std::vector<DeviceSpan> take() { return std::exchange(spans_, {}); }
+
+  // Adds a span to the calling thread's log, if it has one.
+  static void add(const DeviceSpan& span);
+
+ private:
+  std::vector<DeviceSpan> spans_;
+};
+
+// Tells the host's time of the events of one device. The constructor waits until the device has reached an event of its
+// own. Clocks of a device and of the host drift apart by some microseconds in a second.
+class DeviceClock {
+ public:
+  explicit DeviceClock(at::Device device);
+  // Returns a clock that was made in the last ten seconds, by any thread, or makes one: so that the host does not wait
+  // for the device each time.
+  static std::shared_ptr<const DeviceClock> recent(at::Device device);
+
+  // Returns the time at which the clock was made.
+  Clock::time_point made() const { return host_now_; }
+
+  // Returns the time at which the device reached an event. Waits if it has not yet. `is_later` tells that the event was
+  // recorded after the clock was made: not every type of device can tell negative times.
+  Clock::time_point time_of(const c10::Event& event, bool is_later = false) const;
+
+ private:
+  TimedEvent now_;
+  Clock::time_point host_now_;
+};
+
+}  // namespace penstock::internal
