@@ -1,0 +1,25 @@
+// The main function of test programs on the simulated accelerator. A race fails the test in which it was found.
+#include "tests/device/simulation_main.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+namespace {
+
+class Races : public ::testing::EmptyTestEventListener {
+ public:
+  void OnTestEnd(const ::testing::TestInfo& /*info*/) override {
+    for (const std::string& race : penstock::sim::take_races()) ADD_FAILURE() << race;
+  }
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  ::testing::InitGoogleTest(&argc, argv);
+  penstock::sim::install({.devices = 4});
+  penstock::internal::testing::begin_on_simulation();
+  ::testing::UnitTest::GetInstance()->listeners().Append(new Races);
+  return RUN_ALL_TESTS();
+}
