@@ -67,7 +67,7 @@ class C10dGroup::Collective : public Work {
   explicit Collective(std::shared_ptr<C10dGroup> group) : group_(std::move(group)) {}
 
   void wait(Deadline deadline) override {
-    for (const auto& work : works) group_->wait(*work, deadline);
+    for (const auto& work : works) group_->wait(work, deadline);
     works.clear();
     const c10::AutoGradMode no_grad(false);
     for (const auto& finish : std::exchange(on_complete, {})) finish();
@@ -85,7 +85,12 @@ C10dGroup::C10dGroup(std::shared_ptr<ControlChannel> control, c10::intrusive_ptr
 
 C10dGroup::~C10dGroup() {
   // A backend's destructor waits for the operations in flight.
-  tear_down();
+  C10dGroup::tear_down();
+  in_flight_.clear();
+}
+
+void C10dGroup::forget() noexcept {
+  const MutexLock lock(mutex_);
   in_flight_.clear();
 }
 
@@ -103,8 +108,7 @@ void C10dGroup::tear_down() noexcept {
   }
 }
 
-template <class Start>
-void C10dGroup::start(Collective& collective, const Start& start_on) {
+void C10dGroup::start(Collective& collective, const StartOn& start_on) {
   const MutexLock lock(mutex_);
   control_->throw_if_aborted();
   std::erase_if(in_flight_, [](const auto& work) { return work->isCompleted(); });
@@ -116,16 +120,20 @@ void C10dGroup::start(Collective& collective, const Start& start_on) {
   in_flight_.push_back(collective.works.back());
 }
 
-void C10dGroup::wait(c10d::Work& work, Deadline deadline) {
+void C10dGroup::wait(const c10::intrusive_ptr<c10d::Work>& work, Deadline deadline) {
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
   try {
-    work.wait(std::clamp(left, std::chrono::milliseconds(1), kForever));
+    work->wait(std::clamp(left, std::chrono::milliseconds(1), kForever));
   } catch (const std::exception& error) {
-    if (work.isCompleted()) control_->throw_connection_lost(TransportError::kNoPeer, error);
+    if (work->isCompleted()) control_->throw_connection_lost(TransportError::kNoPeer, error);
     control_->throw_if_aborted();
     throw TransportError(TransportError::Why::Timeout, TransportError::kNoPeer,
-                         "not all ranks of a group have arrived within the deadline");
+                         concat(kNotAllHaveArrived, " within the deadline"));
   }
+}
+
+bool C10dGroup::is_summed_by_backend(const at::Tensor& tensor) {
+  return tensor.nbytes() > kSmallBytes && has_sum(tensor.scalar_type());
 }
 
 std::unique_ptr<Work> C10dGroup::all_reduce(std::vector<at::Tensor> tensors) {
@@ -135,7 +143,7 @@ std::unique_ptr<Work> C10dGroup::all_reduce(std::vector<at::Tensor> tensors) {
   // Small tensors are sent together. All members classify the tensors alike.
   std::map<at::ScalarType, std::vector<at::Tensor>> small;
   for (const at::Tensor& tensor : tensors) {
-    if (tensor.nbytes() > kSmallBytes && has_sum(tensor.scalar_type())) {
+    if (is_summed_by_backend(tensor)) {
       sum_by_backend(*collective, tensor);
     } else if (tensor.numel() > 0) {
       small[tensor.scalar_type()].push_back(tensor);
@@ -159,20 +167,24 @@ void C10dGroup::sum_by_gathering(Collective& collective, std::vector<at::Tensor>
   std::vector<at::Tensor> flattened;
   for (const at::Tensor& tensor : tensors) flattened.push_back(flat(tensor));
   at::Tensor part = flattened.size() == 1 ? flattened.front() : at::cat(flattened);
-  at::Tensor parts = at::empty({part.numel() * size()}, part.options());
-  start(collective, [&](c10d::Backend& backend) {
-    at::Tensor to = flat_bytes(parts);
-    at::Tensor from = flat_bytes(part);
-    return backend._allgather_base(to, from);
-  });
-  collective.on_complete.emplace_back([tensors = std::move(tensors), parts, count = size()] {
-    const at::Tensor sum = sum_of(parts, count);
+  sum_gathered(collective, part, [tensors = std::move(tensors)](const at::Tensor& sum) {
     std::int64_t offset = 0;
     for (const at::Tensor& tensor : tensors) {
       tensor.detach().copy_(sum.narrow(0, offset, tensor.numel()).view(tensor.sizes()));
       offset += tensor.numel();
     }
   });
+}
+
+void C10dGroup::sum_gathered(Collective& collective, const at::Tensor& contribution,
+                             std::function<void(const at::Tensor&)> use) {
+  at::Tensor parts = at::empty({contribution.numel() * size()}, contribution.options());
+  start(collective, [&](c10d::Backend& backend) {
+    at::Tensor to = flat_bytes(parts);
+    at::Tensor from = flat_bytes(contribution);
+    return backend._allgather_base(to, from);
+  });
+  collective.on_complete.emplace_back([parts, count = size(), use = std::move(use)] { use(sum_of(parts, count)); });
 }
 
 namespace {
@@ -214,17 +226,21 @@ std::unique_ptr<Work> C10dGroup::reduce_scatter(at::Tensor part, at::Tensor whol
   part = part.detach();
   if (!backend_) part.view(-1).copy_(whole.view(-1));
   if (!backend_ || part.numel() == 0) return collective;
+  sum_parts(*collective, part, whole);
+  return collective;
+}
+
+void C10dGroup::sum_parts(Collective& collective, const at::Tensor& part, const at::Tensor& whole) {
   // All members send their contributions to this member's part, which sums them. The amount of data is that of a
   // reduction in parts.
   at::Tensor parts = at::empty({whole.numel()}, whole.options());
-  start(*collective, [&](c10d::Backend& backend) {
+  start(collective, [&](c10d::Backend& backend) {
     at::Tensor to = flat_bytes(parts);
     at::Tensor from = flat_bytes(whole);
     std::vector<std::int64_t> equal;
     return backend.alltoall_base(to, from, equal, equal);
   });
-  collective->on_complete.emplace_back([part, parts, count = size()] { part.view(-1).copy_(sum_of(parts, count)); });
-  return collective;
+  collective.on_complete.emplace_back([part, parts, count = size()] { part.view(-1).copy_(sum_of(parts, count)); });
 }
 
 std::unique_ptr<Work> C10dGroup::broadcast(std::vector<at::Tensor> tensors, int root) {

@@ -1,6 +1,7 @@
 // The collectives of a group of process ranks, over a c10d::Backend of the group.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
@@ -34,17 +35,31 @@ class C10dGroup : public Group, public std::enable_shared_from_this<C10dGroup> {
   std::unique_ptr<Work> barrier() override;
 
   // Ends the collectives in flight with an error, on all members.
-  void tear_down() noexcept PENSTOCK_EXCLUDES(mutex_);
+  virtual void tear_down() noexcept PENSTOCK_EXCLUDES(mutex_);
 
- private:
+ protected:
   class Collective;
 
+  static constexpr const char* kNotAllHaveArrived = "not all ranks of a group have arrived";
+
+  ControlChannel& control() { return *control_; }
+  // Returns true if the backend sums such a tensor, in an order of its own.
+  static bool is_summed_by_backend(const at::Tensor& tensor);
+  // Blocks until an operation has completed.
+  virtual void wait(const c10::intrusive_ptr<c10d::Work>& work, Deadline deadline);
+  // Starts the sum of the members' contiguous tensors, of which each member gets its part.
+  virtual void sum_parts(Collective& collective, const at::Tensor& part, const at::Tensor& whole);
+  // Gathers the members' contiguous tensors, sums them in the order of members, and calls use(sum) in wait().
+  void sum_gathered(Collective& collective, const at::Tensor& contribution, std::function<void(const at::Tensor&)> use);
   // Starts one operation of the backend as part of the collective.
-  template <class Start>
-  void start(Collective& collective, const Start& start_on) PENSTOCK_EXCLUDES(mutex_);
+  using StartOn = std::function<c10::intrusive_ptr<c10d::Work>(c10d::Backend& backend)>;
+  void start(Collective& collective, const StartOn& start_on) PENSTOCK_EXCLUDES(mutex_);
+  // Releases the operations in flight.
+  void forget() noexcept PENSTOCK_EXCLUDES(mutex_);
+
+ private:
   void sum_by_gathering(Collective& collective, std::vector<at::Tensor> tensors);
   void sum_by_backend(Collective& collective, const at::Tensor& tensor);
-  void wait(c10d::Work& work, Deadline deadline);
 
   std::shared_ptr<ControlChannel> control_;
   // Serialises operations on the backend, which is not thread-safe: tear_down() may be called from another thread.

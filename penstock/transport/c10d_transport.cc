@@ -1,5 +1,8 @@
 #include "penstock/transport/c10d_transport.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+
 #include <algorithm>
 #include <map>
 #include <optional>
@@ -14,10 +17,15 @@
 #include "penstock/tensor/reason.h"
 #include "penstock/transport/c10d_group.h"
 #include "penstock/transport/control_channel.h"
+#include "penstock/transport/device_group.h"
+#include "penstock/transport/device_operations.h"
+#include "penstock/transport/direct_links.h"
 #include "penstock/transport/exit_hook.h"
+#include "penstock/transport/host_receives.h"
 #include "penstock/transport/membership.h"
 #include "penstock/transport/receive_queue.h"
 #include "penstock/transport/send_queue.h"
+#include "penstock/transport/staged_group.h"
 
 namespace penstock::internal {
 namespace {
@@ -29,9 +37,13 @@ constexpr Clock::duration kLastSends = std::chrono::milliseconds(200);
 
 using Store = c10::intrusive_ptr<c10d::Store>;
 
-// The groups whose collectives an abort has to end. Thread-safe: an abort may come from any thread.
-class Groups {
+// The operations that an abort has to end. Thread-safe: an abort may come from any thread.
+class AbortTargets {
  public:
+  void add(const std::shared_ptr<DeviceOperations>& operations) PENSTOCK_EXCLUDES(mutex_) {
+    const MutexLock lock(mutex_);
+    operations_ = operations;
+  }
   void add(const std::shared_ptr<C10dGroup>& group) PENSTOCK_EXCLUDES(mutex_) {
     const MutexLock lock(mutex_);
     std::erase_if(groups_, [](const auto& known) { return known.expired(); });
@@ -39,12 +51,15 @@ class Groups {
   }
   void tear_down() PENSTOCK_EXCLUDES(mutex_) {
     std::vector<std::shared_ptr<C10dGroup>> alive;
+    std::shared_ptr<DeviceOperations> operations;
     {
       const MutexLock lock(mutex_);
+      operations = operations_.lock();
       for (const auto& known : groups_) {
         if (auto group = known.lock()) alive.push_back(std::move(group));
       }
     }
+    if (operations) operations->abort();
     for (const auto& group : alive) group->tear_down();
   }
 
@@ -52,6 +67,7 @@ class Groups {
   // A leaf lock: groups are torn down after it is released.
   Mutex mutex_;
   std::vector<std::weak_ptr<C10dGroup>> groups_ PENSTOCK_GUARDED_BY(mutex_);
+  std::weak_ptr<DeviceOperations> operations_ PENSTOCK_GUARDED_BY(mutex_);
 };
 
 class C10dTransport : public Transport {
@@ -62,13 +78,19 @@ class C10dTransport : public Transport {
         ranks_(ranks),
         timeout_(options.timeout.value_or(kDefaultTimeout)),
         backends_(options.backends ? std::move(options.backends) : gloo_backends({.timeout = timeout_})),
+        device_backends_(std::move(options.device_backends)),
         pool_(std::move(pool)),
         control_(std::make_shared<ControlChannel>(make_backend("control", rank, ranks),
-                                                  [groups = groups_] { groups->tear_down(); })),
+                                                  [targets = abort_targets_] { targets->tear_down(); })),
         data_{make_backend("activations", rank, ranks), make_backend("gradients", rank, ranks)},
-        receives_(*control_, data_, step_, pool_),
-        sends_(*control_, data_, step_) {
+        operations_(std::make_shared<DeviceOperations>(control_)),
+        links_(rank, [this](const std::string& name, int member,
+                            at::Device device) { return make_device_backend(name, member, /*size=*/2, device); }),
+        host_receives_(*control_, data_, step_, pool_),
+        receives_(*control_, host_receives_, step_, links_, *operations_),
+        sends_(*control_, data_, step_, links_, *operations_) {
     step_.dynamic_shapes = options.dynamic_shapes;
+    abort_targets_->add(operations_);
   }
 
   ~C10dTransport() override {
@@ -77,7 +99,9 @@ class C10dTransport : public Transport {
       sends_.drain(Clock::now() + kLastSends);
     } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): no peer will receive them
     }
+    operations_->drain(Clock::now() + kLastSends);
     control_->leave();
+    operations_->stop(receives_.has_posted_directly());
   }
   C10dTransport(const C10dTransport&) = delete;
   C10dTransport& operator=(const C10dTransport&) = delete;
@@ -86,18 +110,38 @@ class C10dTransport : public Transport {
   int ranks() const override { return ranks_; }
 
   void begin_step(std::uint64_t signature) override {
+    // A step that fails aborts what is in flight, which must not be the messages of the step before.
+    if (has_order_) {
+      operations_->drain(Clock::now() + kLastSends);
+      control_->throw_if_aborted();
+    }
     ++step_.number;
     step_.changed = step_.number == 1 || signature != step_.signature;
     step_.signature = signature;
+    links_.begin_step();
     receives_.begin_step();
     sends_.begin_step();
     pool_->begin_step();
   }
-  void end_step(Deadline deadline) override { sends_.drain(deadline); }
+  void end_step(Deadline deadline) override {
+    sends_.drain(deadline);
+    if (!has_order_) return;
+    const StreamPoint end = StreamPoint::now(RankStreams::devices_of_thread());
+    operations_->end_step(end, deadline);
+    synchronise_hosts(end, deadline);
+  }
 
-  void post_receive(int from, Tag tag) override {
+  bool needs_order() const override { return static_cast<bool>(device_backends_); }
+  void set_order(const std::shared_ptr<const MessageOrder>& order) override {
+    if (!device_backends_) return;
+    control_->throw_if_aborted();
+    links_.set_order(order);
+    has_order_ = order != nullptr;
+  }
+
+  void post_receive(int from, Tag tag, at::Device device) override {
     require_peer(from);
-    receives_.post(from, tag);
+    receives_.post(from, tag, device);
   }
   void send(int to, Tag tag, Message message, Deadline deadline) override {
     require_peer(to);
@@ -110,18 +154,26 @@ class C10dTransport : public Transport {
 
   int waiting_for() const override { return step_.waiting_for.load(std::memory_order_relaxed); }
 
-  std::shared_ptr<Group> group(const std::vector<int>& ranks) override {
+  std::shared_ptr<Group> group(const std::vector<int>& ranks, const std::vector<at::Device>& devices) override {
     const auto self = std::find(ranks.begin(), ranks.end(), rank_);
     if (self == ranks.end()) {
       throw std::invalid_argument(concat("rank ", rank_, " is not a member of the group that it asks for"));
     }
     control_->throw_if_aborted();
     const std::string name = concat("group/", join(ranks, ","), '/', group_counts_[ranks]++);
+    const int member = static_cast<int>(self - ranks.begin());
+    const int size = static_cast<int>(ranks.size());
     try {
-      auto group = std::make_shared<C10dGroup>(
-          control_, make_backend(name, static_cast<int>(self - ranks.begin()), static_cast<int>(ranks.size())));
-      groups_->add(group);
-      return group;
+      auto group = std::make_shared<C10dGroup>(control_, make_backend(name, member, size));
+      abort_targets_->add(group);
+      if (device_backends_ && size > 1) {
+        if (const std::optional<at::Device> device = device_of_all(*group, devices)) {
+          auto on_device = std::make_shared<DeviceGroup>(
+              control_, make_device_backend(name + "/direct", member, size, *device), *device, operations_);
+          return std::make_shared<DirectGroup>(std::move(group), std::move(on_device));
+        }
+      }
+      return std::make_shared<StagedGroup>(std::move(group));
     } catch (const TransportError&) {
       // An abort reason explains why a member did not connect.
       control_->throw_if_aborted();
@@ -134,20 +186,70 @@ class C10dTransport : public Transport {
   std::vector<std::optional<std::string>> reports(Deadline deadline) override { return control_->reports(deadline); }
 
  private:
+  using Backend = c10::intrusive_ptr<c10d::Backend>;
+
+  // Blocks until the hosts of all ranks have ended the step, so that none returns from a step that fails on another one.
+  // With tensors on the CPU, messages do this. `end` is the point at which this rank's devices end the step.
+  void synchronise_hosts(const StreamPoint& end, Deadline deadline) {
+    if (rank_ != 0) {
+      sends_.send_end_of_step(0);
+      wait_for_end_of_step(0, end, deadline);
+      return;
+    }
+    for (int rank = 1; rank < ranks_; ++rank) wait_for_end_of_step(rank, end, deadline);
+    for (int rank = 1; rank < ranks_; ++rank) sends_.send_end_of_step(rank);
+  }
+
+  void wait_for_end_of_step(int from, const StreamPoint& end, Deadline deadline) {
+    const Clock::duration timeout = deadline - Clock::now();
+    HostReceive message = host_receives_.post(from, {}, MessageKind::EndOfStep, 1);
+    for (;;) {
+      // A host may wait for its device, whose messages have deadlines of their own.
+      const bool is_over = end.is_reached();
+      try {
+        return host_receives_.wait(message, from, deadline);
+      } catch (const TransportError& error) {
+        if (error.why() != TransportError::Why::Timeout || is_over) throw;
+      }
+      deadline = Clock::now() + timeout;
+    }
+  }
+
   // Returns null for a group of one rank.
-  c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name, int member, int size) {
+  Backend make_backend(const std::string& name, int member, int size) {
     if (size == 1) return {};
+    Backend backend = connect(name, size, [&](const Store& store) { return backends_(store, member, size); });
+    // The deadline of each wait applies from now on.
+    backend->setTimeout(kForever);
+    return backend;
+  }
+
+  Backend make_device_backend(const std::string& name, int member, int size, at::Device device) {
+    const Backend backend =
+        connect(name, size, [&](const Store& store) { return device_backends_(store, member, size, device); });
+    operations_->add_backend(backend, device);
+    return backend;
+  }
+
+  template <class Create>
+  Backend connect(const std::string& name, int size, const Create& create) {
     try {
-      auto backend = backends_(c10::make_intrusive<c10d::PrefixStore>(name, store_), member, size);
-      // The deadline of each wait applies from now on.
-      backend->setTimeout(kForever);
-      return backend;
+      return create(c10::make_intrusive<c10d::PrefixStore>(name, store_));
     } catch (const std::exception& error) {
       const std::string what = reason_of(error);
       throw TransportError(TransportError::Why::Timeout, TransportError::kNoPeer,
                            concat("rank ", rank_, " has not connected to the other ", size - 1, " ranks of ", name,
                                   ": ", what.substr(0, what.find('\n'))));
     }
+  }
+
+  // Returns this rank's device if each member of the group has one, and that is an accelerator.
+  std::optional<at::Device> device_of_all(C10dGroup& group, const std::vector<at::Device>& devices) {
+    const bool has_one = devices.size() == 1 && has_streams(devices.front());
+    at::Tensor all = at::empty({group.size()}, at::kLong);
+    group.all_gather(all, at::full({1}, has_one ? 1 : 0, at::kLong))->wait(deadline_after(timeout_));
+    if (!all.all().item<bool>()) return std::nullopt;
+    return with_index(devices.front());
   }
 
   void require_peer(int rank) const {
@@ -157,8 +259,10 @@ class C10dTransport : public Transport {
 
   // Ends the threads of this transport when the process exits. The rank's thread does not use it any more.
   void stop() noexcept {
+    operations_->drain(Clock::now() + kLastSends);
     control_->stop();
     sends_.stop();
+    operations_->stop(receives_.has_posted_directly());
   }
 
   Store store_;
@@ -166,14 +270,20 @@ class C10dTransport : public Transport {
   const int ranks_;
   const std::chrono::milliseconds timeout_;
   const BackendFactory backends_;
+  const DeviceBackendFactory device_backends_;
   const std::shared_ptr<BlockPool> pool_;
   // Shared with the control channel, which groups may keep alive after the transport.
-  const std::shared_ptr<Groups> groups_ = std::make_shared<Groups>();
+  const std::shared_ptr<AbortTargets> abort_targets_ = std::make_shared<AbortTargets>();
   // Number of groups that this rank has created of each list of ranks.
   std::map<std::vector<int>, std::size_t> group_counts_;
   const std::shared_ptr<ControlChannel> control_;
   const DataBackends data_;
   TransportStep step_;
+  const std::shared_ptr<DeviceOperations> operations_;
+  DirectLinks links_;
+  // True if set_order() has set an order. It is the same on all ranks.
+  bool has_order_ = false;
+  HostReceives host_receives_;
   // Declared after the backends: messages in flight are destroyed before their process groups.
   ReceiveQueue receives_;
   SendQueue sends_;
@@ -185,6 +295,8 @@ class C10dTransport : public Transport {
 
 std::unique_ptr<Transport> c10d_transport_with_pool(const c10::intrusive_ptr<c10d::Store>& store, int rank, int ranks,
                                                     C10dOptions options, std::shared_ptr<BlockPool> pool) {
+  // The ranks that have device backends wait for each other where others do not.
+  if (options.device_backends) options.agreed["device tensors"] = "sent from device to device";
   auto session = require_all_ranks(store, {.rank = rank,
                                            .ranks = ranks,
                                            .token = JobToken(options.job_token),

@@ -131,11 +131,13 @@ void ControlChannel::on_message(const Peer& peer) {
   broadcast_abort();
 }
 
-void ControlChannel::set_abort_reason(TransportError::Why why, int peer, const std::string& what) {
+void ControlChannel::set_abort_reason(TransportError::Why why, int peer, const std::string& what,
+                                      const std::string& broadcast) {
   {
     const MonitorLock lock(monitor_);
     if (abort_reason_) return;
     abort_reason_.emplace(why, peer, what);
+    broadcast_text_ = broadcast;
     monitor_.notify_all();
   }
   timer_.close();
@@ -148,6 +150,11 @@ void ControlChannel::abort(const std::string& why) noexcept {
     broadcast_abort();
   } catch (...) {  // NOLINT(bugprone-empty-catch): out of memory; the peers will detect the lost connection
   }
+}
+
+void ControlChannel::fail(const TransportError& error) {
+  const int rank = backend_ ? backend_->getRank() : 0;
+  set_abort_reason(error.why(), error.peer(), error.what(), concat("rank ", rank, " has failed"));
 }
 
 void ControlChannel::on_abort(std::function<std::string()> report) {
@@ -163,9 +170,13 @@ void ControlChannel::broadcast_abort() {
   copy_text(message.report, report);
   {
     const MonitorLock lock(monitor_);
-    message.why = abort_reason_->why();
-    message.peer = abort_reason_->peer();
-    copy_text(message.what, abort_reason_->what());
+    if (broadcast_text_.empty()) {
+      message.why = abort_reason_->why();
+      message.peer = abort_reason_->peer();
+      copy_text(message.what, abort_reason_->what());
+    } else {
+      copy_text(message.what, broadcast_text_);
+    }
     own_report_ = report;
   }
   broadcast(message);
@@ -206,6 +217,15 @@ std::vector<std::optional<std::string>> ControlChannel::reports(Deadline deadlin
   }
   if (reports.empty()) reports.push_back(own_report_);
   return reports;
+}
+
+std::vector<int> ControlChannel::ranks_that_left() {
+  const MonitorLock lock(monitor_);
+  std::vector<int> ranks;
+  for (std::size_t i = 0; i < peer_states_.size(); ++i) {
+    if (peer_states_[i].left) ranks.push_back(static_cast<int>(i));
+  }
+  return ranks;
 }
 
 void ControlChannel::throw_if_aborted() {

@@ -42,10 +42,16 @@ class ControlChannel {
 
   // Sets the abort reason, unless there is one, and broadcasts it.
   void abort(const std::string& why) noexcept;
+  // Ends all waits of this rank with an error that was detected outside of them, unless there is an abort reason. The
+  // peers are told by abort(), which the rank's thread calls when it has caught the error.
+  void fail(const TransportError& error);
   // Implements Transport::on_abort. `report` is called with message_mutex_ held.
   void on_abort(std::function<std::string()> report) PENSTOCK_EXCLUDES(message_mutex_);
   // Implements Transport::reports. Requires that there is an abort reason.
   std::vector<std::optional<std::string>> reports(Deadline deadline);
+
+  // Returns the ranks that have sent a goodbye.
+  std::vector<int> ranks_that_left() PENSTOCK_EXCLUDES(monitor_);
 
   // Throws the abort reason, if there is one.
   void throw_if_aborted() PENSTOCK_EXCLUDES(monitor_);
@@ -80,8 +86,10 @@ class ControlChannel {
   // Waits for the only message of a peer, on the thread of that peer.
   void watch(const Peer& peer);
   void on_message(const Peer& peer);
-  // Sets the abort reason and ends all waits, unless there is one already.
-  void set_abort_reason(TransportError::Why why, int peer, const std::string& what) PENSTOCK_EXCLUDES(monitor_);
+  // Sets the abort reason and ends all waits, unless there is one already. Peers are sent `broadcast` in its place, if
+  // it is not empty.
+  void set_abort_reason(TransportError::Why why, int peer, const std::string& what, const std::string& broadcast = {})
+      PENSTOCK_EXCLUDES(monitor_);
   // Sends the abort reason and this rank's report to all peers.
   void broadcast_abort() PENSTOCK_EXCLUDES(message_mutex_, monitor_);
   // Sends a message to each peer. Only the first call has an effect.
@@ -104,6 +112,8 @@ class ControlChannel {
   // changes.
   Monitor monitor_{Clock::duration::zero()};
   std::optional<TransportError> abort_reason_ PENSTOCK_GUARDED_BY(monitor_);
+  // Text for the peers if the abort reason is an error of this rank's own waits; empty otherwise.
+  std::string broadcast_text_ PENSTOCK_GUARDED_BY(monitor_);
   std::optional<std::string> own_report_ PENSTOCK_GUARDED_BY(monitor_);
   // Indexed by rank.
   std::vector<PeerState> peer_states_ PENSTOCK_GUARDED_BY(monitor_);

@@ -48,6 +48,7 @@ class PENSTOCK_CAPABILITY("monitor") Monitor {
   // A waiter spins for `spin_time` before it sleeps. Pass zero where there are more threads than cores: a spinning
   // waiter would keep its core from the thread that it waits for.
   explicit Monitor(Clock::duration spin_time) : spin_time_(spin_time) {}
+  ~Monitor() = default;
   Monitor(const Monitor&) = delete;
   Monitor& operator=(const Monitor&) = delete;
 

@@ -1,20 +1,12 @@
 #include "penstock/transport/receive_queue.h"
 
+#include <ATen/ops/empty_strided.h>
+
 #include <stdexcept>
-#include <string>
-#include <string_view>
 
 #include "penstock/base/text.h"
-#include "penstock/transport/unprofiled.h"
 
 namespace penstock::internal {
-namespace {
-
-std::string_view text_of(const at::Tensor& bytes) {
-  return {static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()};
-}
-
-}  // namespace
 
 ReceiveQueue::Channel& ReceiveQueue::channel_of(int from, Tag tag) {
   const auto [found, is_new] = channels_.try_emplace({from, tag.channel});
@@ -23,7 +15,8 @@ ReceiveQueue::Channel& ReceiveQueue::channel_of(int from, Tag tag) {
 }
 
 void ReceiveQueue::begin_step() {
-  completed_.clear();
+  host_.free_completed();
+  direct_.begin_step();
   for (auto& [key, channel] : channels_) {
     if (!channel.incoming.empty()) {
       throw std::logic_error(
@@ -35,104 +28,76 @@ void ReceiveQueue::begin_step() {
   }
 }
 
-void ReceiveQueue::post(int from, Tag tag) {
+void ReceiveQueue::post(int from, Tag tag, at::Device device) {
   control_.throw_if_aborted();
-  completed_.clear();
+  host_.free_completed();
+  if (DirectLink* const link = links_.from(from, tag)) return direct_.post(*link, tag);
   Channel& channel = channel_of(from, tag);
+  channel.device = device;
   if (channel.headers == Headers::Unknown && !channel.opening.work) {
-    channel.opening = post(from, tag, MessageKind::Opening, pool_->empty_bytes(1));
+    channel.opening = host_.post(from, tag, MessageKind::Opening, 1);
   }
   Incoming incoming;
   if (const Metas* metas = channel.shapes.next(tag.number))
-    incoming.expected = post_data(*metas, from, tag, MessageKind::Data);
-  if (channel.headers == Headers::On) post_header(incoming, from, tag);
+    incoming.expected = post_data(channel, *metas, from, tag, MessageKind::Data);
+  if (channel.headers == Headers::On) incoming.header = host_.post_header(from, tag);
   channel.incoming[tag.number].push_back(std::move(incoming));
 }
 
-void ReceiveQueue::post_header(Incoming& incoming, int from, Tag tag) {
-  incoming.header = post(from, tag, MessageKind::Header, pool_->empty_bytes(kHeaderBytes));
-}
-
-ReceiveQueue::Posted ReceiveQueue::post(int from, Tag tag, MessageKind kind, const at::Tensor& bytes) {
-  std::vector<at::Tensor> tensors{bytes};
-  try {
-    return {.bytes = bytes,
-            .work = unprofiled([&] { return backends_[tag.channel % 2]->recv(tensors, from, wire_tag(tag, kind)); })};
-  } catch (const c10::Error& error) {
-    control_.throw_connection_lost(from, error);
-  } catch (const std::runtime_error& error) {
-    control_.throw_connection_lost(from, error);
-  }
-}
-
-ReceiveQueue::Arrival ReceiveQueue::post_data(const Metas& metas, int from, Tag tag, MessageKind kind) {
+ReceiveQueue::Arrival ReceiveQueue::post_data(const Channel& channel, const Metas& metas, int from, Tag tag,
+                                              MessageKind kind) {
+  const bool is_staged = has_streams(channel.device);
   Arrival arrival;
   for (const std::optional<TensorMeta>& meta : metas) {
     at::Tensor& tensor = arrival.tensors.emplace_back();
     if (!meta) continue;
-    tensor = pool_->empty(meta->shape, meta->strides, meta->dtype);
-    if (tensor.numel() > 0) arrival.data.push_back(post(from, tag, kind, bytes_of(tensor)));
+    tensor = is_staged
+                 ? at::empty_strided(meta->shape, meta->strides, at::TensorOptions(meta->dtype).pinned_memory(true))
+                 : host_.pool().empty(meta->shape, meta->strides, meta->dtype);
+    if (tensor.numel() > 0) arrival.data.push_back(host_.post(from, tag, kind, bytes_of(tensor)));
     if (meta->requires_grad) tensor.set_requires_grad(true);
   }
-  if (arrival.data.empty()) arrival.data.push_back(post(from, tag, kind, pool_->empty_bytes(1)));
+  if (arrival.data.empty()) arrival.data.push_back(host_.post(from, tag, kind, 1));
   return arrival;
-}
-
-void ReceiveQueue::wait(Posted& posted, int from, Deadline deadline) {
-  step_.waiting_for.store(from, std::memory_order_relaxed);
-  control_.wait(*posted.work, deadline, from, concat("no message came from rank ", from));
-  step_.waiting_for.store(TransportError::kNoPeer, std::memory_order_relaxed);
-  completed_.push_back({.bytes = {}, .work = std::move(posted.work)});
 }
 
 void ReceiveQueue::wait(Arrival& arrival, int from, Deadline deadline) {
   while (!arrival.data.empty()) {
-    wait(arrival.data.front(), from, deadline);
+    host_.wait(arrival.data.front(), from, deadline);
     arrival.data.pop_front();
   }
 }
 
 void ReceiveQueue::read_opening(Channel& channel, int from, Tag tag, Deadline deadline) {
-  wait(channel.opening, from, deadline);
-  channel.headers = static_cast<Headers>(text_of(channel.opening.bytes).front());
+  host_.wait(channel.opening, from, deadline);
+  channel.headers = static_cast<Headers>(channel.opening.text().front());
   channel.opening = {};
   if (channel.headers != Headers::On) return;
   step_.changed = true;
   // Messages that were posted before the opening was read have no receive for their headers yet.
   for (auto& [number, all] : channel.incoming) {
-    for (Incoming& incoming : all) post_header(incoming, from, {.channel = tag.channel, .number = number});
+    for (Incoming& incoming : all) {
+      incoming.header = host_.post_header(from, {.channel = tag.channel, .number = number});
+    }
   }
 }
 
 void ReceiveQueue::read_header(Channel& channel, Incoming& incoming, int from, Tag tag, Deadline deadline) {
-  if (incoming.header.work) wait(incoming.header, from, deadline);
-  const std::size_t rest = internal::rest_of_header(text_of(incoming.header.bytes));
-  if (rest > 0) {
-    if (!incoming.rest_of_header.bytes.defined()) {
-      incoming.rest_of_header = post(from, tag, MessageKind::FreshData, pool_->empty_bytes(rest));
-    }
-    if (incoming.rest_of_header.work) wait(incoming.rest_of_header, from, deadline);
-  }
-  Metas metas = decode_header(text_of(incoming.header.bytes),
-                              rest > 0 ? text_of(incoming.rest_of_header.bytes) : std::string_view());
-  incoming.fresh = post_data(metas, from, tag, MessageKind::FreshData);
+  Metas metas = host_.wait(incoming.header, from, tag, deadline);
+  incoming.fresh = post_data(channel, metas, from, tag, MessageKind::FreshData);
   if (step_.caches_shapes()) channel.shapes.add(tag.number, std::move(metas));
 }
 
 Message ReceiveQueue::receive(int from, Tag tag, Deadline deadline) {
   control_.throw_if_aborted();
-  completed_.clear();
+  host_.free_completed();
+  if (DirectLink* const link = links_.from(from, tag)) return direct_.receive(*link, tag, deadline);
   Channel& channel = channel_of(from, tag);
-  if (!channel.incoming.contains(tag.number)) post(from, tag);
+  if (!channel.incoming.contains(tag.number)) post(from, tag, channel.device);
   if (channel.headers == Headers::Unknown) read_opening(channel, from, tag, deadline);
   const auto messages = channel.incoming.find(tag.number);
   Incoming& incoming = messages->second.front();
-  if (channel.headers == Headers::Off && !incoming.expected) {
-    throw PipeliningShapeError(
-        concat(name_of(tag, "from", from),
-               " was not sent in the step whose shapes are cached.\n  Hint: set dynamic_shapes to "
-               "send shapes with every message."));
-  }
+  if (channel.headers == Headers::Off && !incoming.expected) throw_not_in_cached_step(tag, from);
   if (incoming.expected) wait(*incoming.expected, from, deadline);
   if (channel.headers == Headers::On) {
     if (!incoming.fresh) read_header(channel, incoming, from, tag, deadline);
@@ -141,6 +106,10 @@ Message ReceiveQueue::receive(int from, Tag tag, Deadline deadline) {
   Message message = std::move((incoming.fresh ? incoming.fresh : incoming.expected)->tensors);
   messages->second.pop_front();
   if (messages->second.empty()) channel.incoming.erase(messages);
+  const at::Device device = channel.device;
+  if (has_streams(device) && !move_to_device(message, device, StreamPoint(), copies_, deadline)) {
+    throw TransportError(TransportError::Why::Timeout, from, concat("no message came from rank ", from));
+  }
   return message;
 }
 

@@ -1,17 +1,19 @@
 // The receiving side of a process rank. A receive is posted as soon as its size is known, into memory of the pool.
+// Tensors that are wanted on a device are received into pinned memory, and copied to the device beside the computation,
+// unless their messages are sent from device to device.
 #pragma once
 
+#include <cstdint>
 #include <deque>
 #include <map>
-#include <memory>
 #include <optional>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
-#include <vector>
 
-#include "penstock/transport/block_pool.h"
+#include "penstock/device/transfer.h"
 #include "penstock/transport/control_channel.h"
-#include "penstock/transport/send_queue.h"
+#include "penstock/transport/direct_links.h"
+#include "penstock/transport/direct_receives.h"
+#include "penstock/transport/host_receives.h"
 #include "penstock/transport/wire.h"
 
 namespace penstock::internal {
@@ -19,61 +21,57 @@ namespace penstock::internal {
 // Used by the rank's thread only.
 class ReceiveQueue {
  public:
-  // `control` and `step` must outlive the queue. Both belong to the transport that the queue is a member of.
-  ReceiveQueue(ControlChannel& control, DataBackends backends, TransportStep& step, std::shared_ptr<BlockPool> pool)
-      : control_(control), backends_(std::move(backends)), step_(step), pool_(std::move(pool)) {}
+  // The references must outlive the queue. They belong to the transport that the queue is a member of.
+  ReceiveQueue(ControlChannel& control, HostReceives& host, TransportStep& step, DirectLinks& links,
+               DeviceOperations& operations)
+      : control_(control), host_(host), step_(step), links_(links), direct_(control, host, step, operations) {}
 
-  void post(int from, Tag tag);
+  // `device` is where the tensors of the channel are wanted.
+  void post(int from, Tag tag, at::Device device);
   // Blocks until the message of this tag that was posted first has arrived. Posts it if none was. After a timeout the
   // call may be repeated. Throws TransportError.
   Message receive(int from, Tag tag, Deadline deadline);
   // Throws std::logic_error if a message was posted and has not been received.
   void begin_step();
+  // Returns true if device backends have receives of messages that have not been asked for.
+  bool has_posted_directly() const { return direct_.has_posted(); }
 
  private:
-  struct Posted {
-    at::Tensor bytes;
-    c10::intrusive_ptr<c10d::Work> work;
-  };
   // The tensors of a message, and the receives that have not completed.
   struct Arrival {
     Message tensors;
-    std::deque<Posted> data;
+    std::deque<HostReceive> data;
   };
   struct Incoming {
     // Receives of the cached shapes, if there are any.
     std::optional<Arrival> expected;
     // The header and the data that it describes. Used only if the channel has headers in this step.
-    Posted header;
-    Posted rest_of_header;
+    HeaderReceive header;
     std::optional<Arrival> fresh;
   };
   struct Channel {
+    at::Device device = at::kCPU;
     Headers headers = Headers::On;
     // Posted while `headers` is Unknown.
-    Posted opening;
+    HostReceive opening;
     ShapeCache shapes;
     // Messages by number, in the order in which they were posted.
     std::map<std::uint32_t, std::deque<Incoming>> incoming;
   };
 
   Channel& channel_of(int from, Tag tag);
-  Posted post(int from, Tag tag, MessageKind kind, const at::Tensor& bytes);
-  void post_header(Incoming& incoming, int from, Tag tag);
-  Arrival post_data(const Metas& metas, int from, Tag tag, MessageKind kind);
+  Arrival post_data(const Channel& channel, const Metas& metas, int from, Tag tag, MessageKind kind);
   void read_opening(Channel& channel, int from, Tag tag, Deadline deadline);
   void read_header(Channel& channel, Incoming& incoming, int from, Tag tag, Deadline deadline);
-  void wait(Posted& posted, int from, Deadline deadline);
   void wait(Arrival& arrival, int from, Deadline deadline);
 
   ControlChannel& control_;
-  DataBackends backends_;
+  HostReceives& host_;
   TransportStep& step_;
-  std::shared_ptr<BlockPool> pool_;
-  // Completed receives, kept until the next call. Gloo's thread releases a receive shortly after it has completed it; a
-  // destructor that runs in that moment yields the core, and gets it back much later on a busy machine.
-  std::vector<Posted> completed_;
-  // Channels by sender and number. Declared after the pool, as its receives use memory of the pool.
+  DirectLinks& links_;
+  DirectReceives direct_;
+  CopyStreams copies_;
+  // Channels by sender and number.
   std::map<std::pair<int, std::uint32_t>, Channel> channels_;
 };
 

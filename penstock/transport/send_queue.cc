@@ -1,11 +1,15 @@
 #include "penstock/transport/send_queue.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <cstring>
 #include <exception>
+#include <stdexcept>
 
 #include "penstock/base/text.h"
+#include "penstock/device/host_copies.h"
 #include "penstock/transport/start_thread.h"
 #include "penstock/transport/unprofiled.h"
 
@@ -15,6 +19,13 @@ namespace {
 // send() blocks while more than this is in flight.
 constexpr std::size_t kMostSends = 128;
 constexpr std::size_t kMostBytes = std::size_t{64} << 20U;
+
+// Time after which a wait for a device looks for an abort.
+constexpr std::chrono::milliseconds kStagingPause{20};
+
+std::string no_receive_on(int rank) {
+  return concat("no receive was posted on rank ", rank);
+}
 
 std::string text_of(const std::optional<TensorMeta>& meta) {
   return meta ? to_string(*meta) : "None";
@@ -54,8 +65,14 @@ std::vector<Packed> packed(const Message& message) {
 
 }  // namespace
 
-SendQueue::SendQueue(ControlChannel& control, DataBackends backends, TransportStep& step)
-    : control_(control), backends_(std::move(backends)), step_(step), reaper_(start_thread([this] { reap(); })) {}
+SendQueue::SendQueue(ControlChannel& control, DataBackends backends, TransportStep& step, DirectLinks& links,
+                     DeviceOperations& operations)
+    : control_(control),
+      backends_(std::move(backends)),
+      step_(step),
+      links_(links),
+      operations_(operations),
+      reaper_(start_thread([this] { reap(); })) {}
 
 SendQueue::~SendQueue() {
   stop();
@@ -69,11 +86,16 @@ void SendQueue::stop() {
     monitor_.notify_all();
   }
   if (reaper_.joinable()) reaper_.join();
+  staging_.stop();
 }
 
 void SendQueue::begin_step() {
   for (auto& [key, channel] : channels_) {
     channel.headers = step_.initial_headers();
+    channel.shapes.begin_step();
+  }
+  for (auto& [key, channel] : direct_channels_) {
+    channel.headers = Headers::Unknown;
     channel.shapes.begin_step();
   }
   headers_sent_ = false;
@@ -87,16 +109,20 @@ SendQueue::Channel& SendQueue::channel_of(int to, Tag tag) {
   return found->second;
 }
 
-void SendQueue::send_opening(Channel& channel, int to, Tag tag) {
-  channel.headers = step_.changed || channel.shapes.empty() ? Headers::On : Headers::Off;
-  start(to, tag, MessageKind::Opening, std::string(1, static_cast<char>(channel.headers)));
+void SendQueue::open(Channel& channel) const {
+  const bool has_headers = step_.changed || step_.dynamic_shapes || channel.shapes.empty();
+  channel.headers = has_headers ? Headers::On : Headers::Off;
 }
 
 void SendQueue::send(int to, Tag tag, const Message& message, Deadline deadline) {
   control_.throw_if_aborted();
-  const std::vector<Packed> parts = packed(message);
+  std::vector<Packed> parts = packed(message);
+  if (DirectLink* const link = links_.to(to, tag)) return send_directly(*link, tag, std::move(parts));
   Channel& channel = channel_of(to, tag);
-  if (channel.headers == Headers::Unknown) send_opening(channel, to, tag);
+  if (channel.headers == Headers::Unknown) {
+    open(channel);
+    start(to, tag, MessageKind::Opening, std::string(1, static_cast<char>(channel.headers)));
+  }
   const Metas* expected = channel.shapes.next(tag.number);
   if (channel.headers == Headers::On) {
     send_with_header(channel, parts, expected, to, tag);
@@ -123,16 +149,61 @@ void SendQueue::send_with_header(Channel& channel, const std::vector<Packed>& pa
     }
     send_parts(filler, to, tag, MessageKind::Data);
   }
+  send_header(channel, parts, to, tag);
+  send_parts(parts, to, tag, MessageKind::FreshData);
+}
+
+void SendQueue::send_header(Channel& channel, const std::vector<Packed>& parts, int to, Tag tag) {
   Metas metas;
   for (const Packed& part : parts) metas.push_back(part.meta());
   const HeaderBytes header = encode_header(metas);
   start(to, tag, MessageKind::Header, header.first);
   if (!header.rest.empty()) start(to, tag, MessageKind::FreshData, header.rest);
-  send_parts(parts, to, tag, MessageKind::FreshData);
   if (step_.caches_shapes()) channel.shapes.add(tag.number, std::move(metas));
 }
 
+void SendQueue::send_directly(DirectLink& link, Tag tag, std::vector<Packed> parts) {
+  if (link.place_of(tag) != link.position) {
+    throw std::logic_error(concat(name_of(tag, "to", link.peer), " is sent as number ", link.position + 1,
+                                  " of its step, expected ", link.place_of(tag) + 1, " as in the order of messages."));
+  }
+  Channel& channel =
+      direct_channels_.try_emplace({link.peer, tag.channel}, Channel{Headers::Unknown, {}}).first->second;
+  if (channel.headers == Headers::Unknown) {
+    open(channel);
+    start(link.peer, tag, MessageKind::Opening,
+          encode_direct_opening({.headers = channel.headers, .digest = link.digest}));
+  }
+  // A stage may return tensors on another device than its own.
+  for (Packed& part : parts) {
+    if (!part.tensor.defined() || part.tensor.device() == link.device) continue;
+    const StreamPoint computed = StreamPoint::now(part.tensor.device());
+    part.tensor = DeviceCopy(part.tensor, link.device, computed, copies_).take(Deadline::max());
+  }
+  if (channel.headers == Headers::On) {
+    send_header(channel, parts, link.peer, tag);
+  } else {
+    require_expected(parts, channel.shapes.next(tag.number), link.peer, tag);
+  }
+  DeviceOperation sent{.peer = link.peer, .what = no_receive_on(link.peer)};
+  for (const Packed& part : parts) {
+    if (!part.tensor.defined() || part.tensor.numel() == 0) continue;
+    std::vector<at::Tensor> bytes{bytes_of(part.tensor)};
+    try {
+      sent.works.push_back(unprofiled([&] { return link.backend->send(bytes, DirectLink::kReceiver, /*tag=*/0); }));
+    } catch (const std::exception& error) {
+      control_.throw_connection_lost(link.peer, error);
+    }
+    // The work does not keep the memory until it has completed.
+    sent.tensors.push_back(part.tensor);
+  }
+  ++link.position;
+  if (!sent.works.empty()) operations_.add(std::move(sent));
+}
+
 void SendQueue::send_parts(const std::vector<Packed>& parts, int to, Tag tag, MessageKind kind) {
+  const auto is_on_device = [](const Packed& part) { return part.tensor.defined() && !part.tensor.is_cpu(); };
+  if (std::ranges::any_of(parts, is_on_device)) return stage_parts(parts, to, tag, kind);
   bool is_empty = true;
   for (const Packed& part : parts) {
     if (!part.tensor.defined() || part.tensor.numel() == 0) continue;
@@ -141,6 +212,30 @@ void SendQueue::send_parts(const std::vector<Packed>& parts, int to, Tag tag, Me
   }
   // The receiver expects at least one send, so send a single byte.
   if (is_empty) start(to, tag, kind, std::string(1, '\0'));
+}
+
+void SendQueue::stage_parts(const std::vector<Packed>& parts, int to, Tag tag, MessageKind kind) {
+  // All parts are staged, as the receiver takes them in order.
+  std::vector<at::Tensor> tensors;
+  StreamPoint copied;
+  for (const Packed& part : parts) {
+    if (!part.tensor.defined() || part.tensor.numel() == 0) continue;
+    tensors.push_back(copy_to_host(part.tensor, copies_, copied));
+  }
+  if (tensors.empty()) tensors.push_back(at::zeros({1}, at::kByte));
+  staging_.add(std::move(copied), [this, to, tag, kind, tensors = std::move(tensors)] {
+    for (const at::Tensor& tensor : tensors) start(to, tag, kind, bytes_of(tensor));
+  });
+}
+
+void SendQueue::wait_for_staging(Deadline deadline) {
+  // An abort does not wake this wait.
+  while (staging_.wait(std::min(deadline, Clock::now() + kStagingPause)) != WaitResult::Ready) {
+    control_.throw_if_aborted();
+    if (Clock::now() < deadline) continue;
+    throw TransportError(TransportError::Why::Timeout, TransportError::kNoPeer,
+                         "a device has not computed a message within the deadline");
+  }
 }
 
 void SendQueue::start(int to, Tag tag, MessageKind kind, const std::string& bytes) {
@@ -153,6 +248,7 @@ void SendQueue::start(int to, Tag tag, MessageKind kind, const at::Tensor& bytes
   std::vector<at::Tensor> tensors{bytes};
   c10::intrusive_ptr<c10d::Work> work;
   try {
+    const MutexLock lock(start_mutex_);
     work = unprofiled([&] { return backends_[tag.channel % 2]->send(tensors, to, wire_tag(tag, kind)); });
   } catch (const c10::Error& error) {
     control_.throw_connection_lost(to, error);
@@ -179,7 +275,7 @@ void SendQueue::wait_for_oldest(Deadline deadline) {
   monitor_.unlock();
   std::exception_ptr error;
   try {
-    control_.wait(*oldest.work, deadline, oldest.to, concat("no receive was posted on rank ", oldest.to));
+    control_.wait(*oldest.work, deadline, oldest.to, no_receive_on(oldest.to));
   } catch (...) {
     error = std::current_exception();
   }
@@ -202,6 +298,7 @@ void SendQueue::wait_for_oldest_on_rank_thread(Deadline deadline) {
 
 void SendQueue::drain(Deadline deadline) {
   control_.throw_if_aborted();
+  wait_for_staging(deadline);
   const MonitorLock lock(monitor_);
   while (!in_flight_.empty()) wait_for_oldest_on_rank_thread(deadline);
   // The reaper may be waiting for one more send, and puts it back if its wait fails.

@@ -16,6 +16,8 @@
 
 #include "penstock/base/mutex.h"
 #include "penstock/base/text.h"
+#include "penstock/device/streams.h"
+#include "penstock/device/transfer.h"
 #include "penstock/transport/collective_round.h"
 #include "penstock/transport/mailbox.h"
 #include "penstock/transport/wire.h"
@@ -24,9 +26,13 @@ namespace penstock {
 namespace {
 
 using internal::concat;
+using internal::CopyStreams;
+using internal::devices_of;
 using internal::Mailbox;
 using internal::Mutex;
 using internal::MutexLock;
+using internal::RankStreams;
+using internal::StreamPoint;
 using internal::WaitResult;
 
 using Tensors = std::vector<at::Tensor>;
@@ -35,6 +41,10 @@ using Tensors = std::vector<at::Tensor>;
 struct Contribution {
   std::function<void(std::vector<Contribution>&)> collective;
   Tensors tensors;
+  // The point at which devices have computed the tensors, and all else that the member's thread has started.
+  StreamPoint computed;
+  // Where the member that runs the collective stores the point at which it has ended, for the contribution's member.
+  std::shared_ptr<StreamPoint> ended;
 };
 using Rounds = internal::CollectiveRound<Contribution>;
 
@@ -43,6 +53,30 @@ constexpr Clock::duration kSpinTime = std::chrono::microseconds(50);
 
 Clock::duration spin_time_for(int ranks) {
   return static_cast<unsigned>(ranks) <= std::thread::hardware_concurrency() ? kSpinTime : Clock::duration::zero();
+}
+
+// A message in a mailbox, and the point at which devices have computed it.
+struct Parcel {
+  Message message;
+  StreamPoint computed;
+};
+
+// Runs a collective on the thread of the member that arrived last, in its streams, without waiting for the devices.
+void run_collective(std::vector<Contribution>& contributions) {
+  StreamPoint ended;
+  Tensors all;
+  for (const Contribution& contribution : contributions) {
+    ended.add(contribution.computed);
+    all.insert(all.end(), contribution.tensors.begin(), contribution.tensors.end());
+  }
+  const std::vector<at::Device> devices = devices_of(all);
+  ended.block(devices);
+  contributions.front().collective(contributions);
+  for (const at::Tensor& tensor : all) {
+    if (!devices.empty()) internal::use_on_stream(tensor);
+  }
+  ended.add(StreamPoint::now(devices));
+  for (const Contribution& contribution : contributions) *contribution.ended = ended;
 }
 
 // State that all ranks share.
@@ -57,7 +91,7 @@ class Shared {
   }
 
   int ranks() const { return static_cast<int>(mailboxes_.size()); }
-  Mailbox<Message>& mailbox_of(int rank) { return mailboxes_.at(static_cast<std::size_t>(rank)); }
+  Mailbox<Parcel>& mailbox_of(int rank) { return mailboxes_.at(static_cast<std::size_t>(rank)); }
   // Returns the rounds of a group. `number` counts the groups of the same ranks.
   std::shared_ptr<Rounds> rounds_of(const std::vector<int>& ranks, std::size_t number) PENSTOCK_EXCLUDES(mutex_);
 
@@ -69,7 +103,7 @@ class Shared {
  private:
   const Clock::duration spin_time_;
   // Indexed by receiver. A deque, as mailboxes cannot be moved. Constant after construction; a mailbox locks itself.
-  std::deque<Mailbox<Message>> mailboxes_;
+  std::deque<Mailbox<Parcel>> mailboxes_;
 
   Mutex mutex_;
   bool aborted_ PENSTOCK_GUARDED_BY(mutex_) = false;
@@ -85,9 +119,7 @@ std::shared_ptr<Rounds> Shared::rounds_of(const std::vector<int>& ranks, std::si
   const MutexLock lock(mutex_);
   std::shared_ptr<Rounds>& rounds = rounds_[{ranks, number}];
   if (!rounds) {
-    rounds = std::make_shared<Rounds>(ranks.size(), spin_time_, [](std::vector<Contribution>& contributions) {
-      contributions.front().collective(contributions);
-    });
+    rounds = std::make_shared<Rounds>(ranks.size(), spin_time_, run_collective);
     if (aborted_) rounds->close();
   }
   return rounds;
@@ -104,7 +136,7 @@ void Shared::abort(const std::string& reason) {
   } catch (const std::bad_alloc&) {
     reports_.resize(reporters_.size());
   }
-  for (Mailbox<Message>& mailbox : mailboxes_) mailbox.close();
+  for (Mailbox<Parcel>& mailbox : mailboxes_) mailbox.close();
   for (const auto& [key, rounds] : rounds_) rounds->close();
 }
 
@@ -135,18 +167,27 @@ void require_ready(WaitResult result, Shared& shared, int peer, const std::strin
 
 class ThreadWork : public Work {
  public:
-  ThreadWork(std::shared_ptr<Shared> shared, std::shared_ptr<Rounds> rounds, std::uint64_t round)
-      : shared_(std::move(shared)), rounds_(std::move(rounds)), round_(round) {}
+  // `devices` are those on which the member uses the results, from the point on that is stored in `ended`.
+  ThreadWork(std::shared_ptr<Shared> shared, std::shared_ptr<Rounds> rounds, std::uint64_t round,
+             std::vector<at::Device> devices, std::shared_ptr<const StreamPoint> ended)
+      : shared_(std::move(shared)),
+        rounds_(std::move(rounds)),
+        round_(round),
+        devices_(std::move(devices)),
+        ended_(std::move(ended)) {}
 
   void wait(Deadline deadline) override {
     require_ready(rounds_->wait(round_, deadline), *shared_, TransportError::kNoPeer,
                   "not all ranks of a group have arrived");
+    ended_->block(devices_);
   }
 
  private:
   std::shared_ptr<Shared> shared_;
   std::shared_ptr<Rounds> rounds_;
   std::uint64_t round_;
+  std::vector<at::Device> devices_;
+  std::shared_ptr<const StreamPoint> ended_;
 };
 
 void require_same_sizes(const std::vector<Contribution>& contributions, const char* collective) {
@@ -162,12 +203,17 @@ void require_same_sizes(const std::vector<Contribution>& contributions, const ch
   }
 }
 
+// Returns the tensor on the device of another one.
+at::Tensor on_device_of(const at::Tensor& other, const at::Tensor& tensor) {
+  return tensor.device() == other.device() ? tensor : tensor.to(other.device(), /*non_blocking=*/true);
+}
+
 void all_reduce(std::vector<Contribution>& contributions) {
   require_same_sizes(contributions, "all_reduce");
   for (std::size_t i = 0; i < contributions.front().tensors.size(); ++i) {
     at::Tensor sum = contributions.front().tensors[i];
     for (std::size_t member = 1; member < contributions.size(); ++member) {
-      sum.add_(contributions[member].tensors[i].view_as(sum));
+      sum.add_(on_device_of(sum, contributions[member].tensors[i]).view_as(sum));
     }
     for (std::size_t member = 1; member < contributions.size(); ++member) {
       contributions[member].tensors[i].copy_(sum.view_as(contributions[member].tensors[i]));
@@ -197,7 +243,7 @@ void reduce_scatter(std::vector<Contribution>& contributions) {
     at::Tensor part = contributions[member].tensors[0].view(-1);
     part.copy_(part_of(contributions.front().tensors[1], member, part.numel()));
     for (std::size_t from = 1; from < contributions.size(); ++from) {
-      part.add_(part_of(contributions[from].tensors[1], member, part.numel()));
+      part.add_(on_device_of(part, part_of(contributions[from].tensors[1], member, part.numel())));
     }
   }
 }
@@ -243,9 +289,15 @@ class ThreadGroup : public Group {
  private:
   std::unique_ptr<Work> arrive(std::function<void(std::vector<Contribution>&)> collective, Tensors tensors) {
     const c10::AutoGradMode no_grad(false);
-    const std::uint64_t round =
-        rounds_->arrive(member_, {.collective = std::move(collective), .tensors = std::move(tensors)});
-    return std::make_unique<ThreadWork>(shared_, rounds_, round);
+    std::vector<at::Device> devices = devices_of(tensors);
+    const auto of_thread = RankStreams::devices_of_thread();
+    devices.insert(devices.end(), of_thread.begin(), of_thread.end());
+    const auto ended = std::make_shared<StreamPoint>();
+    const std::uint64_t round = rounds_->arrive(member_, {.collective = std::move(collective),
+                                                          .tensors = std::move(tensors),
+                                                          .computed = StreamPoint::now(devices),
+                                                          .ended = ended});
+    return std::make_unique<ThreadWork>(shared_, rounds_, round, std::move(devices), ended);
   }
 
   std::shared_ptr<Shared> shared_;
@@ -271,33 +323,43 @@ class ThreadTransport : public Transport {
   int ranks() const override { return shared_->ranks(); }
 
   // Tensors are moved by their handles, and a send returns when its message is in the receiver's mailbox: there are no
-  // shapes to send and nothing is in flight.
+  // shapes to send and nothing is in flight. The receiver copies what lies on another device than it wants.
   void begin_step(std::uint64_t /*signature*/) override {}
   void end_step(Deadline /*deadline*/) override {}
 
-  void post_receive(int from, Tag tag) override { shared_->mailbox_of(rank_).open(mailbox_key(from, tag)); }
+  void post_receive(int from, Tag tag, at::Device device) override {
+    if (!device.is_cpu()) devices_.insert_or_assign({from, tag.channel}, device);
+    shared_->mailbox_of(rank_).open(mailbox_key(from, tag));
+  }
 
   void send(int to, Tag tag, Message message, Deadline deadline) override {
     const std::uint64_t key = mailbox_key(rank_, tag);
     waiting_for_.store(to, std::memory_order_relaxed);
-    require_ready(shared_->mailbox_of(to).put(key, std::move(message), deadline), *shared_, to,
+    const StreamPoint computed = StreamPoint::now(devices_of(message));
+    Parcel parcel{.message = std::move(message), .computed = computed};
+    require_ready(shared_->mailbox_of(to).put(key, std::move(parcel), deadline), *shared_, to,
                   concat("no receive was posted on rank ", to));
     waiting_for_.store(kNoPeer, std::memory_order_relaxed);
   }
 
   Message receive(int from, Tag tag, Deadline deadline) override {
     const std::uint64_t key = mailbox_key(from, tag);
-    Message message;
+    Parcel parcel;
     waiting_for_.store(from, std::memory_order_relaxed);
-    require_ready(shared_->mailbox_of(rank_).take(key, message, deadline), *shared_, from,
+    require_ready(shared_->mailbox_of(rank_).take(key, parcel, deadline), *shared_, from,
                   concat("no message came from rank ", from));
+    const auto wanted = devices_.find({from, tag.channel});
+    const at::Device device = wanted == devices_.end() ? at::kCPU : wanted->second;
+    require_ready(move_to_device(parcel.message, device, parcel.computed, copies_, deadline) ? WaitResult::Ready
+                                                                                             : WaitResult::Timeout,
+                  *shared_, from, concat("the device of rank ", from, " has not computed its message"));
     waiting_for_.store(kNoPeer, std::memory_order_relaxed);
-    return message;
+    return std::move(parcel.message);
   }
 
   int waiting_for() const override { return waiting_for_.load(std::memory_order_relaxed); }
 
-  std::shared_ptr<Group> group(const std::vector<int>& ranks) override {
+  std::shared_ptr<Group> group(const std::vector<int>& ranks, const std::vector<at::Device>& /*devices*/) override {
     const auto self = std::find(ranks.begin(), ranks.end(), rank_);
     if (self == ranks.end()) {
       throw std::invalid_argument(concat("rank ", rank_, " is not a member of the group that it asks for"));
@@ -317,6 +379,10 @@ class ThreadTransport : public Transport {
   std::atomic<int> waiting_for_ = kNoPeer;
   // Number of groups that this rank has created of each list of ranks. Used by the rank's thread.
   std::map<std::vector<int>, std::size_t> group_counts_;
+  // Devices on which messages are wanted, by sender and channel; the CPU if there is none. Used by the rank's thread, as
+  // the streams are.
+  std::map<std::pair<int, std::uint32_t>, at::Device> devices_;
+  CopyStreams copies_;
 };
 
 }  // namespace

@@ -19,16 +19,9 @@
 #include <vector>
 
 #include "penstock/base/deadline.h"
+#include "penstock/transport/message_order.h"
 
 namespace penstock {
-
-// Identifies a message between two ranks: the channel that it is sent through, and its number in the channel. Process
-// ranks accept both up to 32767, thread ranks up to 16777215; they throw std::invalid_argument for larger ones.
-struct Tag {
-  std::uint32_t channel = 0;
-  std::uint32_t number = 0;
-  friend bool operator==(const Tag&, const Tag&) = default;
-};
 
 // The tensors of one message. An undefined tensor stands for None.
 using Message = std::vector<at::Tensor>;
@@ -57,7 +50,7 @@ class TransportError : public std::runtime_error {
   int peer_;
 };
 
-// Thrown when a tensor of a message cannot be sent, because it has no elements in CPU memory that could be read.
+// Thrown when a tensor of a message cannot be sent, because it has no elements in memory that could be read.
 class UnsendableTensor : public std::invalid_argument {
  public:
   UnsendableTensor(std::size_t index, const std::string& why)
@@ -117,6 +110,14 @@ class Transport {
   virtual int rank() const = 0;
   virtual int ranks() const = 0;
 
+  // Returns true if the transport sends messages between devices without copying them to CPU memory. It needs to know
+  // their order: see set_order(). The result is the same on all ranks.
+  virtual bool needs_order() const { return false; }
+  // Sets the messages of the following steps, which all ranks do at the same time. Connects ranks that exchange messages
+  // directly for the first time, which blocks until both do. Messages that are not in the order are copied to CPU memory.
+  // Call it between steps. Throws std::invalid_argument if a message is in the order twice, and TransportError.
+  virtual void set_order(const std::shared_ptr<const MessageOrder>& /*order*/) {}
+
   // Begins a step. Either all ranks call it for a step, or none. All receives that were posted have completed.
   //
   // Process ranks send shapes only in the first step and after a change: later messages are expected to have the shapes
@@ -124,24 +125,35 @@ class Transport {
   // The signature hashes what this rank knows of the step's sizes: shapes of its inputs, number of microbatches, and
   // whether there are backwards.
   virtual void begin_step(std::uint64_t signature) = 0;
-  // Ends a step: blocks until all messages that were sent have been received. Throws TransportError.
+  // Ends a step: blocks until all messages that were sent have been received. Messages that are sent from device to
+  // device may outlive the step: their receivers have until the deadline, counted from the time at which this rank's
+  // devices have ended the step, and a later call throws the error. In their place, it blocks until all ranks end the
+  // step, unless there is no order. Throws TransportError.
   virtual void end_step(Deadline deadline) = 0;
 
-  // Announces that a message will be received. Does not block.
-  virtual void post_receive(int from, Tag tag) = 0;
+  // Announces that a message will be received, and the device on which its tensors are wanted. All messages of a channel
+  // are wanted on the same device. Does not block.
+  virtual void post_receive(int from, Tag tag, at::Device device) = 0;
+  void post_receive(int from, Tag tag) { post_receive(from, tag, at::kCPU); }
   // Sends a message, including each tensor's requires_grad. May block until the receive is posted. The tensors belong
-  // to the receiver afterwards, and the sender must not access them. Throws TransportError; process ranks throw
-  // UnsendableTensor before anything is sent.
+  // to the receiver afterwards, and the sender must not access them. On a device, the message has the values that the
+  // calling thread's current streams compute, for which the host does not wait. Throws TransportError; process ranks
+  // throw UnsendableTensor before anything is sent.
   virtual void send(int to, Tag tag, Message message, Deadline deadline) = 0;
-  // Blocks until the message has arrived, and returns it. Throws TransportError.
+  // Blocks until the message has arrived, and returns it. On a device, later work of the calling thread's current
+  // streams comes after its arrival, for which the host does not wait: if it does not arrive, the stream continues with
+  // undefined values, and later calls throw. Throws TransportError.
   virtual Message receive(int from, Tag tag, Deadline deadline) = 0;
 
   // Returns the rank that a call waits for now, or that the last one failed to wait for; kNoPeer otherwise.
   virtual int waiting_for() const = 0;
 
   // Creates a group of these ranks, with this rank among them; the list gives the order of members. All members call
-  // it, and groups that share a rank are created in the same order on all of them.
-  virtual std::shared_ptr<Group> group(const std::vector<int>& ranks) = 0;
+  // it, and groups that share a rank are created in the same order on all of them. `devices` are those of the tensors
+  // that this rank will use in collectives, the CPU included: if there is one on each member and it is an accelerator,
+  // its tensors may be reduced there.
+  virtual std::shared_ptr<Group> group(const std::vector<int>& ranks, const std::vector<at::Device>& devices) = 0;
+  std::shared_ptr<Group> group(const std::vector<int>& ranks) { return group(ranks, {}); }
 
   // Ends all current and future waits on all ranks with TransportError and this reason. Only the first call has an
   // effect.

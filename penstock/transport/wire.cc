@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "penstock/base/text.h"
+#include "penstock/device/streams.h"
 #include "penstock/tensor/nested.h"
 
 namespace penstock::internal {
@@ -30,8 +31,22 @@ void require_tag_within(Tag tag, std::uint32_t limit) {
 
 int wire_tag(Tag tag, MessageKind kind) {
   require_tag_within(tag, kLargest);
+  // Openings have no number, so one of theirs is free.
+  if (kind == MessageKind::EndOfStep) return wire_tag({}, MessageKind::Opening) | (1 << 2);
   const std::uint32_t number = kind == MessageKind::Opening ? 0 : tag.number;
   return static_cast<int>(((tag.channel / 2) << 17U) | (number << 2U) | static_cast<std::uint32_t>(kind));
+}
+
+std::string encode_direct_opening(const DirectOpening& opening) {
+  std::string bytes(kDirectOpeningBytes, static_cast<char>(opening.headers));
+  std::memcpy(bytes.data() + 1, &opening.digest, sizeof opening.digest);
+  return bytes;
+}
+
+DirectOpening decode_direct_opening(std::string_view bytes) {
+  DirectOpening opening{.headers = static_cast<Headers>(bytes.front())};
+  std::memcpy(&opening.digest, bytes.data() + 1, sizeof opening.digest);
+  return opening;
 }
 
 void ShapeCache::begin_step() {
@@ -90,12 +105,12 @@ bool has_memory(const at::Tensor& tensor) {
   }
 }
 
-// Returns a description of a tensor that has no elements in CPU memory, and an empty text for one that has.
+// Returns a description of a tensor that has no elements in memory, and an empty text for one that has.
 std::string unsendable_kind(const at::Tensor& tensor) {
   if (tensor.is_nested()) return "a nested tensor";
   if (tensor.is_sparse()) return "a sparse " + describe(tensor);
   if (tensor.is_quantized()) return "a quantized " + describe(tensor);
-  if (!tensor.device().is_cpu()) return "a " + describe(tensor);
+  if (!tensor.device().is_cpu() && !has_streams(tensor.device())) return "a " + describe(tensor);
   if (tensor.layout() != at::kStrided) {
     std::ostringstream layout;
     layout << tensor.layout();
@@ -110,7 +125,10 @@ std::string unsendable_kind(const at::Tensor& tensor) {
 
 std::string why_unsendable(const at::Tensor& tensor) {
   const std::string kind = tensor.defined() ? unsendable_kind(tensor) : "";
-  return kind.empty() ? "" : kind + "; only dense tensors in the CPU's memory can be sent between processes.";
+  return kind.empty()
+             ? ""
+             : kind +
+                   "; only dense tensors in the memory of the CPU or of an accelerator can be sent between processes.";
 }
 
 Packed::Packed(const at::Tensor& given) {
@@ -138,10 +156,19 @@ bool Packed::matches(const std::optional<TensorMeta>& expected) const {
 }
 
 at::Tensor bytes_of(const at::Tensor& tensor) {
+  const c10::AutoGradMode no_grad(false);
+  // Device backends transfer few dtypes.
+  if (!tensor.is_cpu()) return tensor.detach().as_strided({tensor.numel()}, {1}).view(at::kByte);
   if (tensor.is_contiguous()) return tensor;
   // A send only reads the memory, and a receive writes only to tensors of which there is no other owner.
   void* data = const_cast<void*>(tensor.const_data_ptr());  // NOLINT(cppcoreguidelines-pro-type-const-cast)
   return at::from_blob(data, {static_cast<std::int64_t>(tensor.nbytes())}, [tensor](void*) {}, at::kByte);
+}
+
+void throw_not_in_cached_step(Tag tag, int from) {
+  throw PipeliningShapeError(concat(name_of(tag, "from", from),
+                                    " was not sent in the step whose shapes are cached.\n  Hint: set dynamic_shapes to "
+                                    "send shapes with every message."));
 }
 
 std::string name_of(Tag tag, const char* direction, int peer) {

@@ -6,6 +6,9 @@
 // A receiver does not wait for the opening: it posts receives of the cached shapes at once, so that nothing but the
 // data is on the critical path while shapes stay the same. If they have changed, the sender fills these receives with
 // filler bytes, as a posted receive cannot be cancelled, and sends the message with a header.
+//
+// Messages from device to device have the same openings and headers. Their data is sent through a device backend, and
+// received there when it is known to have the cached shapes or those of the header, so that they need no filler.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -35,6 +38,8 @@ enum class MessageKind : std::uint8_t {
   Data,
   // Tensors in the shapes of a header, and the rest of a header that does not fit into kHeaderBytes.
   FreshData,
+  // Synchronises the hosts at the end of a step. It belongs to no channel.
+  EndOfStep,
 };
 
 // Throws std::invalid_argument if the tag's channel or number is greater than `limit`.
@@ -69,6 +74,16 @@ struct TransportStep {
   // Returns true if shapes are cached for later steps.
   bool caches_shapes() const { return !dynamic_shapes && number > 0; }
 };
+
+// The opening of a channel whose messages are sent from device to device. It is sent in every step.
+struct DirectOpening {
+  Headers headers = Headers::On;
+  // Digest of the order in which the sender sends the messages of the link.
+  std::uint64_t digest = 0;
+};
+inline constexpr std::size_t kDirectOpeningBytes = 1 + sizeof(std::uint64_t);
+std::string encode_direct_opening(const DirectOpening& opening);
+DirectOpening decode_direct_opening(std::string_view bytes);
 
 // Metadata of the messages of one channel in its last step with headers, by message number. Several messages of one
 // number are kept in their order. Sender and receiver fill their caches alike, and use them from the next step on.
@@ -105,7 +120,7 @@ std::size_t rest_of_header(std::string_view first);
 Metas decode_header(std::string_view first, std::string_view rest);
 
 // Returns why a tensor cannot be sent as bytes, and what can be sent; empty if it can. Only dense tensors with elements
-// in CPU memory can: no tensor subclasses, wrappers, sparse, nested or opaque tensors.
+// in the memory of the CPU or of an accelerator can: no tensor subclasses, wrappers, sparse, nested or opaque tensors.
 std::string why_unsendable(const at::Tensor& tensor);
 
 // A tensor in the form in which it is sent: its elements without gaps, in the order of memory, so that a transposed
@@ -123,8 +138,11 @@ struct Packed {
   bool requires_grad = false;
 };
 
-// Returns the bytes of a tensor without gaps, in the same memory.
+// Returns the bytes of a tensor without gaps, in the same memory and the same order.
 at::Tensor bytes_of(const at::Tensor& tensor);
+
+// Throws the error of a message without cached shapes in a step without headers. `from` is its sender.
+[[noreturn]] void throw_not_in_cached_step(Tag tag, int from);
 
 // Returns a name for errors: "message 3 of channel 4 to rank 1". `direction` is "to" or "from".
 std::string name_of(Tag tag, const char* direction, int peer);

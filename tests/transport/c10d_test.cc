@@ -226,9 +226,10 @@ at::Tensor subclass_of(const at::Tensor& tensor) {
 TEST(C10dTransport, DescribesTensorsThatCannotBeSent) {
   World world(Carrier::Gloo, 2);
   const auto expect_unsendable = [&](const at::Tensor& tensor, const std::string& what) {
-    expect_error<UnsendableTensor>([&] { world[0].send(1, kTag, {at::ones(1), tensor}, far()); },
-                                   "tensor 1 of the message is " + what +
-                                       "; only dense tensors in the CPU's memory can be sent between processes.");
+    expect_error<UnsendableTensor>(
+        [&] { world[0].send(1, kTag, {at::ones(1), tensor}, far()); },
+        "tensor 1 of the message is " + what +
+            "; only dense tensors in the memory of the CPU or of an accelerator can be sent between processes.");
   };
   expect_unsendable(at::empty({2}, at::TensorOptions().device(at::kMeta)), "a float32 tensor of shape [2] on meta");
   expect_unsendable(at::zeros({2}).to_sparse(), "a sparse float32 tensor of shape [2]");
@@ -315,7 +316,6 @@ TEST(C10dTransport, ReportsARankThatHasEnded) {
 TEST(C10dTransport, DeliversWhatWasSentBeforeARankEnded) {
   World world(Carrier::Gloo, 2);
   world[1].post_receive(0, kTag);
-  std::string error;
   on_threads(2, [&](int rank) {
     if (rank == 0) {
       world[0].send(1, kTag, {counting({100'000})}, far());
@@ -355,7 +355,7 @@ TEST(C10dTransport, ReusesReceiveMemory) {
     }
   });
   // The messages in flight, the one that was just received, and headers.
-  EXPECT_LE(most, (kInFlight + 2) * kBytes + 16 * 320);
+  EXPECT_LE(most, (kInFlight + 2) * kBytes + std::size_t{16} * 320);
 }
 
 std::size_t entries_of(const char* directory) {
