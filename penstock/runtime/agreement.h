@@ -1,8 +1,12 @@
 // Checks at construction that all process ranks run the same pipeline.
 #pragma once
 
-#include <cstdint>
+#include <c10/core/Device.h>
 
+#include <cstdint>
+#include <map>
+
+#include "penstock/runtime/message_order.h"
 #include "penstock/runtime/pipeline.h"
 #include "penstock/schedule/schedule.h"
 #include "penstock/stage/staged_model.h"
@@ -14,8 +18,23 @@ namespace penstock::internal {
 std::uint64_t agreement_digest(const Schedule& lowered_schedule, const StagedModel& model,
                                const PipelineOptions& options);
 
-// Compares the digests of all processes, and returns true if `has_loss` is true on any of them. Throws PipelineError,
-// on every process, if one differs, and TransportError if a process does not take part by the deadline.
-bool require_agreement(Transport& transport, std::uint64_t digest, bool has_loss, Deadline deadline);
+// A process's part of the agreement.
+struct Agreement {
+  std::uint64_t digest = 0;
+  bool has_loss = false;
+  // Number of stages of the model, and the devices of those of this process.
+  int stages = 0;
+  std::map<int, at::Device> devices = {};
+};
+
+struct Agreed {
+  // True if `has_loss` is true on any process.
+  bool has_loss = false;
+  StageDeviceTable devices = {};
+};
+
+// Compares the digests of all processes, and collects the rest. Throws PipelineError, on every process, if a digest
+// differs, and TransportError if a process does not take part by the deadline.
+Agreed require_agreement(Transport& transport, const Agreement& own, Deadline deadline);
 
 }  // namespace penstock::internal

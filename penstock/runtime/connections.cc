@@ -1,5 +1,6 @@
 #include "penstock/runtime/connections.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <memory>
 #include <numeric>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "penstock/base/text.h"
+#include "penstock/device/streams.h"
 #include "penstock/stage/parameter_sync.h"
 #include "penstock/transport/threads.h"
 
@@ -21,12 +23,22 @@ std::vector<int> count_from(int first, int count) {
   return numbers;
 }
 
+// Returns the devices of a rank's stages, each once.
+std::vector<at::Device> devices_of(const LocalRank& local) {
+  std::vector<at::Device> devices;
+  for (const auto& [index, stage] : local.stages) {
+    const at::Device device = with_index(stage->device());
+    if (std::ranges::find(devices, device) == devices.end()) devices.push_back(device);
+  }
+  return devices;
+}
+
 std::shared_ptr<Group> counterparts_of(const LocalRanks& ranks, const LocalRank& local) {
   std::vector<int> counterparts;
   for (int replica = 0; replica < ranks.num_replicas(); ++replica) {
     counterparts.push_back(replica * ranks.ranks_per_replica() + ranks.rank_in_replica(local));
   }
-  return local.transport->group(counterparts);
+  return local.transport->group(counterparts, devices_of(local));
 }
 
 // Joins the sums of the shared parameters that a rank has. Several stages may have one tensor, in which the gradients
@@ -57,13 +69,14 @@ void join_sums(const LocalRanks& ranks, LocalRank& local) {
     const bool is_one_tensor = representatives.size() == 1 && seen.size() <= 1 && ranks.num_replicas() == 1;
     if (!owners.contains(local.rank) || is_one_tensor) continue;
     SharedSum::Groups groups;
-    if (owners != representatives) groups.owners = local.transport->group({owners.begin(), owners.end()});
+    if (owners != representatives)
+      groups.owners = local.transport->group({owners.begin(), owners.end()}, devices_of(local));
     if (!represented.empty()) {
       std::vector<int> all;
       for (int replica = 0; replica < ranks.num_replicas(); ++replica) {
         for (const int rank : representatives) all.push_back(replica * ranks.ranks_per_replica() + rank - first);
       }
-      groups.representatives = local.transport->group(all);
+      groups.representatives = local.transport->group(all, devices_of(local));
     }
     const int group = schedule.graph().group_of(places.front().stage);
     if (next == local.sums.size()) local.sums.push_back({group, SharedSum(represented, {}, ranks.num_replicas())});

@@ -3,12 +3,14 @@
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 
+#include <deque>
 #include <span>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
 #include "penstock/base/text.h"
+#include "penstock/device/device_span.h"
 #include "penstock/stage/parameter_sync.h"
 #include "penstock/tensor/random_scope.h"
 
@@ -31,6 +33,10 @@ std::int64_t bytes_of(std::span<const Message> messages) {
 std::int64_t nanoseconds(Clock::duration duration) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count();
 }
+
+// Number of computations that the host may be ahead of the device. With many more, the memory of messages would grow
+// with the number of microbatches: a tensor that two streams use is not reused before the device has come so far.
+constexpr std::size_t kMostAhead = 16;
 
 Direction direction_of(const Action& message) {
   return message.carries_activation() ? Direction::Forward : Direction::Backward;
@@ -64,10 +70,20 @@ void Executor::rollback_step() {
   for (const auto& [index, stage] : stages_) stage->rollback();
 }
 
+void Executor::connect(const Schedule& schedule) {
+  if (!transport_->needs_order()) return;
+  auto& order = orders_[&schedule];
+  if (order == nullptr) {
+    order = std::make_shared<MessageOrder>(message_order(schedule, first_rank_, transport_->rank(), *devices_));
+  }
+  transport_->set_order(order);
+}
+
 void Executor::run(const StepInputs& inputs, StepOutputs& outputs, std::vector<ActionRecord>& record,
-                   Progress& progress) {
+                   DeviceTimes& times, Progress& progress) {
   inputs_ = &inputs;
   outputs_ = &outputs;
+  connect(*inputs.schedule);
   transport_->begin_step(inputs.signature);
   const Schedule& schedule = *inputs.schedule;
   const auto slots = schedule.graph().edges().size() * static_cast<std::size_t>(schedule.microbatches());
@@ -75,23 +91,36 @@ void Executor::run(const StepInputs& inputs, StepOutputs& outputs, std::vector<A
     messages->clear();
     messages->resize(slots);
   }
-  losses_.begin_step(inputs, outputs);
+  device_inputs_.begin_step(inputs);
+  losses_.begin_step(inputs, outputs, device_inputs_);
 
   const std::span<const Action> actions = schedule.actions(rank());
   recomputed_ = recomputed_microbatches(schedule, rank());
   record.assign(actions.size(), {});
+  times_ = RankStreams::devices_of_thread().empty() ? nullptr : &times;
+  times.begin_step(times_ == nullptr ? 0 : actions.size());
+  posted_.clear();
   const c10::AutoGradMode grad_mode(inputs.autograd);
+  // Computations that a device may not have finished.
+  std::deque<std::size_t> computed;
   std::int64_t now = nanoseconds(Clock::now() - inputs.began);
   for (std::size_t i = 0; i < actions.size(); ++i) {
     progress.since.store(now, std::memory_order_relaxed);
     progress.position.store(static_cast<int>(i), std::memory_order_release);
     current_ = &record[i];
     current_->start = now;
+    current_index_ = i;
+    const std::optional<at::Device> device = timed_device(actions[i]);
+    if (device) times.begin(i, *device);
     if (functions_->before) functions_->before(rank(), actions[i]);
     {
       at::RecordFunction guard(at::RecordScope::USER_SCOPE);
       if (guard.isActive()) guard.before("PP:" + to_string(actions[i]));
       run_action(actions[i]);
+    }
+    if (device) {
+      times.end(i, *device);
+      if (actions[i].is_compute()) wait_for_device(times, computed, i);
     }
     if (functions_->after) functions_->after(rank(), actions[i]);
     now = nanoseconds(Clock::now() - inputs.began);
@@ -101,8 +130,36 @@ void Executor::run(const StepInputs& inputs, StepOutputs& outputs, std::vector<A
   progress.since.store(now, std::memory_order_relaxed);
   progress.position.store(end, std::memory_order_release);
   finish_reductions();
+  device_inputs_.end_step(deadline());
   transport_->end_step(deadline());
   progress.position.store(end + 1, std::memory_order_release);
+}
+
+void Executor::wait_for_device(const DeviceTimes& times, std::deque<std::size_t>& computed, std::size_t action) const {
+  computed.push_back(action);
+  if (computed.size() <= kMostAhead) return;
+  const std::size_t oldest = computed.front();
+  computed.pop_front();
+  // A device may wait for a message, whose own deadline comes first and names the rank that is late.
+  if (times.wait(oldest, deadline_after(2 * bounded(inputs_->timeout)))) return;
+  throw TransportError(TransportError::Why::Timeout, transport_->rank(),
+                       concat("the device has not finished ", to_string(inputs_->schedule->actions(rank())[oldest]),
+                              " within the deadline"));
+}
+
+std::optional<at::Device> Executor::timed_device(const Action& action) const {
+  if (times_ == nullptr) return std::nullopt;
+  std::optional<at::Device> device;
+  const auto take = [&](const Action& part) {
+    const at::Device found = stages_.at(part.stage)->device();
+    if (!device && has_streams(found)) device = found;
+  };
+  if (action.is_overlap()) {
+    for_each_part(action, take);
+  } else {
+    take(action);
+  }
+  return device;
 }
 
 void Executor::run_action(const Action& action) {
@@ -166,8 +223,12 @@ void Executor::forward(const Action& action) {
   PipelineStage& stage = *stages_.at(action.stage);
   std::vector<Message> received = collect(action.stage, action.microbatch, Direction::Forward);
   const auto found = batch.kwargs.find(action.stage);
-  const Args& args = stage.is_first() ? batch.args : kNoArgs;
-  const Kwargs& kwargs = found == batch.kwargs.end() ? kNoKwargs : found->second;
+  const Args& given_args = stage.is_first() ? batch.args : kNoArgs;
+  const Kwargs& given_kwargs = found == batch.kwargs.end() ? kNoKwargs : found->second;
+  const std::optional<Args> moved_args = device_inputs_.moved(given_args, stage.device(), deadline());
+  const std::optional<Kwargs> moved_kwargs = device_inputs_.moved(given_kwargs, stage.device(), deadline());
+  const Args& args = moved_args ? *moved_args : given_args;
+  const Kwargs& kwargs = moved_kwargs ? *moved_kwargs : given_kwargs;
   PipelineStage::Forwarded result;
   {
     const RandomScope scope(inputs_->seed, *inputs_->options->number, action.microbatch, action.stage);
@@ -188,14 +249,13 @@ void Executor::backward(const Action& action) {
 }
 
 Message& Executor::slot(Direction direction, int edge, int microbatch) {
-  const auto index = static_cast<std::size_t>(edge) * static_cast<std::size_t>(inputs_->schedule->microbatches()) +
-                     static_cast<std::size_t>(microbatch);
+  const std::size_t index = slot_index(edge, microbatch);
   return direction == Direction::Forward ? activations_[index] : gradients_[index];
 }
 
-Tag Executor::tag_of(Direction direction, int edge, int microbatch) const {
-  return {.channel = static_cast<std::uint32_t>(edge) * 2 + (direction == Direction::Forward ? 0 : 1),
-          .number = static_cast<std::uint32_t>(microbatch)};
+std::size_t Executor::slot_index(int edge, int microbatch) const {
+  return static_cast<std::size_t>(edge) * static_cast<std::size_t>(inputs_->schedule->microbatches()) +
+         static_cast<std::size_t>(microbatch);
 }
 
 std::vector<Message> Executor::collect(int stage, int microbatch, Direction direction) {
@@ -206,15 +266,33 @@ std::vector<Message> Executor::collect(int stage, int microbatch, Direction dire
     const int from = rank_of(direction == Direction::Forward ? ends.from : ends.to);
     if (from == transport_->rank()) {
       messages.push_back(std::exchange(slot(direction, edge, microbatch), {}));
+      hand_over(messages.back(), stages_.at(stage)->device());
       continue;
     }
     const auto start = Clock::now();
+    CopyLog copies;
     messages.push_back(transport_->receive(from, tag_of(direction, edge, microbatch), deadline()));
     current_->waited += nanoseconds(Clock::now() - start);
     current_->peer = from - first_rank_;
+    if (times_ != nullptr) {
+      const auto posted = posted_.find(slot_index(edge, microbatch) * 2 + (direction == Direction::Forward ? 0 : 1));
+      if (posted != posted_.end()) times_->set_copies(posted->second, copies.take());
+    }
   }
   current_->bytes += bytes_of(messages);
+  if (const auto device = stages_.at(stage)->device(); times_ != nullptr && has_streams(device)) {
+    times_->end_wait(current_index_, device);
+  }
   return messages;
+}
+
+void Executor::hand_over(Message& message, at::Device device) {
+  if (times_ == nullptr) return;
+  const StreamPoint computed = StreamPoint::now(devices_of(message));
+  if (!move_to_device(message, device, computed, copy_streams_, deadline())) {
+    throw TransportError(TransportError::Why::Timeout, transport_->rank(),
+                         "the device has not computed a message within the deadline");
+  }
 }
 
 void Executor::put(int stage, int microbatch, Direction direction, std::vector<Message> messages) {
@@ -232,12 +310,14 @@ void Executor::send(const Action& action) {
   Message message = std::exchange(slot(direction, edge, action.microbatch), {});
   current_->bytes = bytes_of(std::span(&message, 1));
   current_->peer = inputs_->schedule->placement().rank_of(action.other_stage);
+  CopyLog copies;
   try {
     transport_->send(rank_of(action.other_stage), tag_of(direction, edge, action.microbatch), std::move(message),
                      deadline());
   } catch (const UnsendableTensor& error) {
     throw StageError(concat(name_of_value(ends, direction, error.index()), " is ", error.why()));
   }
+  if (times_ != nullptr) times_->set_copies(current_index_, copies.take());
 }
 
 std::string Executor::name_of_value(const Edge& edge, Direction direction, std::size_t index) const {
@@ -253,7 +333,12 @@ void Executor::post_receive(const Action& action) {
   current_->peer = inputs_->schedule->placement().rank_of(action.other_stage);
   const Edge ends = edge_under(action);
   const int edge = inputs_->schedule->graph().edge_index(ends.from, ends.to);
-  transport_->post_receive(rank_of(action.other_stage), tag_of(direction_of(action), edge, action.microbatch));
+  const Direction direction = direction_of(action);
+  transport_->post_receive(rank_of(action.other_stage), tag_of(direction, edge, action.microbatch),
+                           stages_.at(action.stage)->device());
+  if (times_ != nullptr) {
+    posted_[slot_index(edge, action.microbatch) * 2 + (direction == Direction::Forward ? 0 : 1)] = current_index_;
+  }
 }
 
 }  // namespace penstock::internal

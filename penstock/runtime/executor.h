@@ -4,13 +4,21 @@
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <map>
+#include <memory>
+#include <optional>
 #include <set>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "penstock/device/transfer.h"
 #include "penstock/runtime/actions.h"
+#include "penstock/runtime/device_inputs.h"
+#include "penstock/runtime/device_times.h"
+#include "penstock/runtime/message_order.h"
 #include "penstock/runtime/record.h"
 #include "penstock/runtime/step_losses.h"
 #include "penstock/runtime/step_state.h"
@@ -40,14 +48,20 @@ struct StageSum {
 class Executor {
  public:
   // Takes the stages of one rank, by index, and the sums that it takes part in. The transport may connect several
-  // replicas; the ranks of this replica are those from `first_rank` on. All arguments outlive the executor.
+  // replicas; the ranks of this replica are those from `first_rank` on. `devices` is that of all process ranks. All
+  // arguments outlive the executor.
   Executor(Transport& transport, int first_rank, std::map<int, PipelineStage*> stages, std::vector<StageSum>& sums,
-           const ActionFunctions& functions)
+           const ActionFunctions& functions, const StageDeviceTable& devices)
       : transport_(&transport),
         first_rank_(first_rank),
         stages_(std::move(stages)),
         sums_(&sums),
-        functions_(&functions) {}
+        functions_(&functions),
+        devices_(&devices) {}
+
+  // Tells the transport the messages of a schedule, which connects ranks that exchange tensors directly. Process ranks
+  // call it at the same time. The schedule outlives the executor.
+  void connect(const Schedule& schedule);
 
   // Begin a step: begin_step of all ranks, then begin_sums of all ranks, then save. One thread calls them for all
   // ranks, as ranks may share a parameter. The first two throw StageError.
@@ -61,8 +75,10 @@ class Executor {
   void rollback_step();
 
   // Runs this rank's actions, on the thread of the rank, and records when each began and ended. Throws what an action
-  // throws; `progress` then tells which action it was.
-  void run(const StepInputs& inputs, StepOutputs& outputs, std::vector<ActionRecord>& record, Progress& progress);
+  // throws; `progress` then tells which action it was. On devices, the host does not wait for what it starts: `times`
+  // tells when it ran.
+  void run(const StepInputs& inputs, StepOutputs& outputs, std::vector<ActionRecord>& record, DeviceTimes& times,
+           Progress& progress);
 
  private:
   friend class penstock::ActionContext;
@@ -79,6 +95,12 @@ class Executor {
   // Names a tensor of a message for errors: "output 1 of stage 2".
   std::string name_of_value(const Edge& edge, Direction direction, std::size_t index) const;
 
+  // Blocks while the device is too far behind, after it was given a computation. `computed` lists those that it may not
+  // have finished.
+  void wait_for_device(const DeviceTimes& times, std::deque<std::size_t>& computed, std::size_t action) const;
+  // Returns the device of an action whose time the device has to tell.
+  std::optional<at::Device> timed_device(const Action& action) const;
+
   int rank() const { return transport_->rank() - first_rank_; }
   int rank_of(int stage) const { return first_rank_ + inputs_->schedule->placement().rank_of(stage); }
 
@@ -88,8 +110,10 @@ class Executor {
   // Stores the messages that a computation of a stage has made, one for each edge, for a stage of this rank or for a
   // send.
   void put(int stage, int microbatch, Direction direction, std::vector<Message> messages);
+  // Moves a message of one stage to the device of another stage of this rank.
+  void hand_over(Message& message, at::Device device);
   Message& slot(Direction direction, int edge, int microbatch);
-  Tag tag_of(Direction direction, int edge, int microbatch) const;
+  std::size_t slot_index(int edge, int microbatch) const;
   Deadline deadline() const { return deadline_after(inputs_->timeout); }
 
   Transport* transport_;
@@ -97,12 +121,22 @@ class Executor {
   std::map<int, PipelineStage*> stages_;
   std::vector<StageSum>* sums_;
   const ActionFunctions* functions_;
+  const StageDeviceTable* devices_;
+  // Orders of the schedules that have been run, if the transport needs them.
+  std::map<const Schedule*, std::shared_ptr<const MessageOrder>> orders_;
 
   // State of the current step.
   const StepInputs* inputs_ = nullptr;
   StepOutputs* outputs_ = nullptr;
   // Record of the current action.
   ActionRecord* current_ = nullptr;
+  std::size_t current_index_ = 0;
+  // Null if the rank computes on the CPU alone.
+  DeviceTimes* times_ = nullptr;
+  // Receives that were posted, by slot and direction: the index of their action.
+  std::unordered_map<std::size_t, std::size_t> posted_;
+  DeviceInputs device_inputs_;
+  CopyStreams copy_streams_;
   StepLosses losses_;
   // Stages and microbatches that this rank recomputes.
   std::set<std::pair<int, int>> recomputed_;

@@ -30,6 +30,9 @@ void LocalRanks::place_stages() {
       const int placed = schedule_->placement().rank_of(stage.stage_index());
       if (placed == rank % ranks_per_replica()) local.stages[stage.stage_index()] = &stage;
     }
+    std::vector<at::Device> devices;
+    for (const auto& [index, stage] : local.stages) devices.push_back(stage->device());
+    local.streams = RankStreams(devices);
   }
 }
 
@@ -60,6 +63,22 @@ int LocalRanks::num_replicas() const {
 const LocalRank* LocalRanks::find(int rank) const {
   const auto found = std::ranges::find(ranks_, rank, &LocalRank::rank);
   return found == ranks_.end() ? nullptr : &*found;
+}
+
+std::vector<at::Device> LocalRanks::devices() const {
+  std::vector<at::Device> all;
+  for (const LocalRank& local : ranks_) {
+    for (const at::Device device : local.streams.devices()) {
+      if (std::ranges::find(all, device) == all.end()) all.push_back(device);
+    }
+  }
+  return all;
+}
+
+StreamPoint LocalRanks::point_after_all() const {
+  StreamPoint point;
+  for (const LocalRank& local : ranks_) point.add(local.streams.point_after());
+  return point;
 }
 
 bool LocalRanks::has_stage(int stage) const {

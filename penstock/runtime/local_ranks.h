@@ -10,6 +10,7 @@
 #include <memory>
 #include <vector>
 
+#include "penstock/device/streams.h"
 #include "penstock/runtime/executor.h"
 #include "penstock/schedule/schedule.h"
 #include "penstock/stage/shared.h"
@@ -24,6 +25,8 @@ struct LocalRank {
   int rank = 0;
   // Stages of this rank, by index. They are owned by the models of LocalRanks.
   std::map<int, PipelineStage*> stages = {};
+  // The streams in which they compute.
+  RankStreams streams = {};
   // The rest is set by connect_ranks.
   std::shared_ptr<Transport> transport = nullptr;
   // Ranks with the same stages in all replicas; null if there is one replica.
@@ -55,6 +58,10 @@ class LocalRanks {
   std::size_t size() const { return ranks_.size(); }
   // Returns nullptr for a rank of another process.
   const LocalRank* find(int rank) const;
+  // Returns the devices with streams on which the ranks of this process compute, each once.
+  std::vector<at::Device> devices() const;
+  // Returns a point after all work that is in the streams of the ranks.
+  StreamPoint point_after_all() const;
   // Returns true if a stage of this index is in this process.
   bool has_stage(int stage) const;
 

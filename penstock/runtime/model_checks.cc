@@ -3,6 +3,7 @@
 #include <cstddef>
 
 #include "penstock/base/text.h"
+#include "penstock/device/streams.h"
 #include "penstock/runtime/error.h"
 
 namespace penstock::internal {
@@ -24,6 +25,17 @@ void require_in_order(const std::vector<PipelineStage>& stages, const Schedule& 
   }
 }
 
+// Operators take tensors of one device.
+void require_on_device(const PipelineStage& stage) {
+  const at::Device device = with_index(stage.device());
+  for (const auto& [name, parameter] : stage.module().parameters) {
+    if (!parameter.defined() || parameter.is_meta() || parameter.device() == device) continue;
+    throw PipelineError(concat("stage ", stage.stage_index(), ", parameter '", name, "' is on ",
+                               parameter.device().str(), ", and the stage computes on ", device.str(),
+                               ".\n  Hint: set StageOptions::device, or move the module to that device."));
+  }
+}
+
 // Replicas run one schedule, so they are connected alike and share the same parameters.
 void require_alike(const std::vector<StagedModel>& replicas) {
   for (std::size_t i = 1; i < replicas.size(); ++i) {
@@ -42,7 +54,10 @@ void require_models(const std::vector<StagedModel>& replicas, const Schedule& sc
     throw PipelineError(concat("there are stages of ", replicas.size(),
                                " replicas in this process; a process rank has those of one replica."));
   }
-  for (const StagedModel& model : replicas) require_in_order(model.stages(), schedule, are_threads);
+  for (const StagedModel& model : replicas) {
+    require_in_order(model.stages(), schedule, are_threads);
+    for (const PipelineStage& stage : model.stages()) require_on_device(stage);
+  }
   require_alike(replicas);
 }
 

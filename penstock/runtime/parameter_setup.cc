@@ -11,6 +11,7 @@
 
 #include "penstock/base/mutex.h"
 #include "penstock/base/text.h"
+#include "penstock/device/streams.h"
 #include "penstock/stage/parameter_sync.h"
 #include "penstock/tensor/reason.h"
 
@@ -35,9 +36,12 @@ void run_on_all(LocalRanks& ranks, RankThreads& threads, const std::function<voi
   // Protects first_error.
   Mutex mutex;
   std::exception_ptr first_error;
+  const StreamPoint caller = StreamPoint::now(ranks.devices());
   threads.run([&](int index) {
     LocalRank& local = ranks.ranks()[static_cast<std::size_t>(index)];
     try {
+      const RankStreams::Scope streams(local.streams);
+      caller.block(local.streams.devices());
       act(local, static_cast<std::size_t>(index));
     } catch (const std::exception& error) {
       local.transport->abort(concat("rank ", local.rank, ": ", reason_of(error)));
@@ -71,11 +75,13 @@ void synchronise_parameters(LocalRanks& ranks, RankThreads& threads, bool sharde
     }
   });
   for (std::size_t i = 0; i < ranks.size(); ++i) {
+    const RankStreams::Scope streams(ranks.ranks()[i].streams);
     for (const auto& [stage_index, stage] : ranks.ranks()[i].stages) {
       syncs[i][stage_index]->adopt();
       stage->set_sync(std::move(syncs[i][stage_index]));
     }
   }
+  ranks.point_after_all().block(ranks.devices());
 }
 
 }  // namespace penstock::internal

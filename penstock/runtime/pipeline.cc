@@ -181,6 +181,8 @@ const std::vector<PipelineStage>& Pipeline::stages(int replica) const {
   return state_->ranks.models().at(static_cast<std::size_t>(replica)).stages();
 }
 const Record& Pipeline::record(int replica) const {
+  // A cancelled step may still run.
+  if (state_->runner.is_idle()) state_->last->resolve_times();
   return state_->last->replicas.at(static_cast<std::size_t>(replica)).record;
 }
 const Schedule& Pipeline::recorded_schedule() const {

@@ -1,6 +1,5 @@
 #include "penstock/runtime/rank_threads.h"
 
-#include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
@@ -27,8 +26,7 @@ thread_local const RankThreads* serves_in = nullptr;
 // State of the caller's thread that the rank threads take over: autocast, and the thread-local state of libtorch's
 // profilers.
 struct RankThreads::Caller {
-  bool autocast = at::autocast::is_autocast_enabled(at::kCPU);
-  at::ScalarType autocast_dtype = at::autocast::get_autocast_dtype(at::kCPU);
+  AutocastState autocast;
   at::RecordFunctionTLS callbacks = at::get_record_function_tls_();
   std::shared_ptr<c10::ThreadLocalDebugInfo> profiler = c10::ThreadLocalDebugInfo::current();
 
@@ -97,7 +95,7 @@ void RankThreads::serve(int rank, int intra_op_threads) {
       // Valid without the lock: work_ does not change before this thread has finished the round.
       const std::function<void(int)>* const work = &work_;
       lock.unlock();
-      const AutocastScope autocast(at::kCPU, caller->autocast_dtype, caller->autocast);
+      const AutocastState::Scope autocast(caller->autocast);
       caller->apply_profiler();
       (*work)(rank);
       initial.apply_profiler();

@@ -11,15 +11,29 @@
 #include <string>
 #include <utility>
 
+#include "penstock/device/host_copies.h"
+#include "penstock/device/streams.h"
 #include "penstock/tensor/microbatch.h"
+#include "penstock/tensor/nested.h"
 
 namespace penstock::internal {
 namespace {
 
 using c10::ivalue::Tuple;
 
+// Returns the value with its tensors in CPU memory. The devices of other processes have other numbers.
+c10::IValue on_host(const c10::IValue& value, Deadline deadline) {
+  HostCopies copies;
+  c10::IValue result = map_leaves(value, [&](const c10::IValue& leaf) {
+    return leaf.isTensor() ? c10::IValue(copies.start(leaf.toTensor())) : leaf;
+  });
+  if (copies.wait(deadline)) return result;
+  throw TransportError(TransportError::Why::Timeout, TransportError::kNoPeer,
+                       "a device has not computed the results within the deadline");
+}
+
 // Returns no bytes if the rank has no results.
-std::vector<char> encode(const StepOutputs& results) {
+std::vector<char> encode(const StepOutputs& results, Deadline deadline) {
   std::vector<c10::IValue> outputs;
   if (results.has_outputs) outputs = results.outputs;
   std::vector<c10::IValue> losses;
@@ -33,7 +47,8 @@ std::vector<char> encode(const StepOutputs& results) {
     }
   }
   if (outputs.empty() && losses.empty() && terms.empty()) return {};
-  return torch::jit::pickle_save(Tuple::create({Tuple::create(outputs), Tuple::create(losses), Tuple::create(terms)}));
+  const c10::IValue all(Tuple::create({Tuple::create(outputs), Tuple::create(losses), Tuple::create(terms)}));
+  return torch::jit::pickle_save(on_host(all, deadline));
 }
 
 void decode(const std::vector<char>& bytes, StepOutputs& results) {
@@ -51,10 +66,23 @@ void decode(const std::vector<char>& bytes, StepOutputs& results) {
   }
 }
 
+// The streams of ranks have allocated the results; the caller uses and frees them at any time.
+void use_on_stream_of_caller(const StepOutputs& results) {
+  for (const c10::IValue& output : results.outputs) {
+    for (const at::Tensor& tensor : extract_tensor_args(output)) use_on_stream(tensor);
+  }
+  for (const at::Tensor& loss : results.losses) use_on_stream(loss);
+  for (const auto& by_stage : results.loss_terms) {
+    for (const auto& [stage, terms] : by_stage) {
+      for (const at::Tensor& term : terms) use_on_stream(term);
+    }
+  }
+}
+
 }  // namespace
 
 void share_results(StepOutputs& outputs, Group& replica_group, Deadline deadline) {
-  const std::vector<char> local = encode(outputs);
+  const std::vector<char> local = encode(outputs, deadline);
   at::Tensor sizes = at::empty({replica_group.size()}, at::kLong);
   replica_group.all_gather(sizes, at::full({1}, static_cast<std::int64_t>(local.size()), at::kLong))->wait(deadline);
   for (int member = 0; member < replica_group.size(); ++member) {
@@ -74,6 +102,7 @@ StepResult take_results(std::vector<ReplicaStep>& replicas, const std::optional<
   std::vector<c10::IValue> outputs;
   for (ReplicaStep& replica : replicas) {
     StepOutputs& found = replica.outputs;
+    use_on_stream_of_caller(found);
     if (found.has_outputs) std::move(found.outputs.begin(), found.outputs.end(), std::back_inserter(outputs));
     if (found.losses.front().defined()) {
       std::move(found.losses.begin(), found.losses.end(), std::back_inserter(result.losses));

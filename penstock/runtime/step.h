@@ -44,7 +44,7 @@ struct StepOptions {
   // only.
   bool reduce = true;
   bool return_outputs = true;
-  // Broadcasts the results to all processes of a replica. Otherwise only the process of the last stage has outputs and
+  // Broadcasts the results to all processes of a replica, in CPU memory. Otherwise only the process of the last stage has outputs and
   // losses, and each process has its own loss terms.
   bool results_everywhere = false;
 };

@@ -1,7 +1,5 @@
 #include "penstock/runtime/step_builder.h"
 
-#include <ATen/autocast_mode.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
@@ -9,10 +7,12 @@
 #include <utility>
 
 #include "penstock/base/text.h"
+#include "penstock/device/transfer.h"
 #include "penstock/runtime/chunk_aliases.h"
 #include "penstock/runtime/digest.h"
 #include "penstock/runtime/error.h"
 #include "penstock/runtime/loss_weight.h"
+#include "penstock/tensor/autocast_scope.h"
 #include "penstock/tensor/nested.h"
 
 namespace penstock::internal {
@@ -82,16 +82,34 @@ std::shared_ptr<Step> StepBuilder::build(const Args& args, const Kwargs& kwargs,
     if (options_.loss_weight && inputs.has_target) weigh(inputs, options_.loss_weight);
     // Each replica draws its own random numbers.
     inputs.seed = options_.seed + static_cast<std::uint64_t>(ranks_.first_replica()) + replica;
-    step->replicas.push_back({.inputs = std::move(inputs),
-                              .outputs = StepOutputs(microbatches),
-                              .record = Record(static_cast<std::size_t>(ranks_.ranks_per_replica()))});
+    step->replicas.push_back(
+        {.inputs = std::move(inputs),
+         .outputs = StepOutputs(microbatches),
+         .record = Record(static_cast<std::size_t>(ranks_.ranks_per_replica())),
+         .device_times = std::vector<DeviceTimes>(static_cast<std::size_t>(ranks_.ranks_per_replica()))});
   }
   if (options_.loss_weight && ranks_.are_threads()) set_all_factors(step->replicas);
+  step->devices = devices_with(batch, step_options);
   if (backward) {
     step->batch_values = {to_value(batch.args), batch.target, to_value(step_options.loss_kwargs)};
     for (const auto& [stage, values] : batch.kwargs) step->batch_values.push_back(to_value(values));
   }
   return step;
+}
+
+std::vector<at::Device> StepBuilder::devices_with(const Batch& batch, const StepOptions& step_options) const {
+  std::vector<at::Device> devices = ranks_.devices();
+  const auto add = [&](const c10::IValue& value) {
+    const std::vector<at::Device> found = devices_of(extract_tensor_args(value));
+    for (const at::Device device : found) {
+      if (std::ranges::find(devices, device) == devices.end()) devices.push_back(device);
+    }
+  };
+  add(to_value(batch.args));
+  for (const auto& [stage, kwargs] : batch.kwargs) add(to_value(kwargs));
+  add(batch.target);
+  add(to_value(step_options.loss_kwargs));
+  return devices;
 }
 
 Batch StepBuilder::batch_of(const Args& args, const Kwargs& kwargs, const c10::IValue& target,
@@ -135,8 +153,9 @@ void StepBuilder::require_weights(const StepOptions& step_options) const {
 std::uint64_t StepBuilder::signature_of(const Batch& batch, bool backward) const {
   Digest signature;
   signature.add(pipeline_number_).add(backward ? 1 : 0).add(batch.target.isNone() ? 0 : 1);
-  signature.add(at::autocast::is_autocast_enabled(at::kCPU) ? 1 : 0);
-  signature.add(static_cast<std::int64_t>(at::autocast::get_autocast_dtype(at::kCPU)));
+  AutocastState().for_each_type([&](at::ScalarType dtype, bool enabled) {
+    signature.add(enabled ? 1 : 0).add(static_cast<std::int64_t>(dtype));
+  });
   add_shapes(signature, batch);
   // Activations of frozen parameters require no gradient.
   for (const PipelineStage& stage : ranks_.models().front().stages()) {

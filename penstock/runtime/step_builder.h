@@ -33,6 +33,8 @@ class StepBuilder {
   // Returns the values that stages of this process need.
   Batch batch_of(const Args& args, const Kwargs& kwargs, const c10::IValue& target,
                  const StepOptions& step_options) const;
+  // Returns the devices on which the ranks compute, and those on which the caller has values of the batch, each once.
+  std::vector<at::Device> devices_with(const Batch& batch, const StepOptions& step_options) const;
   // Throws PipelineError unless there are both a loss function and a target, or neither. Overrides may compute a loss
   // of their own.
   void require_loss_and_target(const Batch& batch) const;

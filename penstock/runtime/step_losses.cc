@@ -14,9 +14,10 @@
 
 namespace penstock::internal {
 
-void StepLosses::begin_step(const StepInputs& inputs, StepOutputs& outputs) {
+void StepLosses::begin_step(const StepInputs& inputs, StepOutputs& outputs, DeviceInputs& device_inputs) {
   inputs_ = &inputs;
   outputs_ = &outputs;
+  device_inputs_ = &device_inputs;
   kept_losses_.clear();
   num_outputs_ = 0;
 }
@@ -44,7 +45,13 @@ void StepLosses::compute_loss(PipelineStage& last_stage, int microbatch, const c
   const auto index = static_cast<std::size_t>(microbatch);
   if (!inputs_->loss || !(inputs_->has_target || inputs_->backward)) return;
   if (inputs_->weights.factors[index] == 0) return add_zero_loss(last_stage, microbatch, output);
-  const at::Tensor loss = inputs_->loss(output, inputs_->microbatches[index].target, inputs_->options->loss_kwargs);
+  const c10::IValue& target = inputs_->microbatches[index].target;
+  const Kwargs& loss_kwargs = inputs_->options->loss_kwargs;
+  const Deadline deadline = deadline_after(inputs_->timeout);
+  const auto moved_target = device_inputs_->moved(target, last_stage.device(), deadline);
+  const auto moved_kwargs = device_inputs_->moved(loss_kwargs, last_stage.device(), deadline);
+  const at::Tensor loss =
+      inputs_->loss(output, moved_target ? *moved_target : target, moved_kwargs ? *moved_kwargs : loss_kwargs);
   if (!loss.defined() || loss.numel() != 1) {
     throw StageError(concat("the loss of microbatch ", microbatch, ": found ", describe(loss),
                             ", expected a tensor of one element."));

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <vector>
 
+#include "penstock/runtime/device_inputs.h"
 #include "penstock/runtime/step_state.h"
 #include "penstock/stage/stage.h"
 #include "penstock/tensor/microbatch.h"
@@ -16,8 +17,8 @@ namespace penstock::internal {
 
 class StepLosses {
  public:
-  // Forgets the previous step. Both arguments outlive the step.
-  void begin_step(const StepInputs& inputs, StepOutputs& outputs);
+  // Forgets the previous step. All arguments outlive the step.
+  void begin_step(const StepInputs& inputs, StepOutputs& outputs, DeviceInputs& device_inputs);
 
   // Takes the output of the last stage: computes its loss, and keeps it if the caller wants outputs. `args` and
   // `kwargs` are those of the forward. Throws StageError, and what the loss function throws.
@@ -45,6 +46,7 @@ class StepLosses {
 
   const StepInputs* inputs_ = nullptr;
   StepOutputs* outputs_ = nullptr;
+  DeviceInputs* device_inputs_ = nullptr;
   at::Tensor seed_;
   double seed_factor_ = 0;
   // Memory of the kept losses, by microbatch.

@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <exception>
 #include <utility>
 
@@ -45,9 +46,15 @@ StepRunner::StepRunner(LocalRanks& ranks, const StepRunnerOptions& options)
   const bool has_replicas = ranks_.num_replicas() > 1;
   if (options.sharded && has_replicas) require_shardable(ranks_);
   if (!ranks_.are_threads()) {
-    has_loss_ = require_agreement(*ranks_.process_transport(), options.agreement, has_loss_, deadline_after(timeout_));
+    Agreement own{.digest = options.agreement, .has_loss = has_loss_, .stages = ranks_.schedule().stages()};
+    for (const auto& [index, stage] : ranks_.ranks().front().stages) own.devices.emplace(index, stage->device());
+    Agreed agreed = require_agreement(*ranks_.process_transport(), own, deadline_after(timeout_));
+    has_loss_ = agreed.has_loss;
+    devices_ = std::move(agreed.devices);
   }
   connect();
+  // Later steps have the same connections.
+  if (!ranks_.are_threads()) executors_.front().connect(ranks_.schedule());
   if (has_replicas) synchronise_parameters(ranks_, threads_, options.sharded, timeout_);
 }
 
@@ -71,8 +78,8 @@ void StepRunner::connect() {
   executors_.clear();
   connect_ranks(ranks_);
   for (LocalRank& local : ranks_.ranks()) {
-    executors_.emplace_back(*local.transport, ranks_.first_rank_of_replica(local), local.stages, local.sums,
-                            functions_);
+    executors_.emplace_back(*local.transport, ranks_.first_rank_of_replica(local), local.stages, local.sums, functions_,
+                            devices_);
   }
 }
 
@@ -153,27 +160,50 @@ void StepRunner::refuse(const std::string& reason) {
 
 void StepRunner::begin_step(Step& step) {
   step.began = Clock::now();
+  // The step comes after everything that the caller has started on the devices until now.
+  const StreamPoint caller = StreamPoint::now(step.devices);
   for (ReplicaStep& replica : step.replicas) {
     replica.inputs.schedule = step.schedule;
     replica.inputs.began = step.began;
+    replica.inputs.caller = caller;
   }
   for (LocalRank& local : ranks_.ranks()) {
     local.progress.position = -1;
     local.progress.since = 0;
   }
   try {
-    for (std::size_t i = 0; i < executors_.size(); ++i) {
+    in_streams_of_ranks([&](std::size_t i) {
+      caller.block(ranks_.ranks()[i].streams.devices());
       executors_[i].begin_step(step.replicas[ranks_.local_replica(ranks_.ranks()[i])].inputs);
-    }
-    for (Executor& executor : executors_) executor.begin_sums(step.replicas.front().inputs);
-    for (const Executor& executor : executors_) executor.save(step.saved);
+    });
+    in_streams_of_ranks([&](std::size_t i) { executors_[i].begin_sums(step.replicas.front().inputs); });
+    in_streams_of_ranks([&](std::size_t i) { executors_[i].save(step.saved); });
     for (const c10::IValue& value : std::exchange(step.batch_values, {})) step.saved.add_gradients_behind(value);
+    const StreamPoint saved = StreamPoint::now(step.devices);
+    in_streams_of_ranks([&](std::size_t i) { saved.block(ranks_.ranks()[i].streams.devices()); });
   } catch (const std::exception& error) {
     step.saved.clear();
     rollback_step(step);
     refuse(reason_of(error));
     throw PipelineError(reason_of(error));
   }
+}
+
+void StepRunner::in_streams_of_ranks(const std::function<void(std::size_t)>& act) {
+  for (std::size_t i = 0; i < ranks_.size(); ++i) {
+    const RankStreams::Scope streams(ranks_.ranks()[i].streams);
+    act(i);
+  }
+}
+
+void StepRunner::join_streams(const Step& step) {
+  StreamPoint point = ranks_.point_after_all();
+  // Gradients of the batch are computed in the default stream of a device that no rank computes on.
+  const std::vector<at::Device> of_ranks = ranks_.devices();
+  for (const at::Device device : step.devices) {
+    if (std::ranges::find(of_ranks, device) == of_ranks.end()) point.add(StreamPoint::after(default_stream(device)));
+  }
+  point.block(step.devices);
 }
 
 void StepRunner::start_ranks(const std::shared_ptr<Step>& step) {
@@ -236,6 +266,7 @@ void StepRunner::conclude_step(Step& step, const std::function<void()>& conclude
     running_.reset();
   }
   try {
+    join_streams(step);
     for (const ReplicaStep& replica : step.replicas) require_gradients(replica);
     conclude();
     for (Executor& executor : executors_) executor.end_step();
@@ -264,12 +295,14 @@ void StepRunner::run_rank(Step& step, std::size_t index) {
   // Made here, as there may be no memory for it once the rank has failed.
   const std::string abort_message = concat("rank ", local.rank, " has failed");
   try {
+    const RankStreams::Scope streams(local.streams);
     if (!replica.inputs.weights.weights.empty() && !ranks_.are_threads()) {
       share_weights(replica.inputs.weights, local.replica_group.get(), local.counterparts.get(), ranks_.num_replicas(),
                     deadline_after(timeout_));
     }
-    executors_[index].run(replica.inputs, replica.outputs,
-                          replica.record[static_cast<std::size_t>(ranks_.rank_in_replica(local))], local.progress);
+    const auto rank = static_cast<std::size_t>(ranks_.rank_in_replica(local));
+    executors_[index].run(replica.inputs, replica.outputs, replica.record[rank], replica.device_times[rank],
+                          local.progress);
     if (replica.inputs.autograd && !has_loss_ && local.replica_group) {
       share_terms(replica.outputs, *local.replica_group, deadline_after(timeout_));
     }
@@ -300,14 +333,32 @@ void StepRunner::fail(const Step& step) {
   if (!ranks_.are_threads()) broken_ = kBroken;
   needs_rollback_ = true;
   // Actions of a cancelled step may still run; the next step waits for them.
-  if (!step.failures.is_cancelled() || threads_.are_idle()) finish_rollback();
+  if (!step.failures.is_cancelled() || threads_.are_idle()) {
+    try {
+      finish_rollback();
+    } catch (const std::exception& error) {
+      // A device that has failed accepts no more work. The reason of the step's failure says more than this.
+      broken_ = concat("this pipeline could not be rolled back after a failed step: ", reason_of(error));
+    }
+  }
   throw explain(failed);
 }
 
 void StepRunner::rollback_step(Step& step) {
-  step.saved.restore();
+  std::exception_ptr error;
+  try {
+    join_streams(step);
+    step.saved.restore();
+  } catch (...) {
+    error = std::current_exception();
+  }
   for (Executor& executor : executors_) executor.rollback_step();
   step.drop_values();
+  if (error) std::rethrow_exception(error);
+}
+
+bool StepRunner::is_idle() {
+  return threads_.are_idle();
 }
 
 void StepRunner::finish_rollback() {

@@ -73,6 +73,8 @@ class StepRunner {
   // Fails the call that another thread is in, at once, even if an action does not return. Without a call it does
   // nothing.
   void cancel();
+  // Returns false while an action of a cancelled step still runs.
+  bool is_idle();
   // Tells other processes that this one cannot take part in the step that they have begun.
   void refuse(const std::string& reason);
 
@@ -90,6 +92,10 @@ class StepRunner {
 
   // Saves what the step may change, on all ranks. Throws PipelineError, with nothing changed.
   void begin_step(Step& step);
+  // Calls act(index) for each local rank on the calling thread, in the streams of the rank.
+  void in_streams_of_ranks(const std::function<void(std::size_t)>& act);
+  // Makes later work in the calling thread's streams wait for what the step has started.
+  void join_streams(const Step& step);
   // Starts the ranks' actions unless the call has been cancelled.
   void start_ranks(const std::shared_ptr<Step>& step) PENSTOCK_EXCLUDES(call_mutex_);
   void run_rank(Step& step, std::size_t index);
@@ -110,6 +116,8 @@ class StepRunner {
   std::chrono::milliseconds timeout_;
   // True if some process has a loss function.
   bool has_loss_;
+  // Devices of the stages of all process ranks.
+  StageDeviceTable devices_;
   // One for each local rank.
   std::vector<Executor> executors_;
 

@@ -13,7 +13,9 @@
 #include <vector>
 
 #include "penstock/base/deadline.h"
+#include "penstock/device/streams.h"
 #include "penstock/runtime/batch.h"
+#include "penstock/runtime/device_times.h"
 #include "penstock/runtime/failure_log.h"
 #include "penstock/runtime/record.h"
 #include "penstock/runtime/step.h"
@@ -58,6 +60,8 @@ struct StepInputs {
   std::uint64_t seed = 0;
   std::chrono::milliseconds timeout = {};
   Clock::time_point began = {};
+  // The point in the caller's streams after which the step computes.
+  StreamPoint caller = {};
 };
 
 // Results of the ranks of one replica. Each element is written by one rank only, so there is no lock.
@@ -80,6 +84,8 @@ struct ReplicaStep {
   StepInputs inputs;
   StepOutputs outputs;
   Record record;
+  // Times of the actions on devices, by rank.
+  std::vector<DeviceTimes> device_times;
 };
 
 // One step of all replicas of this process. A cancelled step outlives the call that began it until its last action has
@@ -89,12 +95,23 @@ struct Step {
 
   const Schedule* schedule = nullptr;
   std::vector<ReplicaStep> replicas;
+  // Devices on which the ranks compute, and those on which the caller has values of the batch.
+  std::vector<at::Device> devices;
   // Values of the batch that backwards may reach, besides parameters: gradients of their leaves are saved too.
   std::vector<c10::IValue> batch_values;
   // Gradients and buffers from before the step.
   SavedState saved;
   Clock::time_point began = {};
   FailureLog failures;
+
+  // Completes the records with the times of devices, for which it waits. Called while no rank runs.
+  void resolve_times() {
+    for (ReplicaStep& replica : replicas) {
+      for (std::size_t rank = 0; rank < replica.device_times.size(); ++rank) {
+        replica.device_times[rank].resolve(replica.record[rank], began);
+      }
+    }
+  }
 
   // Frees all but the records, which are read after the step.
   void drop_values() {

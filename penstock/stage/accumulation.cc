@@ -65,9 +65,11 @@ AccumulatedGradients::Parts AccumulatedGradients::left_of(std::size_t parameter)
   if (!parts.unreduced.defined() || !gradient.defined()) return {.reduced = gradient};
   // Nothing was reduced, so .grad is the unreduced part, whatever was written to it.
   if (parts.shown.is_same(parts.unreduced)) return {.unreduced = gradient};
-  const bool is_as_left = same_values(gradient, sum_of(parameter, parts));
   const bool has_new_version =
       !gradient.is_same(parts.shown) || gradient.is_inference() || version_of(gradient) != parts.version;
+  // The host would have to wait for the values of a device.
+  if (!gradient.is_cpu() && !has_new_version) return parts;
+  const bool is_as_left = same_values(gradient, sum_of(parameter, parts));
   // A write through .data() does not change the version, so values decide. A gradient that was zero already is cleared
   // by a write that does.
   if (is_zero(gradient) && (!is_as_left || has_new_version)) return {.reduced = gradient};

@@ -8,8 +8,8 @@
 // only a shard of the unreduced part, the parts cannot be told apart after a change, and the next step is refused.
 //
 // Autograd does not count writes through .data(), so these are noticed only where they change values: a shard without
-// elements, or one whose gradient is zero, does not show that it was cleared so. zero_() and setting .grad to none
-// always do.
+// elements, or one whose gradient is zero, does not show that it was cleared so. On a device they are not noticed at all,
+// as the host does not wait for its values. zero_() and setting .grad to none always are.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,6 +1,7 @@
 #include "penstock/stage/backward.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
@@ -65,6 +66,18 @@ class RootNode final : public Node {
   variable_list gradients_;
 };
 
+// Returns an empty tensor with which a run of the engine starts. On a device the root has to run on the thread that runs
+// the other nodes: that thread would otherwise begin with the first edge before the others are there, and the order of
+// nodes, in which gradients are summed, would depend on timing.
+at::Tensor signal_of(const edge_list& edges) {
+  static const at::Tensor kOnCpu(at::detail::empty_cpu({0}, at::kFloat));
+  for (const Edge& edge : edges) {
+    const at::Device device = edge.function->input_metadata(edge.input_nr).device();
+    if (!device.is_cpu()) return at::empty({0}, device);
+  }
+  return kOnCpu;
+}
+
 }  // namespace
 
 struct StageInputs::Start {
@@ -115,9 +128,9 @@ struct StageBackward::Roots {
   // Runs all nodes that can be reached, and releases what they saved.
   void run() && {
     if (edges.empty()) return;
-    static const at::Tensor kSignal(at::detail::empty_cpu({0}, at::kFloat));
-    const Edge root(c10::make_intrusive<RootNode>(kSignal, std::move(edges), std::move(gradients)), 0);
-    torch::autograd::Engine::get_default_engine().execute({root}, {kSignal}, /*keep_graph=*/false,
+    const at::Tensor signal = signal_of(edges);
+    const Edge root(c10::make_intrusive<RootNode>(signal, std::move(edges), std::move(gradients)), 0);
+    torch::autograd::Engine::get_default_engine().execute({root}, {signal}, /*keep_graph=*/false,
                                                           /*create_graph=*/false, /*accumulate_grad=*/true);
   }
 };

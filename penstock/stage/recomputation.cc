@@ -1,26 +1,23 @@
 #include "penstock/stage/recomputation.h"
 
-#include <ATen/CPUGeneratorImpl.h>
-#include <ATen/autocast_mode.h>
+#include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cstddef>
 #include <iterator>
 #include <mutex>
 #include <string>
-#include <tuple>
 #include <utility>
 
 #include "penstock/base/text.h"
+#include "penstock/device/transfer.h"
 #include "penstock/stage/backward.h"
 #include "penstock/stage/checkpoint.h"
 #include "penstock/stage/copy_on_write.h"
 #include "penstock/stage/loss_terms.h"
 #include "penstock/stage/wiring.h"
-#include "penstock/tensor/autocast_scope.h"
 #include "penstock/tensor/identity.h"
 #include "penstock/tensor/nested.h"
 
@@ -42,25 +39,36 @@ std::vector<std::int64_t> sizes_of(const at::Tensor& tensor) {
   return tensor.is_nested() ? std::vector<std::int64_t>() : tensor.sizes().vec();
 }
 
-// Returns the state of the default generator, and sets another one if it is defined.
-at::Tensor exchange_default_random(const at::Tensor& state) {
-  at::Generator generator = at::detail::getDefaultCPUGenerator();
+// Returns the state of a device's default generator, and sets another one if it is defined.
+at::Tensor exchange_default_random(at::Device device, const at::Tensor& state) {
+  at::Generator generator = at::globalContext().defaultGenerator(device);
   const std::lock_guard lock(generator.mutex());
   at::Tensor before = generator.get_state();
   if (state.defined()) generator.set_state(state);
   return before;
 }
 
-// Gives the default generator a state while it lives.
+// Returns the states of the default generators of the CPU and of the devices of the tensors.
+std::vector<DefaultRandom> default_random(const std::vector<at::Tensor>& tensors) {
+  std::vector<DefaultRandom> states{{at::kCPU, exchange_default_random(at::kCPU, {})}};
+  for (const at::Device device : devices_of(tensors)) states.push_back({device, exchange_default_random(device, {})});
+  return states;
+}
+
+// Gives the default generators their states while it lives.
 class DefaultRandomScope {
  public:
-  explicit DefaultRandomScope(const at::Tensor& state) : before_(exchange_default_random(state)) {}
-  ~DefaultRandomScope() { exchange_default_random(before_); }
+  explicit DefaultRandomScope(const std::vector<DefaultRandom>& states) {
+    for (const auto& [device, state] : states) before_.push_back({device, exchange_default_random(device, state)});
+  }
+  ~DefaultRandomScope() {
+    for (const auto& [device, state] : before_) exchange_default_random(device, state);
+  }
   DefaultRandomScope(const DefaultRandomScope&) = delete;
   DefaultRandomScope& operator=(const DefaultRandomScope&) = delete;
 
  private:
-  at::Tensor before_;
+  std::vector<DefaultRandom> before_;
 };
 
 // True for a parameter, also one that is a view (of a flat buffer), and for a view of a parameter.
@@ -174,10 +182,7 @@ Recomputation::Recomputation(const std::vector<at::Tensor>& inputs, std::shared_
     needs_grad_.push_back(input.defined() && input.requires_grad());
     versions_.push_back(version_of(input));
   }
-  if (!random_) default_random_ = exchange_default_random({});
-  for (const at::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
-    autocast_.push_back({device, at::autocast::get_autocast_dtype(device), at::autocast::is_autocast_enabled(device)});
-  }
+  if (!random_) default_random_ = default_random(inputs);
   if (history_ != nullptr) before_ = history_->now(options_.writes_buffers);
 }
 
@@ -242,13 +247,7 @@ void Recomputation::release() {
 
 class Recomputation::ForwardState {
  public:
-  explicit ForwardState(const Recomputation& part) {
-    for (std::size_t i = 0; i < part.autocast_.size(); ++i) {
-      const auto& [device, dtype, enabled] = part.autocast_[i];
-      const bool is_same =
-          at::autocast::is_autocast_enabled(device) == enabled && at::autocast::get_autocast_dtype(device) == dtype;
-      if (!is_same) autocast_.at(i).emplace(device, dtype, enabled);
-    }
+  explicit ForwardState(const Recomputation& part) : autocast_(part.autocast_) {
     if (part.restores_buffers()) buffers_.emplace(*part.history_, part.before_);
     if (part.random_) {
       random_.emplace(*part.random_);
@@ -264,9 +263,7 @@ class Recomputation::ForwardState {
  private:
   c10::AutoGradMode grad_mode_{true};
   bool was_in_part_ = is_in_part;
-  // Scopes end in reverse order.
-  std::array<std::optional<AutocastScope>, std::tuple_size_v<decltype(at::autocast::_AUTOCAST_SUPPORTED_DEVICES)>>
-      autocast_;
+  AutocastState::Scope autocast_;
   std::optional<MomentScope> buffers_;
   std::optional<RandomScope> random_;
   std::optional<DefaultRandomScope> default_random_;

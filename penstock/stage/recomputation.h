@@ -12,7 +12,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
-#include <c10/core/DeviceType.h>
+#include <c10/core/Device.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -24,6 +24,7 @@
 #include "penstock/stage/module.h"
 #include "penstock/stage/saved_tensor_hooks.h"
 #include "penstock/stage/stage_history.h"
+#include "penstock/tensor/autocast_scope.h"
 #include "penstock/tensor/microbatch.h"
 #include "penstock/tensor/random_scope.h"
 
@@ -37,6 +38,12 @@ struct RecomputedPartOptions {
   bool writes_buffers = true;
   // True if the function may write into the tensors that it gets, which are then aliases.
   bool writes_arguments = false;
+};
+
+// State of a device's default generator.
+struct DefaultRandom {
+  at::Device device;
+  at::Tensor state;
 };
 
 // Numbers of parts that were made, and that were computed again, by all threads of the process. Parts that saved
@@ -94,12 +101,6 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
     // True when the node has released it.
     bool is_released = false;
   };
-  // Autocast of a device type in the forward.
-  struct Autocast {
-    at::DeviceType device;
-    at::ScalarType dtype;
-    bool enabled;
-  };
   // Thread-local and process-wide state that is that of the forward while the part is computed again.
   class ForwardState;
 
@@ -118,9 +119,10 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
   std::vector<std::uint32_t> versions_;
   RecomputedFunction function_;
   std::optional<RandomScope::Position> random_;
-  // State of the default generator, if the forward was in no random scope.
-  at::Tensor default_random_;
-  std::vector<Autocast> autocast_;
+  // States of the default generators, if the forward was in no random scope.
+  std::vector<DefaultRandom> default_random_;
+  // Autocast in the forward.
+  AutocastState autocast_;
   // History of the stage, and the moment before the part; null outside of a stage.
   std::shared_ptr<StageHistory> history_;
   StageHistory::Moment before_;

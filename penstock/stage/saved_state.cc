@@ -30,14 +30,15 @@ at::Tensor copy_of(const at::Tensor& tensor) {
   return tensor.detach().clone();
 }
 
-// Writes only where something has changed: a write invalidates the tensor for a backward that has saved it.
+// Writes only where something has changed: a write invalidates the tensor for a backward that has saved it. A tensor on a
+// device is always written to, as the host would have to wait for a comparison, and the device may never answer.
 void overwrite(const at::Tensor& tensor, const at::Tensor& values) {
   const c10::InferenceMode mode(tensor.is_inference());
   const c10::AutoGradMode no_grad(false);
   if (tensor.layout() == at::kStrided) {
     // No operator writes into a tensor that overlaps itself.
     if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) return;
-    if (at::equal(tensor, values)) return;
+    if (tensor.is_cpu() && at::equal(tensor, values)) return;
   }
   // Not into tensor.detach(), which does not share the values of a sparse tensor.
   tensor.copy_(values);

@@ -1,10 +1,13 @@
 // Parameters of which each replica keeps a shard. They are gathered by an all-gather before the stage computes, and
 // their gradients averaged by a reduce-scatter.
-#include <ATen/native/Resize.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/StorageImpl.h>
 
 #include <algorithm>
 #include <cstring>
@@ -13,6 +16,7 @@
 #include <utility>
 
 #include "penstock/base/text.h"
+#include "penstock/device/streams.h"
 #include "penstock/stage/accumulation.h"
 #include "penstock/stage/first_member_values.h"
 #include "penstock/stage/parameter_sync.h"
@@ -22,10 +26,20 @@
 namespace penstock::internal {
 namespace {
 
-// Allocates or frees the memory of a parameter without a change of its version, so that tensors that autograd has saved
+// Allocate and free the memory of a parameter without a change of its version, so that tensors that autograd has saved
 // for a backward are valid again once the memory is filled.
-void resize_storage(const at::Tensor& tensor, std::size_t bytes) {
-  at::native::resize_bytes_cpu(tensor.storage().unsafeGetStorageImpl(), bytes);
+void allocate(const at::Tensor& tensor) {
+  c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+  if (storage.nbytes() == tensor.nbytes()) return;
+  const c10::DeviceGuard device(tensor.device());
+  storage.set_data_ptr_noswap(c10::GetAllocator(tensor.device().type())->allocate(tensor.nbytes()));
+  storage.set_nbytes(tensor.nbytes());
+}
+void free_memory(const at::Tensor& tensor) {
+  use_on_stream(tensor);
+  c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+  storage.set_data_ptr_noswap(c10::DataPtr(nullptr, tensor.device()));
+  storage.set_nbytes(0);
 }
 
 class ShardedParameters final : public ParameterSync {
@@ -76,7 +90,7 @@ class ShardedParameters final : public ParameterSync {
     const c10::AutoGradMode no_grad(false);
     for (std::size_t i = 0; i < whole_.size(); ++i) {
       shards_[i].detach().copy_(own_shard(i, whole_[i].detach()));
-      resize_storage(whole_[i], 0);
+      free_memory(whole_[i]);
     }
   }
 
@@ -96,19 +110,26 @@ class ShardedParameters final : public ParameterSync {
           concat("stage ", stage_, " computes without its parameters: they are sharded, and no UNSHARD came before."));
     }
     std::exchange(gathering_, nullptr)->wait(deadline);
-    for (const at::Tensor& parameter : whole_) resize_storage(parameter, parameter.nbytes());
+    for (const at::Tensor& parameter : whole_) allocate(parameter);
+    // Below autograd, a copy does not raise the version.
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
     for_each_shard([&](std::size_t i, std::int64_t begin, std::int64_t count, std::int64_t in_buffer) {
-      const std::size_t size = whole_[i].element_size();
-      std::memcpy(static_cast<char*>(whole_[i].data_ptr()) + static_cast<std::size_t>(begin) * size,
-                  static_cast<const char*>(buffer_.const_data_ptr()) + static_cast<std::size_t>(in_buffer) * size,
-                  static_cast<std::size_t>(count) * size);
+      if (whole_[i].is_cpu()) {
+        // A call of operators for each shard would take longer than the copy of a small one.
+        const std::size_t size = whole_[i].element_size();
+        std::memcpy(static_cast<char*>(whole_[i].data_ptr()) + static_cast<std::size_t>(begin) * size,
+                    static_cast<const char*>(buffer_.const_data_ptr()) + static_cast<std::size_t>(in_buffer) * size,
+                    static_cast<std::size_t>(count) * size);
+      } else {
+        whole_[i].view(-1).narrow(0, begin, count).copy_(buffer_.narrow(0, in_buffer, count));
+      }
     });
     buffer_.reset();
     gathered_ = true;
   }
 
   void reshard() override {
-    for (const at::Tensor& parameter : whole_) resize_storage(parameter, 0);
+    for (const at::Tensor& parameter : whole_) free_memory(parameter);
     gathered_ = false;
   }
 

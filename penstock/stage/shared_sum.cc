@@ -28,7 +28,8 @@ void SharedSum::reduce(Deadline deadline) {
   at::Tensor sum;
   for (std::size_t i = 0; i < gradients_.size(); ++i) {
     const at::Tensor& gradient = gradients_.computed(i).grad();
-    if (gradient.defined()) sum = sum.defined() ? sum.add(dense(gradient)) : dense(gradient).clone();
+    if (!gradient.defined()) continue;
+    sum = sum.defined() ? sum.add(dense(gradient).to(sum.device(), /*non_blocking=*/true)) : dense(gradient).clone();
   }
   const at::Tensor present = at::full({1}, sum.defined() ? 1 : 0, at::TensorOptions(at::kFloat));
   if (!sum.defined()) sum = at::zeros_like(gradients_.computed(0)).detach();
@@ -37,7 +38,12 @@ void SharedSum::reduce(Deadline deadline) {
   std::vector<at::Tensor> sums(gradients_.size());
   // Where no rank has a gradient there is none, as in one process.
   if (present.item<float>() > 0) {
-    for (std::size_t i = 0; i < sums.size(); ++i) sums[i] = i == 0 ? sum : sum.clone();
+    for (std::size_t i = 0; i < sums.size(); ++i) {
+      const bool is_first = sum.device() == gradients_.computed(i).device() && i == 0;
+      sums[i] = is_first ? sum
+                         : sum.to(gradients_.computed(i).device(), sum.scalar_type(), /*non_blocking=*/true,
+                                  /*copy=*/true);
+    }
   }
   gradients_.end_reduction(sums);
 }

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "penstock/base/text.h"
+#include "penstock/device/streams.h"
 #include "penstock/stage/backward.h"
 #include "penstock/stage/copy_on_write.h"
 #include "penstock/stage/loss_terms.h"
@@ -176,6 +177,7 @@ PipelineStage::PipelineStage(StageModule module, int stage_index, int num_stages
   impl_->index = stage_index;
   impl_->stages = num_stages;
   impl_->options = std::move(options);
+  impl_->options.device = internal::with_index(impl_->options.device);
   for (const NamedTensors* named : {&impl_->module.parameters, &impl_->module.buffers, &impl_->module.state}) {
     for (const auto& [name, tensor] : *named) impl_->module_memory.insert(memory_of(tensor));
   }

@@ -16,10 +16,11 @@
 namespace penstock::internal {
 namespace {
 
-// True if both have the same bits. Values that cannot be compared so, such as NaN, may count as different.
+// True if both have the same bits. Values that cannot be compared so count as different: NaN may, and so do tensors on a
+// device, for which the host would have to wait.
 bool are_same(const at::Tensor& left, const at::Tensor& right) {
-  if (left.layout() != at::kStrided) return false;
-  if (!left.is_cpu() || !left.is_contiguous() || !right.is_contiguous()) return at::equal(left, right);
+  if (left.layout() != at::kStrided || !left.is_cpu()) return false;
+  if (!left.is_contiguous() || !right.is_contiguous()) return at::equal(left, right);
   return left.nbytes() == right.nbytes() &&
          (left.nbytes() == 0 || std::memcmp(left.const_data_ptr(), right.const_data_ptr(), left.nbytes()) == 0);
 }

@@ -15,7 +15,8 @@
 namespace penstock::internal {
 
 // Moments between which a tensor did not change share one copy of it. Nothing tells reliably that a tensor was written
-// to (kernels of batch normalisation do not raise its version), so each moment reads all of them.
+// to (kernels of batch normalisation do not raise its version), so each moment reads all of them. On a device each
+// moment copies them.
 class StageHistory {
  public:
   struct Moment {

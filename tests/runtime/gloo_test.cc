@@ -54,7 +54,7 @@ TEST_F(Gloo, EveryScheduleGivesTheLossesOutputsAndGradientsOfOneProcess) {
       const Schedule schedule = generate(generator.name, {.ranks = ranks(), .microbatches = microbatches});
       if (!features_of(schedule).backward) continue;
       for (const NamedModel& named : kModels) {
-        expect_what_one_process_gives(named, schedule, world());
+        expect_what_one_process_gives(named, schedule, {.transport = world()});
         if (HasFailure()) return;
         ++cases;
       }

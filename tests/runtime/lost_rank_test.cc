@@ -24,7 +24,8 @@ int number_from(const char* variable, int otherwise) {
   return value == nullptr ? otherwise : std::atoi(value);
 }
 
-TEST(LostRank, IsNoticedByAllOthersWhateverItWasDoing) {
+// Loses ranks of process groups whose tensors are on the CPU, or on devices if there is a carrier.
+void lose_ranks(const std::string& carrier) {
   constexpr int kRanks = 4;
   constexpr int kTimeoutMs = 2000;
   constexpr const char* kSchedules[] = {"1F1B", "GPipe", "ZBVZeroBubble", "Interleaved1F1B"};
@@ -45,9 +46,16 @@ TEST(LostRank, IsNoticedByAllOthersWhateverItWasDoing) {
     SCOPED_TRACE(schedule + ", signal " + std::to_string(signal) + " to rank " + std::to_string(victim) + " in step " +
                  std::to_string(step) + " at " + to_string(actions[static_cast<std::size_t>(action)]) +
                  ", PENSTOCK_SEED=" + std::to_string(seed));
+    std::vector<std::string> arguments{std::to_string(signal),
+                                       std::to_string(victim),
+                                       std::to_string(step),
+                                       std::to_string(action),
+                                       std::to_string(kTimeoutMs),
+                                       file,
+                                       schedule};
+    if (!carrier.empty()) arguments.push_back(carrier);
     ProcessRanks ranks({.program = folder / "penstock_victim",
-                        .arguments = {std::to_string(signal), std::to_string(victim), std::to_string(step),
-                                      std::to_string(action), std::to_string(kTimeoutMs), file, schedule},
+                        .arguments = arguments,
                         .ranks = kRanks,
                         .environment = {},
                         // The other ranks exit by themselves; a stopped one does not.
@@ -64,6 +72,16 @@ TEST(LostRank, IsNoticedByAllOthersWhateverItWasDoing) {
   }
   std::filesystem::remove(file);
   std::cout << times << " ranks lost\n";
+}
+
+TEST(LostRank, IsNoticedByAllOthersWhateverItWasDoing) {
+  lose_ranks("");
+}
+TEST(LostRank, IsNoticedWhenDeviceTensorsAreSentFromCpuMemory) {
+  lose_ranks("staged");
+}
+TEST(LostRank, IsNoticedWhenTensorsAreSentFromDeviceToDevice) {
+  lose_ranks("direct");
 }
 
 }  // namespace

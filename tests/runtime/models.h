@@ -30,11 +30,19 @@
 
 namespace penstock::internal::testing {
 
+// Returns the device of a stage.
+using StageDevices = std::function<at::Device(int stage)>;
+inline at::Device on_cpu(int /*stage*/) {
+  return at::kCPU;
+}
+
 struct Model {
-  explicit Model(int count) : wiring(count), stages(static_cast<std::size_t>(count)) {}
+  explicit Model(int count, StageDevices stage_devices = on_cpu)
+      : wiring(count), stages(static_cast<std::size_t>(count)), devices(std::move(stage_devices)) {}
 
   Wiring wiring;
   std::vector<StageModule> stages;
+  StageDevices devices;
   // Shared parameters of which each stage has a copy.
   SharedParameters copies = {};
   // Shared parameters that are one tensor. A process that has all stages finds these without being told.
@@ -56,7 +64,8 @@ struct Model {
   std::vector<PipelineStage> make_stages(const std::vector<int>& indices) const {
     std::vector<PipelineStage> made;
     for (const int i : indices) {
-      made.emplace_back(stages[static_cast<std::size_t>(i)], i, static_cast<int>(stages.size()));
+      made.emplace_back(stages[static_cast<std::size_t>(i)], i, static_cast<int>(stages.size()),
+                        StageOptions{.device = devices(i)});
     }
     return made;
   }
@@ -64,10 +73,10 @@ struct Model {
 
 constexpr std::int64_t kWide = 8;
 
-// Returns a random weight, the same for the same name.
-inline at::Tensor weight(const std::string& name, at::IntArrayRef shape) {
+// Returns a random weight, the same for the same name on any device.
+inline at::Tensor weight(const std::string& name, at::IntArrayRef shape, at::Device device = at::kCPU) {
   at::Generator generator = at::detail::createCPUGenerator(std::hash<std::string>()(name));
-  return at::randn(shape, generator).mul_(0.3).requires_grad_();
+  return at::randn(shape, generator).mul_(0.3).to(device).requires_grad_();
 }
 
 inline const at::Tensor& tensor(const Args& args, std::size_t index) {
@@ -79,11 +88,11 @@ inline std::string numbered(const char* name, int number) {
 }
 
 // y = tanh(x W + b)
-inline Model perceptron(int stages) {
-  Model model(stages);
+inline Model perceptron(int stages, const StageDevices& devices = on_cpu) {
+  Model model(stages, devices);
   for (int i = 0; i < stages; ++i) {
-    const at::Tensor w = weight(numbered("w", i), {kWide, kWide});
-    const at::Tensor b = weight(numbered("b", i), {kWide});
+    const at::Tensor w = weight(numbered("w", i), {kWide, kWide}, devices(i));
+    const at::Tensor b = weight(numbered("b", i), {kWide}, devices(i));
     model.stages[static_cast<std::size_t>(i)] = {.forward = [w, b](const Args& args, const Kwargs&) -> c10::IValue {
                                                    return at::tanh(at::addmm(b, tensor(args, 0), w));
                                                  },
@@ -93,14 +102,14 @@ inline Model perceptron(int stages) {
 }
 
 // Rows as sequences of 4 tokens: attention and a small perceptron, both with dropout.
-inline Model transformer(int stages) {
-  Model model(stages);
+inline Model transformer(int stages, const StageDevices& devices = on_cpu) {
+  Model model(stages, devices);
   for (int i = 0; i < stages; ++i) {
-    const at::Tensor qkv = weight(numbered("qkv", i), {kWide, 3 * kWide});
-    const at::Tensor out = weight(numbered("out", i), {kWide, kWide});
-    const at::Tensor up = weight(numbered("up", i), {kWide, 2 * kWide});
-    const at::Tensor down = weight(numbered("down", i), {2 * kWide, kWide});
-    const at::Tensor gain = weight(numbered("gain", i), {kWide});
+    const at::Tensor qkv = weight(numbered("qkv", i), {kWide, 3 * kWide}, devices(i));
+    const at::Tensor out = weight(numbered("out", i), {kWide, kWide}, devices(i));
+    const at::Tensor up = weight(numbered("up", i), {kWide, 2 * kWide}, devices(i));
+    const at::Tensor down = weight(numbered("down", i), {2 * kWide, kWide}, devices(i));
+    const at::Tensor gain = weight(numbered("gain", i), {kWide}, devices(i));
     model.stages[static_cast<std::size_t>(i)] = {
         .forward = [=](const Args& args, const Kwargs&) -> c10::IValue {
           const at::Tensor x = tensor(args, 0);
@@ -118,18 +127,18 @@ inline Model transformer(int stages) {
 }
 
 // Stages that send several tensors: with and without a gradient, None, and integers.
-inline Model several_tensors(int stages) {
-  Model model(stages);
+inline Model several_tensors(int stages, const StageDevices& devices = on_cpu) {
+  Model model(stages, devices);
   for (int i = 0; i < stages; ++i) {
-    const at::Tensor w = weight(numbered("several", i), {kWide, kWide});
-    const at::Tensor scale = weight(numbered("scale", i), {});
+    const at::Tensor w = weight(numbered("several", i), {kWide, kWide}, devices(i));
+    const at::Tensor scale = weight(numbered("scale", i), {}, devices(i));
     const bool first = i == 0;
     const bool last = i == stages - 1;
     model.stages[static_cast<std::size_t>(i)] = {
         .forward = [=](const Args& args, const Kwargs&) -> c10::IValue {
           const at::Tensor x = tensor(args, 0);
           const at::Tensor carried = first ? x * scale : tensor(args, 1);
-          const at::Tensor count = first ? at::zeros({x.size(0)}, at::kLong) : tensor(args, 3);
+          const at::Tensor count = first ? at::zeros({x.size(0)}, x.options().dtype(at::kLong)) : tensor(args, 3);
           const at::Tensor fixed = first ? x.detach() + 1 : tensor(args, 4);
           // Not contiguous, and a view.
           const at::Tensor y = at::matmul(at::sin(x), w).t().clone().t() + 0.1 * fixed;
@@ -142,10 +151,10 @@ inline Model several_tensors(int stages) {
 }
 
 // The third and the last stage also take a second output of the first; every stage writes into its arguments.
-inline Model with_skips(int stages) {
-  Model model(stages);
+inline Model with_skips(int stages, const StageDevices& devices = on_cpu) {
+  Model model(stages, devices);
   for (int i = 0; i < stages; ++i) {
-    const at::Tensor w = weight(numbered("skip", i), {kWide, kWide});
+    const at::Tensor w = weight(numbered("skip", i), {kWide, kWide}, devices(i));
     const bool takes_skip = (i == 2 || i == stages - 1) && i > 1;
     if (i == 1) model.wiring.connect(1, {{0, 0}});
     if (takes_skip) model.wiring.connect(i, {{i - 1, 0}, {0, 1}});
@@ -167,10 +176,10 @@ inline Model with_skips(int stages) {
 }
 
 // A weight that is used twice in its stage.
-inline Model shared_inside(int stages) {
-  Model model(stages);
+inline Model shared_inside(int stages, const StageDevices& devices = on_cpu) {
+  Model model(stages, devices);
   for (int i = 0; i < stages; ++i) {
-    const at::Tensor w = weight(numbered("inside", i), {kWide, kWide});
+    const at::Tensor w = weight(numbered("inside", i), {kWide, kWide}, devices(i));
     model.stages[static_cast<std::size_t>(i)] = {.forward = [w](const Args& args, const Kwargs&) -> c10::IValue {
                                                    return at::matmul(at::relu(at::matmul(tensor(args, 0), w)), w.t());
                                                  },
@@ -180,9 +189,12 @@ inline Model shared_inside(int stages) {
 }
 
 // A weight that the first and the last stage have in common.
-inline Model shared_across(int stages) {
-  Model model = perceptron(stages);
-  const at::Tensor tied = weight("tied", {kWide, kWide});
+inline Model shared_across(int stages, const StageDevices& devices = on_cpu) {
+  Model model = perceptron(stages, devices);
+  const at::Tensor tied = weight("tied", {kWide, kWide}, devices(0));
+  // One tensor, or a copy of it on another device.
+  const bool is_one = devices(0) == devices(stages - 1);
+  const at::Tensor last_tied = is_one ? tied : weight("tied", {kWide, kWide}, devices(stages - 1));
   const auto first = model.stages.front().forward;
   const auto last = model.stages.back().forward;
   model.stages.front().forward = [=](const Args& args, const Kwargs& kwargs) -> c10::IValue {
@@ -190,10 +202,10 @@ inline Model shared_across(int stages) {
   };
   if (stages > 1) {
     model.stages.back().forward = [=](const Args& args, const Kwargs& kwargs) -> c10::IValue {
-      return at::matmul(last(args, kwargs).toTensor(), tied.t());
+      return at::matmul(last(args, kwargs).toTensor(), last_tied.t());
     };
-    model.stages.back().parameters.emplace_back("tied", tied);
-    model.tied = {{{0, "tied"}, {stages - 1, "tied"}}};
+    model.stages.back().parameters.emplace_back("tied", last_tied);
+    (is_one ? model.tied : model.copies) = {{{0, "tied"}, {stages - 1, "tied"}}};
   }
   model.stages.front().parameters.emplace_back("tied", tied);
   return model;
@@ -201,7 +213,8 @@ inline Model shared_across(int stages) {
 
 struct NamedModel {
   const char* name;
-  Model (*make)(int stages);
+  Model (*make_on)(int stages, const StageDevices& devices);
+  Model make(int stages) const { return make_on(stages, on_cpu); }
 };
 inline constexpr NamedModel kModels[] = {{"perceptron", perceptron},           {"transformer", transformer},
                                          {"several_tensors", several_tensors}, {"with_skips", with_skips},
@@ -259,8 +272,9 @@ inline PlainMicrobatch plain_microbatch(const Model& model, const Args& args, co
   for (const StageModule& stage : model.stages) {
     for (const auto& [name, parameter] : stage.parameters) parameters.push_back(parameter);
   }
-  const auto gradients = torch::autograd::grad({result.loss}, parameters, {at::scalar_tensor(loss_weight)},
-                                               /*retain_graph=*/false, /*create_graph=*/false, /*allow_unused=*/true);
+  const auto gradients =
+      torch::autograd::grad({result.loss}, parameters, {at::scalar_tensor(loss_weight, result.loss.options())},
+                            /*retain_graph=*/false, /*create_graph=*/false, /*allow_unused=*/true);
   result.loss = result.loss.detach();
   std::size_t next = 0;
   for (const StageModule& stage : model.stages) {
@@ -291,8 +305,9 @@ inline std::vector<std::vector<at::Tensor>> added_up(const Schedule& schedule,
   return sums;
 }
 
+// Compares values bitwise, whatever the devices are.
 inline bool same_tensor(const at::Tensor& one, const at::Tensor& other) {
-  return one.defined() == other.defined() && (!one.defined() || at::equal(one, other));
+  return one.defined() == other.defined() && (!one.defined() || at::equal(one.cpu(), other.cpu()));
 }
 
 // Returns rows for all microbatches, with a different number in the last.
@@ -350,19 +365,28 @@ inline void expect_equal(const std::vector<at::Tensor>& expected, const std::vec
   for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(same_tensor(expected[i], found[i])) << i;
 }
 
+// Where a pipeline runs, and the model that one process computes in its place.
+struct Setting {
+  // Null for thread ranks.
+  std::shared_ptr<Transport> transport = nullptr;
+  StageDevices devices = on_cpu;
+  // Device of the reference. On another one than that of the stages, random numbers differ.
+  at::Device reference = at::kCPU;
+};
+
 // Expects that a step of the schedule has the losses, outputs and gradients of one process, bitwise, on thread ranks
 // or, with a transport, in the stages of this process. Gradients of a weight that several stages share are equal to
 // rounding, as the stages add to them in no fixed order.
 inline void expect_what_one_process_gives(const NamedModel& named, const Schedule& schedule,
-                                          const std::shared_ptr<Transport>& transport = nullptr) {
+                                          const Setting& setting = {}) {
   SCOPED_TRACE(named.name);
   const at::Tensor x = input_for(named, schedule.microbatches(), "x");
   const at::Tensor y = input_for(named, schedule.microbatches(), "y");
-  const Model model = named.make(schedule.stages());
-  PipelineOptions options{.transport = transport, .loss = squared_error};
+  const Model model = named.make_on(schedule.stages(), setting.devices);
+  PipelineOptions options{.transport = setting.transport, .loss = squared_error};
   StagedModel staged = model.build();
-  if (transport != nullptr) {
-    const auto own = schedule.placement().stages_of(transport->rank());
+  if (setting.transport != nullptr) {
+    const auto own = schedule.placement().stages_of(setting.transport->rank());
     staged = model.build({own.begin(), own.end()});
   }
   Pipeline pipeline(std::move(staged), schedule, options);
@@ -370,18 +394,20 @@ inline void expect_what_one_process_gives(const NamedModel& named, const Schedul
   everywhere.results_everywhere = true;
   const StepResult result = pipeline.step({x}, {}, y, everywhere);
 
-  const Model again = named.make(schedule.stages());
-  const std::vector<PlainMicrobatch> expected = plain(again, x, y, schedule.microbatches(), {});
-  EXPECT_TRUE(at::equal(outputs_of(expected), result.output.toTensor()));
+  const Model again = named.make_on(schedule.stages(), [&](int) { return setting.reference; });
+  const std::vector<PlainMicrobatch> expected =
+      plain(again, x.to(setting.reference), y.to(setting.reference), schedule.microbatches(), {});
+  EXPECT_TRUE(same_tensor(outputs_of(expected), result.output.toTensor()));
   ASSERT_EQ(expected.size(), result.losses.size());
-  for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(at::equal(expected[i].loss, result.losses[i])) << i;
+  for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(same_tensor(expected[i].loss, result.losses[i])) << i;
   const auto sums = added_up(pipeline.schedule(), expected);
   for (const PipelineStage& stage : pipeline.stages()) {
     const auto at = static_cast<std::size_t>(stage.stage_index());
     for (std::size_t i = 0; i < stage.module().parameters.size(); ++i) {
       const auto& [name, parameter] = stage.module().parameters[i];
       if (name == "tied") {
-        EXPECT_LE((sums[at][i] - parameter.grad()).abs().max().item<double>(),
+        const at::Tensor found = parameter.grad().cpu();
+        EXPECT_LE((sums[at][i].cpu() - found).abs().max().item<double>(),
                   1e-6 * sums[at][i].abs().max().item<double>());
         continue;
       }

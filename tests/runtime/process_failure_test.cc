@@ -474,7 +474,7 @@ TEST_F(ProcessFailure, OfATensorThatCannotBeSentNamesTheStageAndItsOutput) {
   failing().replaced = [](const c10::IValue& output) -> c10::IValue { return output.toTensor().to_sparse(); };
   expect_on_all(step(),
                 "rank 2, stage 2, 2SEND_F0 (microbatch 0): output 0 of stage 2 is a sparse float32 tensor of shape [2, "
-                "8]; only dense tensors in the CPU's memory can be sent between processes.");
+                "8]; only dense tensors in the memory of the CPU or of an accelerator can be sent between processes.");
 }
 
 TEST(Cancel, AtAnyMomentEndsOneStepOrNone) {

@@ -39,8 +39,8 @@ Schedule recomputed_early(const Schedule& schedule) {
 }
 
 template <std::size_t index>
-Model checkpointed_model(int stages) {
-  return checkpointed(kModels[index].make(stages));
+Model checkpointed_model(int stages, const StageDevices& devices) {
+  return checkpointed(kModels[index].make_on(stages, devices));
 }
 
 INSTANTIATE_TEST_SUITE_P(Threads, EveryRecomputedSchedule, ::testing::ValuesIn(recomputed_cases()), name_of_case);

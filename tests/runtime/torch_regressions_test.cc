@@ -235,8 +235,8 @@ TEST(TorchRegressions, EvaluationFreesWhatItsForwardsMade) {
 }
 
 // Stages that return a non-contiguous view: a transpose, or a slice of a wider tensor.
-Model of_views(int stages) {
-  Model model = perceptron(stages);
+Model of_views(int stages, const StageDevices& devices) {
+  Model model = perceptron(stages, devices);
   for (std::size_t i = 0; i < model.stages.size(); ++i) {
     const auto before = model.stages[i].forward;
     model.stages[i].forward = [=](const Args& args, const Kwargs& kwargs) -> c10::IValue {
@@ -255,8 +255,8 @@ TEST(TorchRegressions, ViewsAndNonContiguousTensorsWorkInZeroBubble) {
 }
 
 // The last stage returns a view of its input, and the one before it a parameter.
-Model of_nothing_new(int stages) {
-  Model model = perceptron(stages);
+Model of_nothing_new(int stages, const StageDevices& devices) {
+  Model model = perceptron(stages, devices);
   const at::Tensor own = weight("whole", {2, kWide});
   model.stages[static_cast<std::size_t>(stages) - 2] = {
       .forward = [own](const Args& args, const Kwargs&) -> c10::IValue {
