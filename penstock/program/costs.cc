@@ -10,6 +10,7 @@
 #include <string_view>
 #include <utility>
 
+#include "penstock/base/deadline.h"
 #include "penstock/program/interpreter/program_state.h"
 #include "penstock/program/interpreter/subgraph.h"
 #include "penstock/program/partition/grad_flow.h"
@@ -168,7 +169,6 @@ std::vector<NodeCost> estimated_costs(const Program& program) {
 }
 
 std::vector<NodeCost> measured_costs(const Program& program, const Args& args, const Kwargs& kwargs) {
-  using Clock = std::chrono::steady_clock;
   constexpr int kRuns = 5;
   std::vector<NodeCost> costs = estimated_costs(program);
   const std::vector<bool> grad = nodes_with_grad(program);

@@ -154,6 +154,8 @@ struct Graph {
   std::vector<Region> regions = {Region()};
   // Positions of the model's pipe_split() calls: each is the index of the node that follows the call.
   std::vector<int> marks;
+  // Type of device that the nodes run on, whose autocast Program::set_autocast() selects.
+  at::DeviceType device_type = at::kCPU;
 };
 
 // An input of the graph. torch.export lifts parameters, buffers and constants to inputs.

@@ -13,6 +13,7 @@
 #include "penstock/base/index.h"
 #include "penstock/base/text.h"
 #include "penstock/program/error.h"
+#include "penstock/program/interpreter/device_export.h"
 #include "penstock/program/interpreter/program_state.h"
 #include "penstock/program/interpreter/subgraph.h"
 #include "penstock/program/partition/colocation.h"
@@ -244,11 +245,11 @@ const StageModule& Pipe::get_stage_module(int stage) const {
 
 PipelineStage Pipe::make_stage(int stage, StageOptions options) const {
   StageModule module = get_stage_module(stage);
-  if (options.device != at::Device(at::kCPU)) module = module_on(stage, options.device);
+  if (options.device != at::Device(at::kCPU)) module = stage_module_on(stage, options.device);
   return {std::move(module), stage, num_stages(), std::move(options)};
 }
 
-StageModule Pipe::module_on(int stage, at::Device device) const {
+StageModule Pipe::stage_module_on(int stage, at::Device device) const {
   StageModule module = get_stage_module(stage);
   std::map<const void*, at::Tensor> moved;
   for (NamedTensors* tensors : {&module.parameters, &module.buffers, &module.state}) {
@@ -263,13 +264,7 @@ StageModule Pipe::module_on(int stage, at::Device device) const {
       tensor = std::move(copy);
     }
   }
-  // Factory functions create their tensors on the device too.
-  const auto exported = std::make_shared<ExportedProgram>(*state_of(program_).exported);
-  for (Node& node : exported->graph.nodes) {
-    for (Operand& operand : node.operands) {
-      if (operand.is_constant() && operand.constant.isDevice()) operand.constant = device;
-    }
-  }
+  const auto exported = internal::export_on(*state_of(program_).exported, device);
   module.forward = state_->forward_of(program_, stage, exported, [&](const at::Tensor& original) {
     const auto found = moved.find(state_->tensor_in(stage, original).unsafeGetTensorImpl());
     return found == moved.end() ? original.to(device) : found->second;
@@ -278,14 +273,22 @@ StageModule Pipe::module_on(int stage, at::Device device) const {
 }
 
 StagedModel Pipe::build(at::Device device) const {
+  return build([device](int) { return device; });
+}
+
+StagedModel Pipe::build(const StageDevices& device_of) const {
   std::vector<int> all(state_->partitions.size());
   std::iota(all.begin(), all.end(), 0);
-  return build_stages(all, device);
+  return build_stages(all, device_of);
 }
 
 StagedModel Pipe::build_stages(std::span<const int> stages, at::Device device) const {
+  return build_stages(stages, [device](int) { return device; });
+}
+
+StagedModel Pipe::build_stages(std::span<const int> stages, const StageDevices& device_of) const {
   std::vector<PipelineStage> made;
-  for (const int stage : stages) made.push_back(make_stage(stage, {.device = device}));
+  for (const int stage : stages) made.push_back(make_stage(stage, {.device = device_of(stage)}));
   return {std::move(made), wiring(), shared_parameters()};
 }
 

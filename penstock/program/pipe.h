@@ -66,6 +66,9 @@ struct PipeInfo {
   std::vector<BoundaryValue> boundary_values;
 };
 
+// Returns the device of a stage.
+using StageDevices = std::function<at::Device(int stage)>;
+
 // A Program and its partition into stages. Parameters and buffers have the model's names. Copies share the stages. The
 // const functions may be called from any number of threads, like those of Program. Functions throw ProgramError.
 class Pipe {
@@ -85,13 +88,17 @@ class Pipe {
   // parameter that several stages use, each stage after the first has a copy. Throws ProgramError if there is no such
   // stage.
   const StageModule& get_stage_module(int stage) const;
+  // Returns a stage as a module whose parameters, buffers and constants are copies on a device, in the same order.
+  StageModule stage_module_on(int stage, at::Device device) const;
 
   // Returns the model for a Pipeline: all stages, with their wiring and the parameters that they share. On a device
   // other than the CPU, parameters and buffers are copies.
   StagedModel build(at::Device device = at::kCPU) const;
+  StagedModel build(const StageDevices& device_of) const;
   // Returns the same model with the given stages only, in ascending order: those of one process rank, such as
   // schedule.placement().stages_of(rank). Throws ProgramError if there is no such stage.
   StagedModel build_stages(std::span<const int> stages, at::Device device = at::kCPU) const;
+  StagedModel build_stages(std::span<const int> stages, const StageDevices& device_of) const;
   // Returns the same model with one stage only, for a process rank that runs one.
   StagedModel build_stage(int stage, StageOptions options = {}) const;
 
@@ -116,7 +123,6 @@ class Pipe {
 
  private:
   struct State;
-  StageModule module_on(int stage, at::Device device) const;
   PipelineStage make_stage(int stage, StageOptions options) const;
 
   Program program_;

@@ -146,7 +146,7 @@ bool Program::is_training() const {
 }
 
 void Program::set_autocast(std::optional<at::ScalarType> dtype) {
-  state_->mode->autocast = dtype ? std::optional(Region::Autocast{.dtype = *dtype}) : std::nullopt;
+  state_->mode->autocast = dtype;
 }
 
 void Program::recompute(const std::vector<std::string>& modules) {

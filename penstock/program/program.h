@@ -76,7 +76,8 @@ class Program {
   void train();
   void eval();
   bool is_training() const;
-  // Runs the whole program under CPU autocast to this dtype (bfloat16), or without autocast.
+  // Runs the whole program under autocast to this dtype, bfloat16 or float16, or without autocast. Autocast is that of the
+  // device on which a stage runs.
   void set_autocast(std::optional<at::ScalarType> dtype);
 
   // Makes modules save their inputs only, and be computed again when a backward needs their activations: see

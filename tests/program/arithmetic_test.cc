@@ -40,7 +40,7 @@ TEST(Arithmetic, OfAProgramIsPythons) {
     const auto outputs = program.run({at::ones({sizes[row].item<std::int64_t>(), 2})}).toTupleRef().elements().vec();
     ASSERT_EQ(outputs.size(), expected.size());
     for (std::size_t i = 1; i < outputs.size(); ++i) {
-      const double right = expected.at("output." + std::to_string(i))[row].item<double>();
+      const auto right = expected.at("output." + std::to_string(i))[row].item<double>();
       EXPECT_EQ(outputs[i].toScalar().toDouble(), right) << "output " << i << " of size " << sizes[row].item();
     }
   }

@@ -75,6 +75,8 @@ struct Interpreter::Call {
   // Slots of results that nothing reads.
   std::vector<int> released = {};
   std::optional<EvaluationChange> in_evaluation = std::nullopt;
+  // True for an assertion of the dtype that a tensor had in the export, which autocast of the whole run changes.
+  bool asserts_dtype = false;
 };
 
 struct Interpreter::Plan {
@@ -186,7 +188,7 @@ void Interpreter::Plan::run(const Call& call, std::vector<c10::IValue>& slots, t
 void Interpreter::Plan::run(Range range, std::vector<c10::IValue>& slots, const Mode& mode) const {
   const bool is_seeded = RandomScope::is_open();
   std::optional<AutocastScope> autocast;
-  if (mode.autocast) autocast.emplace(mode.autocast->device, mode.autocast->dtype, mode.autocast->enabled);
+  if (mode.autocast) autocast.emplace(graph->device_type, *mode.autocast);
   std::optional<RegionScope> scope;
   int region = 0;
   torch::jit::Stack stack;
@@ -198,6 +200,7 @@ void Interpreter::Plan::run(Range range, std::vector<c10::IValue>& slots, const 
       region = node.region;
       if (region != 0) scope.emplace(graph->regions[static_cast<std::size_t>(region)]);
     }
+    if (call.asserts_dtype && mode.autocast) continue;
     std::optional<RandomScope> random;
     if (is_seeded) random.emplace(call.node);
     try {
@@ -326,6 +329,7 @@ Interpreter::Interpreter(std::shared_ptr<const Graph> graph, std::span<const int
       call.check = find_argument_check(handle->operator_name());
     }
     call.in_evaluation = evaluation_change(*graph, node);
+    call.asserts_dtype = node.operator_name() == "aten::_assert_tensor_metadata";
     for (const Node::Result& result : node.results) {
       Node::Result slotted{.is_list = result.is_list};
       for (const int value : result.values) slotted.values.push_back(value < 0 ? -1 : add_slot(value, {}));

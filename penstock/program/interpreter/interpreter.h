@@ -36,8 +36,9 @@ class Interpreter {
   struct Mode {
     // False turns off dropout and the updates of batch normalisation where the export has them on.
     bool training = true;
-    // Autocast around the whole run. Autocast regions of the program are nested in it.
-    std::optional<Region::Autocast> autocast = std::nullopt;
+    // Dtype of autocast around the whole run, of the graph's type of device. Autocast regions of the program are nested
+    // in it.
+    std::optional<at::ScalarType> autocast = std::nullopt;
     // Modules that save their inputs only and are computed again in the backward; null for none.
     std::shared_ptr<const RecomputedModules> recomputed = nullptr;
     // Called with the index of each node after it has run, to measure it.

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "penstock/base/text.h"
+#include "penstock/program/interpreter/device_export.h"
 #include "penstock/program/interpreter/initial_values.h"
 #include "penstock/program/interpreter/mode.h"
 #include "penstock/program/partition/colocation.h"
@@ -19,8 +20,9 @@ namespace {
 
 // Returns the whole program as a subgraph, on the weights that `tensor_of` returns.
 template <class TensorOf>
-std::shared_ptr<const Subgraph> whole_of(const ProgramState& state, std::shared_ptr<const Interpreter::Mode> mode,
-                                         TensorOf tensor_of) {
+std::shared_ptr<const Subgraph> whole_of(const ProgramState& state,
+                                         const std::shared_ptr<const ExportedProgram>& exported,
+                                         std::shared_ptr<const Interpreter::Mode> mode, TensorOf tensor_of) {
   Subgraph::Contents contents;
   contents.inputs_are_given = true;
   contents.nodes.resize(state.exported->graph.nodes.size());
@@ -36,7 +38,7 @@ std::shared_ptr<const Subgraph> whole_of(const ProgramState& state, std::shared_
       contents.writes.push_back(state.write_of(output));
     }
   }
-  return std::make_shared<Subgraph>(state.exported, std::move(contents), std::move(mode));
+  return std::make_shared<Subgraph>(exported, std::move(contents), std::move(mode));
 }
 
 // Throws ProgramError if a mutated tensor shares storage with another one. A stage works on copies of what it mutates,
@@ -97,18 +99,21 @@ const at::Tensor* ProgramState::find_tensor(const ProgramInput& input) const {
   }
 }
 
-std::shared_ptr<const Subgraph> ProgramState::subgraph_in(std::shared_ptr<const Interpreter::Mode> other_mode) const {
-  weights->load_all();
-  return whole_of(*this, std::move(other_mode), [&](const ProgramInput& input) { return *find_tensor(input); });
-}
-
 std::shared_ptr<const Subgraph> ProgramState::subgraph_on_copies(
     std::shared_ptr<const Interpreter::Mode> other_mode) const {
   weights->load_all();
-  return whole_of(*this, std::move(other_mode), [&](const ProgramInput& input) {
+  return whole_of(*this, exported, std::move(other_mode), [&](const ProgramInput& input) {
     const at::Tensor& tensor = *find_tensor(input);
     return input.kind == ProgramInput::Kind::Buffer ? tensor.clone() : tensor;
   });
+}
+
+std::shared_ptr<const Subgraph> ProgramState::subgraph_on(
+    at::Device device, std::shared_ptr<const Interpreter::Mode> other_mode,
+    const std::function<at::Tensor(const at::Tensor&)>& tensor_of) const {
+  weights->load_all();
+  return whole_of(*this, device.is_cpu() ? exported : export_on(*exported, device), std::move(other_mode),
+                  [&](const ProgramInput& input) { return tensor_of(*find_tensor(input)); });
 }
 
 Subgraph::Write ProgramState::write_of(const ProgramOutput& output) const {
@@ -180,7 +185,8 @@ std::shared_ptr<ProgramState> read_program_state(const std::shared_ptr<const Arc
     if (training && (!state->exported_in_training || *training)) state->exported_in_training = training;
   }
   state->mode->training = state->exported_in_training.value_or(true);
-  state->whole = whole_of(*state, state->mode, [&](const ProgramInput& input) { return *state->find_tensor(input); });
+  state->whole = whole_of(*state, state->exported, state->mode,
+                          [&](const ProgramInput& input) { return *state->find_tensor(input); });
   return state;
 }
 

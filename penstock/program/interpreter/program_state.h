@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -45,9 +46,11 @@ struct ProgramState {
   NamedTensors tensors_of(ProgramInput::Kind kind) const;
   // Returns the parameters and buffers, each tensor once with all its names.
   std::vector<ModelTensor> model_tensors() const;
-  // Return the whole program in another mode, on the same tensors, and on copies of its buffers. They load the weights.
-  std::shared_ptr<const Subgraph> subgraph_in(std::shared_ptr<const Interpreter::Mode> other_mode) const;
+  // Return the whole program in another mode: on copies of its buffers, and on a device with the weights that
+  // `tensor_of` returns for the program's. They load the weights.
   std::shared_ptr<const Subgraph> subgraph_on_copies(std::shared_ptr<const Interpreter::Mode> other_mode) const;
+  std::shared_ptr<const Subgraph> subgraph_on(at::Device device, std::shared_ptr<const Interpreter::Mode> other_mode,
+                                              const std::function<at::Tensor(const at::Tensor&)>& tensor_of) const;
   // Returns the write to a buffer, a parameter or an input that an output stands for.
   Subgraph::Write write_of(const ProgramOutput& output) const;
 };

@@ -74,14 +74,39 @@ class OrderedSum {
   std::vector<at::Tensor> largest_;
 };
 
-Arguments copied(const Arguments& arguments) {
-  const auto copy = [](const c10::IValue& leaf) {
-    return leaf.isTensor() && leaf.toTensor().defined() ? c10::IValue(leaf.toTensor().clone()) : leaf;
+Arguments copied(const Arguments& arguments, at::Device device) {
+  const auto copy = [device](const c10::IValue& leaf) {
+    if (!leaf.isTensor() || !leaf.toTensor().defined()) return leaf;
+    const at::Tensor& tensor = leaf.toTensor();
+    return c10::IValue(tensor.device() == device ? tensor.clone() : tensor.to(device));
   };
   Arguments copies = arguments;
   for (c10::IValue& value : copies.args) value = map_leaves(value, copy);
   for (auto& [name, value] : copies.kwargs) value = map_leaves(value, copy);
   return copies;
+}
+
+// Copies of weights on a device, each made when it is first asked for.
+class WeightsOnDevice {
+ public:
+  explicit WeightsOnDevice(at::Device device) : device_(device) {}
+
+  at::Tensor operator()(const at::Tensor& weight) {
+    if (device_.is_cpu()) return weight;
+    at::Tensor& copy = copies_[weight.unsafeGetTensorImpl()];
+    if (!copy.defined()) copy = weight.detach().to(device_).set_requires_grad(weight.requires_grad());
+    return copy;
+  }
+
+ private:
+  at::Device device_;
+  std::map<const void*, at::Tensor> copies_;
+};
+
+c10::IValue on_cpu(const c10::IValue& value) {
+  return map_leaves(value, [](const c10::IValue& leaf) {
+    return leaf.isTensor() && leaf.toTensor().defined() ? c10::IValue(leaf.toTensor().cpu()) : leaf;
+  });
 }
 
 }  // namespace
@@ -106,22 +131,25 @@ ReferenceRun run_reference(const Pipe& pipe, const Schedule& schedule, std::span
   std::vector<at::Tensor> trainable;
   std::vector<std::string> names;
   std::vector<OrderedSum> sums;
+  const ProgramState& state = state_of(pipe.program());
+  state.weights->load_all();
+  WeightsOnDevice weights(options.device);
   for (const auto& [name, parameter] : pipe.program().parameters()) {
     if (!parameter.requires_grad()) continue;
-    trainable.push_back(parameter);
+    trainable.push_back(weights(parameter));
     names.push_back(name);
     sums.emplace_back(order[static_cast<std::size_t>(stage_of.at(name))]);
   }
   // The reference saves all activations, so it also tells whether a recomputation is right.
-  const ProgramState& state = state_of(pipe.program());
   const auto mode = std::make_shared<Interpreter::Mode>(*state.mode);
   mode->recomputed = nullptr;
-  const std::shared_ptr<const Subgraph> whole = state.subgraph_in(mode);
+  const std::shared_ptr<const Subgraph> whole =
+      state.subgraph_on(options.device, mode, [&](const at::Tensor& weight) { return weights(weight); });
   ReferenceRun result;
   for (std::size_t i = 0; i < microbatches.size(); ++i) {
     if (options.is_cancelled()) return result;
     const RandomScope scope(options.seed, options.step, static_cast<std::int64_t>(i), /*place=*/0);
-    const Arguments arguments = copied(microbatches[i]);
+    const Arguments arguments = copied(microbatches[i], options.device);
     const c10::IValue output =
         state.exported->out_spec.unflatten(whole->run(pipe.program().flatten_inputs(arguments.args, arguments.kwargs)));
     const at::Tensor loss = options.loss(output);
@@ -135,13 +163,13 @@ ReferenceRun run_reference(const Pipe& pipe, const Schedule& schedule, std::span
       const at::NoGradGuard no_grad;
       for (std::size_t k = 0; k < sums.size(); ++k) sums[k].add(static_cast<int>(i), std::move(contributions[k]));
     }
-    result.outputs.push_back(flatten_args_detach(output).value);
-    result.losses.push_back(loss.detach());
+    result.outputs.push_back(on_cpu(flatten_args_detach(output).value));
+    result.losses.push_back(loss.detach().cpu());
   }
   const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < names.size(); ++i) {
     if (const auto largest = sums[i].largest()) result.largest_contributions[names[i]] = *largest;
-    if (sums[i].sum().defined()) result.gradients.emplace(names[i], dense(sums[i].sum()));
+    if (sums[i].sum().defined()) result.gradients.emplace(names[i], dense(sums[i].sum()).cpu());
   }
   return result;
 }

@@ -28,6 +28,8 @@ struct ReferenceRunOptions {
   // Seed and step of the random numbers: see RandomScope.
   std::uint64_t seed = 0;
   std::int64_t step = 0;
+  // Device that the program runs on, with copies of its weights there unless it is the CPU. Results are on the CPU.
+  at::Device device = at::kCPU;
   // Called before each microbatch. When it returns true, the run ends with the results so far.
   std::function<bool()> is_cancelled = [] { return false; };
 };

@@ -55,11 +55,10 @@ void check_embedding_bag(OperatorArguments arguments) {
   }
   require_range(indices, 0, weight.size(0) - 1, "indices");
   require_range(offsets, 0, indices.numel(), "offsets");
+  require(offsets.numel() > 0 || !arguments[7].toBool(), "there should be a last offset.");
   if (offsets.device().is_cpu() && offsets.numel() > 0) {
     require(offsets[0].item<std::int64_t>() == 0, "offsets should begin with 0.");
     require_nondecreasing(offsets, "offsets");
-  } else {
-    require(!arguments[7].toBool(), "there should be a last offset.");
   }
 }
 
