@@ -113,7 +113,7 @@ class BatchFiles final : public Data {
     check_all(files_, split.replicas);
   }
   at::Tensor loss(const c10::IValue& output, const c10::IValue& target) const override {
-    const at::Tensor first = first_output(output);
+    at::Tensor first = first_output(output);
     if (options_.loss == "mse") return squared_error(first, target.toTensor());
     if (options_.loss == "cross_entropy") return cross_entropy(first, target.toTensor(), options_.ignore_index);
     if (first.numel() == 1) return first;
@@ -121,7 +121,7 @@ class BatchFiles final : public Data {
                            ", expected a tensor of one element.\n  Hint: the losses mse and cross_entropy compare the "
                            "output with a target."));
   }
-  std::optional<std::int64_t> right_predictions(const c10::IValue& output, const c10::IValue& target) const override {
+  std::optional<at::Tensor> right_predictions(const c10::IValue& output, const c10::IValue& target) const override {
     if (options_.loss != "cross_entropy") return std::nullopt;
     const at::Tensor scores = first_output(output);
     const at::Tensor& classes = target.toTensor();
@@ -131,7 +131,7 @@ class BatchFiles final : public Data {
     const at::Tensor wanted = classes.is_floating_point() ? classes.argmax(dim) : classes;
     const at::Tensor counts =
         classes.is_floating_point() ? at::ones_like(wanted, at::kBool) : wanted.ne(options_.ignore_index);
-    return predicted.eq(wanted).logical_and(counts).sum().item<std::int64_t>();
+    return predicted.eq(wanted).logical_and(counts).sum();
   }
   double loss_weight(const Batch& microbatch) const override {
     if (options_.loss == "output") return static_cast<double>(rows_of(microbatch));

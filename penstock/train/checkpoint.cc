@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <filesystem>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <system_error>
 #include <utility>
@@ -59,6 +60,14 @@ json verified_manifest(const std::string& checkpoint) {
           concat("has the step ", step.dump(), ", expected a non-negative integer"));
   require(manifest.at("run").is_string(), "has no run id");
   require(manifest.at("configuration").is_object(), "has no configuration that is an object");
+  if (const auto scaler = manifest.find("grad_scaler"); scaler != manifest.end()) {
+    const json& scale = scaler->at("scale");
+    const json& tracker = scaler->at("growth_tracker");
+    require(scale.is_number() && scale > 0 && scale <= std::numeric_limits<float>::max(),
+            concat("has the loss scale ", scale.dump(), ", expected a positive number"));
+    require(tracker.is_number_unsigned(),
+            concat("has the growth tracker ", tracker.dump(), ", expected a number of steps"));
+  }
   std::set<std::string> listed;
   for (const json& file : manifest.at("files")) {
     const json& name = file.at("name");
@@ -160,6 +169,10 @@ void Checkpoint::read_manifest() {
            .model = manifest.at("model"),
            .configuration = manifest.at("configuration").dump(),
            .non_persistent_buffers = manifest.value("non_persistent_buffers", std::vector<std::string>())};
+  if (manifest.contains("grad_scaler")) {
+    const json& scaler = manifest.at("grad_scaler");
+    info_.grad_scaler = GradScaler::State{.scale = scaler.at("scale"), .growth_tracker = scaler.at("growth_tracker")};
+  }
   for (const json& file : manifest.at("files")) {
     verify_file(path_, file);
     read_file(file.at("name"), file.at("kind") == "weights" ? weights_ : optimizer_);

@@ -61,7 +61,7 @@ std::vector<std::pair<std::int64_t, fs::path>> list_checkpoints(const fs::path& 
 std::optional<std::string> last_checkpoint(const std::string& directory) {
   const auto steps = list_steps(directory);
   if (steps.empty()) return std::nullopt;
-  const std::string newest = steps.back().second.string();
+  std::string newest = steps.back().second.string();
   if (!is_checkpoint(newest)) {
     format::fail(newest, "has no manifest.json.\n  Hint: move it away to use an older checkpoint, or name that one.");
   }

@@ -1,11 +1,13 @@
 // The error type of checkpoints, and the description that each checkpoint has.
-// checkpoint.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+#include "penstock/train/grad_scaler.h"
 
 namespace penstock::internal {
 
@@ -25,6 +27,8 @@ struct CheckpointInfo {
   std::string model = {};
   // JSON object that the caller stores with the checkpoint, such as the options of the run.
   std::string configuration = "{}";
+  // State of the gradient scaler of a run in float16.
+  std::optional<GradScaler::State> grad_scaler = std::nullopt;
   // Names of weights that the model's state_dict leaves out.
   std::vector<std::string> non_persistent_buffers = {};
 };

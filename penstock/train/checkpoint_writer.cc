@@ -101,6 +101,10 @@ void CheckpointWriter::finish(const CheckpointInfo& info, int parts, int keep) c
                      {"configuration", parse_json(info.configuration)},
                      {"non_persistent_buffers", info.non_persistent_buffers},
                      {"files", files}};
+    if (info.grad_scaler) {
+      manifest["grad_scaler"] = {{"scale", info.grad_scaler->scale},
+                                 {"growth_tracker", info.grad_scaler->growth_tracker}};
+    }
     manifest[format::kChecksum] = format::checksum_of(manifest);
     write_file(unfinished / format::kManifest, manifest.dump(2) + "\n");
     for (int part = 0; part < parts; ++part) fs::remove(unfinished / part_name(part));

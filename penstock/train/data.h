@@ -52,9 +52,9 @@ class Data {
   // Returns the weight of a microbatch in the mean loss of its batch: by default its number of rows.
   virtual double loss_weight(const Batch& microbatch) const { return static_cast<double>(rows_of(microbatch)); }
   // Returns how many targets of a microbatch the output predicts correctly, out of those that loss_weight counts; none
-  // unless the loss is a classification loss.
-  virtual std::optional<std::int64_t> right_predictions(const c10::IValue& /*output*/,
-                                                        const c10::IValue& /*target*/) const {
+  // unless the loss is a classification loss. The number is on the output's device.
+  virtual std::optional<at::Tensor> right_predictions(const c10::IValue& /*output*/,
+                                                      const c10::IValue& /*target*/) const {
     return std::nullopt;
   }
   // Returns the size of a batch for throughput, in unit(): "bytes" of text, or "rows".

@@ -23,7 +23,7 @@ std::string generate_text(Pipeline& pipeline, int length, const std::string& pro
           .fill_(static_cast<std::int64_t>(static_cast<unsigned char>(context[k])));
     }
     const StepResult result = pipeline.eval({ids}, {}, {}, {.results_everywhere = true});
-    const at::Tensor logits = result.output.toTensor()[0][static_cast<std::int64_t>(context.size()) - 1];
+    const at::Tensor logits = result.output.toTensor()[0][static_cast<std::int64_t>(context.size()) - 1].cpu();
     std::int64_t chosen = 0;
     if (options.temperature > 0) {
       const RandomScope scope(options.seed, /*step=*/i, /*microbatch=*/0, /*place=*/0);

@@ -38,8 +38,9 @@ class LayerMaker {
   // `initialise` sets the values of the new parameter, in place.
   template <class Initialise>
   at::Tensor parameter(const std::string& name, at::IntArrayRef sizes, const Initialise& initialise) {
-    at::Tensor value = at::empty(sizes, device_);
+    at::Tensor value = at::empty(sizes, device_.is_meta() ? device_ : at::Device(at::kCPU));
     if (!value.is_meta()) initialise(value);
+    value = value.to(device_);
     value.requires_grad_();
     parameters_.emplace_back(name, value);
     return value;
@@ -102,7 +103,7 @@ class LayerMaker {
   Layer head() {
     const Layer before = norm("norm");
     const Layer to_bytes = linear("head", options_.width, kVocabulary);
-    // In bfloat16 the loss would be imprecise.
+    // In bfloat16 and float16 the loss would be imprecise.
     return [=](const at::Tensor& x) { return to_bytes(before(x)).to(at::kFloat); };
   }
 
@@ -193,10 +194,10 @@ StageModule Gpt::stage(int first, int last, std::shared_ptr<const bool> training
                          std::ranges::find(options_.recomputed, blocks[static_cast<std::size_t>(layer - 1)]) !=
                              options_.recomputed.end());
   }
-  module.forward = [first, made = std::move(made), recomputed = std::move(recomputed), bfloat16 = options_.bfloat16](
-                       const Args& args, const Kwargs&) {
+  module.forward = [first, made = std::move(made), recomputed = std::move(recomputed), dtype = options_.autocast,
+                    device = device.type()](const Args& args, const Kwargs&) {
     std::optional<AutocastScope> autocast;
-    if (bfloat16) autocast.emplace(at::kCPU, at::kBFloat16);
+    if (dtype) autocast.emplace(device, *dtype);
     at::Tensor x = args.at(0).toTensor();
     for (std::size_t i = 0; i < made.size(); ++i) {
       std::optional<RandomScope> scope;

@@ -4,9 +4,11 @@
 #pragma once
 
 #include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -22,8 +24,8 @@ struct GptOptions {
   // Maximum length of a text in bytes.
   int length = 64;
   double dropout = 0;
-  // If true, matrix products run in bfloat16 (autocast); parameters remain float32.
-  bool bfloat16 = false;
+  // Dtype of autocast, bfloat16 or float16, in which matrix products run; parameters remain float32.
+  std::optional<at::ScalarType> autocast = std::nullopt;
   // Blocks that save their inputs only, and are computed again in the backward: names of blocks().
   std::vector<std::string> recomputed = {};
 
@@ -49,8 +51,9 @@ class Gpt {
   std::vector<int> cut(int stages) const;
 
   // Returns the layers [first, last) with new parameters. The first layer takes ids [rows, length], the last one
-  // returns logits [rows, length, kVocabulary]. Dropout is applied while `*training` is true. On the meta device the
-  // parameters have names and shapes, and no memory.
+  // returns logits [rows, length, kVocabulary]. Dropout is applied while `*training` is true. Initial values are drawn on
+  // the CPU and copied to the device, so they are the same on all devices. On the meta device the parameters have names
+  // and shapes, and no memory.
   StageModule stage(int first, int last, std::shared_ptr<const bool> training, at::Device device = at::kCPU) const;
   // Returns the names of all parameters in the order of layers.
   std::vector<std::string> parameter_names() const;

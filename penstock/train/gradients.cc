@@ -73,35 +73,54 @@ Gradients::Gradients(TrainedStages& stages, const Model& model) : stages_(stages
   for (const TrainedStage& stage : std::as_const(stages)) positions_.push_back(positions_in(stage, shared, index_of));
 }
 
-std::vector<double> Gradients::squares() {
+void Gradients::compute_squares(DeviceNumbers& numbers) {
   // Each rank writes to the elements of its own stages.
-  std::vector<std::vector<double>> by_stage(stages_.size());
+  squares_or_norms_.assign(stages_.size(), {});
+  std::vector<std::vector<at::Tensor>> on_devices(stages_.size());
   stages_.for_each_in_parallel([&](TrainedStage& stage) {
     const c10::NoGradGuard no_grad;
     const NamedTensors& parameters = stage.stage->parameters();
     const Positions& positions = positions_[stage.index];
-    std::vector<double>& squares = by_stage[stage.index];
+    std::vector<double>& squares = squares_or_norms_[stage.index];
     squares.assign(parameters.size(), 0);
+    on_devices[stage.index].resize(parameters.size());
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       at::Tensor& gradient = parameters[i].second.mutable_grad();
       if (!gradient.defined()) continue;
       gradient = dense(gradient);
-      if (positions[i]) squares[i] = sum_of_squares(gradient);
+      if (!positions[i]) continue;
+      if (gradient.is_cpu()) {
+        squares[i] = sum_of_squares(gradient);
+      } else {
+        // One kernel, without a copy in float64.
+        on_devices[stage.index][i] =
+            at::linalg_vector_norm(as_real(gradient.detach()), 2, std::nullopt, /*keepdim=*/false, at::kDouble);
+      }
     }
   });
+  for (std::size_t stage = 0; stage < on_devices.size(); ++stage) {
+    for (std::size_t i = 0; i < on_devices[stage].size(); ++i) {
+      if (on_devices[stage][i].defined()) numbers.add(on_devices[stage][i], &squares_or_norms_[stage][i]);
+    }
+  }
+}
+
+std::vector<double> Gradients::squares() const {
   // The order of these additions does not depend on which rank finishes first.
   std::vector<double> squares(parameter_count_, 0);
-  for (std::size_t stage = 0; stage < by_stage.size(); ++stage) {
-    for (std::size_t i = 0; i < by_stage[stage].size(); ++i) {
-      if (positions_[stage][i]) squares[*positions_[stage][i]] += by_stage[stage][i];
+  for (const TrainedStage& stage : std::as_const(stages_)) {
+    const std::vector<double>& found = squares_or_norms_[stage.index];
+    const Positions& positions = positions_[stage.index];
+    for (std::size_t i = 0; i < found.size(); ++i) {
+      if (positions[i]) squares[*positions[i]] += stage.stage->device().is_cpu() ? found[i] : found[i] * found[i];
     }
   }
   return squares;
 }
 
-void Gradients::clip(double norm, double max_norm) {
-  if (max_norm <= 0 || !(norm > max_norm)) return;
-  const double factor = max_norm / norm;
+void Gradients::clip(double norm, double max_norm, double factor) {
+  if (max_norm > 0 && norm > max_norm) factor *= max_norm / norm;
+  if (factor == 1) return;
   stages_.for_each_in_parallel([&](TrainedStage& stage) {
     const c10::NoGradGuard no_grad;
     for (const auto& [name, parameter] : stage.stage->parameters()) {

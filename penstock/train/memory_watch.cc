@@ -14,6 +14,8 @@
 #include <utility>
 
 #include "penstock/base/mutex.h"
+#include "penstock/device/memory_stats.h"
+#include "penstock/device/streams.h"
 #include "penstock/tensor/nested.h"
 
 namespace penstock::internal {
@@ -26,6 +28,31 @@ struct MemoryWatch::RankCounts {
   std::vector<std::pair<std::int64_t, std::int64_t>> actions;
   // Number of threads that have been assigned to a replica. Used in the counts of the first replica only.
   std::atomic<int> threads = 0;
+  // Set for a rank on a device.
+  DevicePeak* device = nullptr;
+};
+
+// Peak of a device since the watch began. The allocator's own peak begins anew with each action.
+struct MemoryWatch::DevicePeak {
+  explicit DevicePeak(at::Device of) : device(of) {}
+
+  // Returns the memory of the device, with its peak since the last call.
+  DeviceMemory observe() {
+    const MutexLock lock(mutex);
+    const DeviceMemory memory = device_memory(device);
+    reset_peak_memory(device);
+    peak = std::max(peak, memory.peak);
+    return memory;
+  }
+  std::int64_t peak_so_far() {
+    observe();
+    const MutexLock lock(mutex);
+    return peak;
+  }
+
+  const at::Device device;
+  Mutex mutex;
+  std::int64_t peak PENSTOCK_GUARDED_BY(mutex) = 0;
 };
 
 // Counts of all ranks, and the owner of each allocation.
@@ -109,6 +136,7 @@ struct MemoryWatch::Counts {
   std::vector<std::atomic<std::int64_t>> update_workspace;
   std::array<Map, 16> maps;
   int ranks_per_replica;
+  std::vector<std::unique_ptr<DevicePeak>> devices;
 };
 
 namespace {
@@ -178,6 +206,18 @@ MemoryWatch::MemoryWatch(const Schedule& schedule, int replicas)
 }
 MemoryWatch::~MemoryWatch() = default;
 
+void MemoryWatch::set_device(int rank, int replica, at::Device device) {
+  if (!has_streams(device)) return;
+  auto& devices = counts_->devices;
+  auto found = std::ranges::find_if(devices, [&](const auto& known) { return known->device == device; });
+  if (found == devices.end()) found = devices.insert(found, std::make_unique<DevicePeak>(device));
+  counts_of(rank, replica).device = found->get();
+}
+
+bool MemoryWatch::has_devices() const {
+  return !counts_->devices.empty();
+}
+
 MemoryWatch::Scope::Scope(MemoryWatch& watch, int rank, int replica) {
   if (is_profiled<Counts>()) return;
   guard_ =
@@ -186,7 +226,7 @@ MemoryWatch::Scope::Scope(MemoryWatch& watch, int rank, int replica) {
 MemoryWatch::Scope::~Scope() = default;
 
 void MemoryWatch::measure_update(int stage, int rank, int replica, const std::function<void()>& update) {
-  if (is_profiled<Counts>()) return update();
+  if (is_profiled<Counts>() || counts_of(rank, replica).device != nullptr) return update();
   const auto reporter = std::make_shared<MeasuringReporter<Counts>>(counts_, counts_->index(rank, replica));
   {
     const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, reporter);
@@ -244,6 +284,10 @@ void MemoryWatch::watch(ActionFunctions& functions) {
   thread_local std::int64_t before = 0;
   functions.before = [this](int rank, const Action&) {
     const int replica = replica_of_thread(rank);
+    if (DevicePeak* const device = counts_of(rank, replica).device) {
+      device->observe();
+      return;
+    }
     before = current(rank, replica);
     counts_of(rank, replica).peak_in_action.store(before, std::memory_order_relaxed);
     // An action that failed has not reset its scope.
@@ -255,8 +299,13 @@ void MemoryWatch::watch(ActionFunctions& functions) {
     // An evaluation saves no activations, and its microbatches may be larger.
     if (!c10::GradMode::is_enabled()) return;
     const int replica = replica_of_thread(rank);
-    const std::int64_t after = current(rank, replica);
     RankCounts& counts = counts_of(rank, replica);
+    if (counts.device != nullptr) {
+      const DeviceMemory memory = counts.device->observe();
+      counts.actions.emplace_back(memory.allocated, memory.peak);
+      return;
+    }
+    const std::int64_t after = current(rank, replica);
     const std::int64_t peak = counts.peak_in_action.load(std::memory_order_relaxed);
     counts.actions.emplace_back(is_profiled<Counts>() ? std::pair<std::int64_t, std::int64_t>()
                                                       : std::pair{after, peak});
@@ -333,7 +382,9 @@ std::int64_t MemoryWatch::peak(int rank) const {
   std::int64_t peak = 0;
   for (auto index = static_cast<std::size_t>(rank); index < counts_->ranks.size();
        index += static_cast<std::size_t>(counts_->ranks_per_replica)) {
-    peak = std::max(peak, counts_->ranks[index].peak.load(std::memory_order_relaxed));
+    DevicePeak* const device = counts_->ranks[index].device;
+    peak = std::max(
+        peak, device != nullptr ? device->peak_so_far() : counts_->ranks[index].peak.load(std::memory_order_relaxed));
   }
   return peak;
 }

@@ -1,5 +1,8 @@
 // Measures how much tensor memory each rank of this process uses, per replica. Memory belongs to the rank in whose
 // Scope it was allocated, until it is freed; libtorch's allocator reports both to the scope of the calling thread.
+//
+// The memory of a rank on a device is that of the device, as its allocator counts it: ranks that share a device have the
+// same. What stages save and need temporarily is measured on the CPU only.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,6 +29,11 @@ class MemoryWatch {
   ~MemoryWatch();
   MemoryWatch(const MemoryWatch&) = delete;
   MemoryWatch& operator=(const MemoryWatch&) = delete;
+
+  // Sets the device of a rank, which is the CPU otherwise. Call it before the rank has run.
+  void set_device(int rank, int replica, at::Device device);
+  // True if a rank is on a device other than the CPU.
+  bool has_devices() const;
 
   // Assigns the allocations of the calling thread to a rank while it lives, or to no rank for -1. Of nested scopes the
   // innermost counts.
@@ -77,6 +85,7 @@ class MemoryWatch {
   std::int64_t update_workspace(int stage) const;
 
  private:
+  struct DevicePeak;
   struct RankCounts;
   struct Counts;
 

@@ -32,10 +32,11 @@ class GptModel final : public Model {
     bytes.gradients = bytes.weights;
     return bytes;
   }
-  PipelineStage build_stage(int stage) const override {
-    StageModule module = this->module(stage);
+  using Model::build_stage;
+  PipelineStage build_stage(int stage, at::Device device) const override {
+    StageModule module = this->module(stage, device);
     if (weights_) load_state(tensors_of(module), weights_->tensors);
-    return {std::move(module), stage, num_stages()};
+    return {std::move(module), stage, num_stages(), {.device = device}};
   }
   std::vector<std::string> parameter_names() const override { return gpt_.parameter_names(); }
   std::string description() const override {
@@ -85,7 +86,11 @@ class ProgramModel final : public Model {
     return bytes;
   }
   void load_stage(int stage) const override { pipe_.get_stage_module(stage); }
-  PipelineStage build_stage(int stage) const override { return {pipe_.get_stage_module(stage), stage, num_stages()}; }
+  using Model::build_stage;
+  PipelineStage build_stage(int stage, at::Device device) const override {
+    StageModule module = device.is_cpu() ? pipe_.get_stage_module(stage) : pipe_.stage_module_on(stage, device);
+    return {std::move(module), stage, num_stages(), {.device = device}};
+  }
   Wiring wiring() const override { return pipe_.wiring(); }
   SharedParameters shared_parameters() const override { return pipe_.shared_parameters(); }
   std::vector<std::string> parameter_names() const override {

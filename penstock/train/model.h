@@ -33,8 +33,10 @@ class Model {
   virtual WeightBytes weight_bytes(std::span<const int> stages) const = 0;
   // Reads what build_stage() needs from files, and throws what that does if they are damaged.
   virtual void load_stage(int /*stage*/) const {}
-  // Returns a new stage. Models that were constructed with the same arguments have the same initial weights.
-  virtual PipelineStage build_stage(int stage) const = 0;
+  // Returns a new stage. Models that were constructed with the same arguments have the same initial weights, on any
+  // device.
+  PipelineStage build_stage(int stage) const { return build_stage(stage, at::kCPU); }
+  virtual PipelineStage build_stage(int stage, at::Device device) const = 0;
   virtual Wiring wiring() const { return Wiring(num_stages()); }
   virtual SharedParameters shared_parameters() const { return {}; }
 

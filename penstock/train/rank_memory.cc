@@ -123,8 +123,10 @@ std::vector<RankMemory> memory_of_ranks(const Schedule& schedule, const Costs& c
   measured = processes.sum(std::move(measured));
   std::vector<RankMemory> memory;
   for (std::size_t rank = 0; rank < measured.size(); ++rank) {
-    memory.push_back({.measured = static_cast<std::int64_t>(measured[rank]),
-                      .predicted = static_cast<std::int64_t>(peak_bytes(schedule, costs, static_cast<int>(rank)))});
+    memory.push_back(
+        {.measured = static_cast<std::int64_t>(measured[rank]),
+         .predicted =
+             watch.has_devices() ? 0 : static_cast<std::int64_t>(peak_bytes(schedule, costs, static_cast<int>(rank)))});
   }
   return memory;
 }

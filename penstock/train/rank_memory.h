@@ -17,6 +17,7 @@ namespace penstock::internal {
 // Peak memory of a rank, in bytes.
 struct RankMemory {
   std::int64_t measured = 0;
+  // 0 on devices, whose memory is not predicted.
   std::int64_t predicted = 0;
 };
 

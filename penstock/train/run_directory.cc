@@ -8,6 +8,7 @@
 #include <array>
 #include <cerrno>
 #include <cstdio>
+#include <ranges>
 #include <string_view>
 #include <system_error>
 #include <utility>
@@ -81,10 +82,10 @@ void RunDirectory::create() {
     return found;
   };
   for (; place.has_relative_path() && !is_there(); place = place.parent_path()) missing.push_back(place);
-  for (auto next = missing.rbegin(); next != missing.rend(); ++next) {
-    if (fs::create_directory(*next, error)) created_.push_back(*next);
+  for (const fs::path& next : std::views::reverse(missing)) {
+    if (fs::create_directory(next, error)) created_.push_back(next);
     if (error) {
-      fail("could not be created: " + next->string() + ": " + error.message() +
+      fail("could not be created: " + next.string() + ": " + error.message() +
            ".\n  Hint: choose a directory that can be written to.");
     }
   }
@@ -147,8 +148,8 @@ void RunDirectory::release() noexcept {
     ::unlink(lock_path_.c_str());
     ::close(std::exchange(lock_, -1));
   }
-  for (auto next = created_.rbegin(); next != created_.rend(); ++next) {
-    if (::rmdir(next->c_str()) != 0) break;
+  for (const fs::path& next : std::views::reverse(created_)) {
+    if (::rmdir(next.c_str()) != 0) break;
   }
   created_.clear();
 }

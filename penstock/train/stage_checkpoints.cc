@@ -10,7 +10,9 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/deadline.h"
 #include "penstock/base/text.h"
+#include "penstock/device/host_copies.h"
 #include "penstock/runtime/error.h"
 #include "penstock/tensor/safetensors.h"
 #include "penstock/tensor/state_dict.h"
@@ -34,9 +36,29 @@ StageCheckpoints::StageCheckpoints(const Schedule& schedule, const Model& model,
                                    const TrainingProcesses& processes, MemoryWatch& memory, bool sharded)
     : schedule_(schedule), model_(model), stages_(stages), processes_(processes), memory_(memory), sharded_(sharded) {}
 
-void StageCheckpoints::require_finite_parameters(const std::string& path) const {
+std::vector<StageCheckpoints::HostTensors> StageCheckpoints::copy_to_host(const std::string& path) const {
+  HostCopies copies;
+  const auto copied = [&](const NamedTensors& tensors) {
+    NamedTensors result;
+    for (const auto& [name, tensor] : tensors) result.emplace_back(name, copies.start(tensor.detach()));
+    return result;
+  };
+  std::vector<HostTensors> on_host;
   for (const TrainedStage& stage : std::as_const(stages_)) {
-    for (const auto& [name, parameter] : stage.stage->parameters()) {
+    on_host.push_back({.parameters = copied(stage.stage->parameters()),
+                       .optimizer = copied(stage.optimizer.state()),
+                       .buffers = copied(stage.stage->module().buffers)});
+  }
+  if (!copies.wait(deadline_after(processes_.timeout()))) {
+    throw CheckpointError(path + ": is not written, because a device has not sent its tensors within the timeout.");
+  }
+  return on_host;
+}
+
+void StageCheckpoints::require_finite_parameters(const std::string& path,
+                                                 const std::vector<HostTensors>& on_host) const {
+  for (const TrainedStage& stage : std::as_const(stages_)) {
+    for (const auto& [name, parameter] : on_host[stage.index].parameters) {
       if (std::isfinite(sum_of_squares(parameter))) continue;
       throw CheckpointError(concat(path, ": is not written, because parameter ", name, " of stage ",
                                    stage.stage->stage_index(),
@@ -46,29 +68,25 @@ void StageCheckpoints::require_finite_parameters(const std::string& path) const 
   }
 }
 
-at::Tensor StageCheckpoints::local_shards(const TrainedStage& stage, const std::string& name, bool is_parameter) const {
+at::Tensor StageCheckpoints::local_shards(const TrainedStage& stage, const std::string& name,
+                                          const std::vector<HostTensors>& on_host,
+                                          NamedTensors HostTensors::* kind) const {
   std::vector<at::Tensor> shards;
-  const auto add_from = [&](const NamedTensors& tensors) {
-    for (const auto& [other_name, shard] : tensors) {
-      if (other_name == name) shards.push_back(shard.detach());
-    }
-  };
   for (const TrainedStage& other : std::as_const(stages_)) {
     if (other.stage->stage_index() != stage.stage->stage_index()) continue;
-    if (is_parameter) {
-      add_from(other.stage->parameters());
-    } else {
-      add_from(other.optimizer.state());
+    for (const auto& [other_name, shard] : on_host[other.index].*kind) {
+      if (other_name == name) shards.push_back(shard);
     }
   }
   return at::cat(shards);
 }
 
-NamedTensors StageCheckpoints::unsharded(const TrainedStage& stage, const NamedTensors& tensors) const {
+NamedTensors StageCheckpoints::unsharded(const TrainedStage& stage, const std::vector<HostTensors>& on_host,
+                                         NamedTensors HostTensors::* kind) const {
   std::map<std::string, at::Tensor> parameters;
   for (const auto& [name, parameter] : stage.stage->module().parameters) parameters.emplace(name, parameter);
   NamedTensors result;
-  for (const auto& [full_name, tensor] : tensors) {
+  for (const auto& [full_name, tensor] : on_host[stage.index].*kind) {
     // "NAME" of a parameter, or "NAME.exp_avg" of optimizer state.
     std::string name = full_name;
     std::string suffix;
@@ -76,13 +94,13 @@ NamedTensors StageCheckpoints::unsharded(const TrainedStage& stage, const NamedT
       suffix = name.substr(name.rfind('.'));
       name.resize(name.size() - suffix.size());
     }
-    at::Tensor value = tensor.detach();
+    at::Tensor value = tensor;
     const auto parameter = parameters.find(name);
     const bool is_shard = sharded_ && parameter != parameters.end() && value.dim() > 0 &&
                           value.sizes() != parameter->second.sizes() && processes_.replicas() > 1;
     if (is_shard) {
       const at::Tensor gathered =
-          processes_.are_threads() ? local_shards(stage, full_name, suffix.empty()) : processes_.gather_shards(value);
+          processes_.are_threads() ? local_shards(stage, full_name, on_host, kind) : processes_.gather_shards(value);
       value = gathered.narrow(0, 0, parameter->second.numel()).view(parameter->second.sizes());
     }
     for (const std::string& alias : parameter == parameters.end() ? std::vector{name} : model_.names_of(name)) {
@@ -115,7 +133,11 @@ std::string StageCheckpoints::save(const std::string& directory, int keep, Check
     if (failure) std::rethrow_exception(failure);
     if (any_failed) throw CheckpointError(writer.path() + ": another rank could not write its part.");
   };
-  run_phase([&] { require_finite_parameters(writer.path()); });
+  std::vector<HostTensors> on_host;
+  run_phase([&] {
+    on_host = copy_to_host(writer.path());
+    require_finite_parameters(writer.path(), on_host);
+  });
   // Every replica takes part in gathering shards; the first replica writes.
   struct Part {
     NamedTensors weights;
@@ -123,11 +145,11 @@ std::string StageCheckpoints::save(const std::string& directory, int keep, Check
   };
   std::map<int, Part> parts;
   for (const TrainedStage& stage : std::as_const(stages_)) {
-    NamedTensors weights = unsharded(stage, stage.stage->parameters());
-    const NamedTensors optimizer = unsharded(stage, stage.optimizer.state());
+    NamedTensors weights = unsharded(stage, on_host, &HostTensors::parameters);
+    const NamedTensors optimizer = unsharded(stage, on_host, &HostTensors::optimizer);
     if (stage.replica != 0) continue;
-    for (const auto& [name, buffer] : stage.stage->module().buffers) {
-      for (const std::string& alias : model_.names_of(name)) weights.emplace_back(alias, buffer.detach());
+    for (const auto& [name, buffer] : on_host[stage.index].buffers) {
+      for (const std::string& alias : model_.names_of(name)) weights.emplace_back(alias, buffer);
     }
     Part& part = parts[stage.rank];
     add_new(weights, part.weights);
@@ -202,7 +224,8 @@ void StageCheckpoints::load(const Checkpoint& checkpoint) {
       if (!state) return std::nullopt;
       at::Tensor part = stored_part(stage, name.substr(0, name.rfind('.')), *state);
       release_pages(*state);
-      return part;
+      // The step count stays in host memory.
+      return part.dim() == 0 && part.scalar_type() == at::kLong ? part : part.to(stage.stage->device());
     });
   }
 }

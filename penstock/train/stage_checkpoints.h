@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "penstock/schedule/schedule.h"
 #include "penstock/tensor/safetensors.h"
@@ -37,14 +38,25 @@ class StageCheckpoints {
   std::int64_t estimate_bytes(const OptimizerOptions& optimizer) const;
 
  private:
+  // The tensors of a stage in host memory: the stage's own, or copies of those on a device.
+  struct HostTensors {
+    NamedTensors parameters;
+    NamedTensors optimizer;
+    NamedTensors buffers;
+  };
+  // Returns the tensors of all stages, indexed as TrainedStages. Copies them from all devices at the same time, and
+  // waits once. Throws CheckpointError if a device does not answer within the timeout.
+  std::vector<HostTensors> copy_to_host(const std::string& path) const;
   // Throws CheckpointError, which names the first parameter of this process that is not finite.
-  void require_finite_parameters(const std::string& path) const;
+  void require_finite_parameters(const std::string& path, const std::vector<HostTensors>& on_host) const;
   // Returns tensors of a stage, parameters or optimizer state, without sharding and under all names that the model has
   // for them. With process ranks it is a collective of the processes that have the stage.
-  NamedTensors unsharded(const TrainedStage& stage, const NamedTensors& tensors) const;
-  // Concatenates the shards that the replicas of this process have of a tensor. It is a parameter, or optimizer state.
-  at::Tensor local_shards(const TrainedStage& stage, const std::string& name, bool is_parameter) const;
-  // Returns what a stage stores of a tensor of the checkpoint: a copy, or the shard of its replica.
+  NamedTensors unsharded(const TrainedStage& stage, const std::vector<HostTensors>& on_host,
+                         NamedTensors HostTensors::* kind) const;
+  // Concatenates the shards that the replicas of this process have of a tensor.
+  at::Tensor local_shards(const TrainedStage& stage, const std::string& name, const std::vector<HostTensors>& on_host,
+                          NamedTensors HostTensors::* kind) const;
+  // Returns what a stage stores of a tensor of the checkpoint: a copy in host memory, or the shard of its replica.
   static at::Tensor stored_part(const TrainedStage& stage, const std::string& name, const at::Tensor& whole);
 
   const Schedule& schedule_;

@@ -4,7 +4,9 @@
 #include <exception>
 
 #include "penstock/base/text.h"
+#include "penstock/device/host_copies.h"
 #include "penstock/runtime/error.h"
+#include "penstock/tensor/nested.h"
 #include "penstock/tensor/reason.h"
 
 namespace penstock::internal {
@@ -44,6 +46,19 @@ StepBatches read_step_batches(const Data& data, std::int64_t first, int count, i
     for (const MicrobatchShare& share : shares) step.weight += share.weight;
   }
   return step;
+}
+
+Batch pinned_batch(Batch batch) {
+  const auto pin = [](const c10::IValue& value) {
+    return map_leaves(
+        value, [](const c10::IValue& leaf) { return leaf.isTensor() ? c10::IValue(pinned(leaf.toTensor())) : leaf; });
+  };
+  for (c10::IValue& value : batch.args) value = pin(value);
+  for (auto& [stage, kwargs] : batch.kwargs) {
+    for (auto& [name, value] : kwargs) value = pin(value);
+  }
+  batch.target = pin(batch.target);
+  return batch;
 }
 
 StepResult run_named(const Batch& batch, const std::vector<MicrobatchShare>& shares, int microbatches,

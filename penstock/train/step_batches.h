@@ -37,6 +37,9 @@ struct StepBatches {
 // Reads the batches of a step, which are numbered from `first` on. Throws DataError.
 StepBatches read_step_batches(const Data& data, std::int64_t first, int count, int replicas, int microbatches);
 
+// Returns the batch with its tensors in pinned memory, from which copies to devices run beside the host.
+Batch pinned_batch(Batch batch);
+
 // Returns the result of `act`, which runs a batch through the pipeline. A PipelineError that names a microbatch is
 // rethrown with the batch's name and the microbatch's rows.
 StepResult run_named(const Batch& batch, const std::vector<MicrobatchShare>& shares, int microbatches,

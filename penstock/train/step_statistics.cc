@@ -32,14 +32,14 @@ void StepStatistics::sum_over(const TrainingProcesses& processes) {
   processes.sum_in_place(numbers);
 }
 
-void StepStatistics::write_to(StepReport& report, const StepBatches& batches) const {
+void StepStatistics::write_to(StepReport& report, const StepBatches& batches, double unscale) const {
   double sum = 0;
   std::size_t next = 0;
   for (const std::vector<MicrobatchShare>& shares : batches.shares) {
     for (const MicrobatchShare& share : shares) sum += share.weight * losses[next++];
   }
   report.loss = sum / batches.weight;
-  report.gradient_norm = std::sqrt(std::accumulate(gradient_squares.begin(), gradient_squares.end(), 0.0));
+  report.gradient_norm = unscale * std::sqrt(std::accumulate(gradient_squares.begin(), gradient_squares.end(), 0.0));
   report.bubble = total_time > 0 ? 1 - compute_time / total_time : 0;
   const auto stop = std::ranges::find_if(stop_codes, [](double code) { return code != 0; });
   if (stop != stop_codes.end()) report.stop_code = static_cast<int>(*stop);

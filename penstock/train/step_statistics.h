@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,12 +20,16 @@ struct StepReport {
   double learning_rate = 0;
   // Norm of all gradients before clipping.
   double gradient_norm = 0;
+  // Factor of the loss in the backward, of float16.
+  std::optional<double> loss_scale = std::nullopt;
   // Reason why the step was skipped, a sentence; empty if it was not.
   std::string skipped = {};
+  // False if no target of the step counts, so that there are no gradients.
+  bool has_targets = true;
   // Sum of Data::size_of over the step's batches.
   std::int64_t size = 0;
   double seconds = 0;
-  // Fraction of the pipeline's time in which ranks did not compute.
+  // Fraction of the pipeline's time in which ranks did not compute; on devices, in the last batch of the step.
   double bubble = 0;
   // Peak memory of each rank of the first replica so far, in bytes.
   std::vector<std::int64_t> memory = {};
@@ -50,8 +55,9 @@ struct StepStatistics {
   void add_time(const Pipeline& pipeline);
   // Sums all numbers over the processes.
   void sum_over(const TrainingProcesses& processes);
-  // Writes loss, norm, bubble, memory and stop code to a report. Call it after sum_over.
-  void write_to(StepReport& report, const StepBatches& batches) const;
+  // Writes loss, norm, bubble, memory and stop code to a report. `unscale` is the factor of gradients that undoes a loss
+  // scale. Call it after sum_over.
+  void write_to(StepReport& report, const StepBatches& batches, double unscale = 1) const;
 };
 
 }  // namespace penstock::internal

@@ -1,9 +1,13 @@
 #include "penstock/train/trained_stages.h"
 
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
+
 #include <exception>
 #include <map>
 #include <utility>
 
+#include "penstock/device/streams.h"
 #include "penstock/tensor/intra_op_threads.h"
 
 namespace penstock::internal {
@@ -26,6 +30,9 @@ TrainedStages::TrainedStages(const Pipeline& pipeline, const OptimizerOptions& o
       }
     }
   }
+  std::vector<at::Device> devices;
+  for (const TrainedStage& stage : stages_) devices.push_back(stage.stage->device());
+  devices_ = RankStreams(devices).devices();
   std::map<std::pair<int, int>, std::vector<TrainedStage*>> by_rank;
   for (TrainedStage& stage : stages_) by_rank[{stage.replica, stage.rank}].push_back(&stage);
   for (auto& [rank, stages] : by_rank) by_rank_.push_back(std::move(stages));
@@ -33,18 +40,25 @@ TrainedStages::TrainedStages(const Pipeline& pipeline, const OptimizerOptions& o
   if (others > 0) threads_ = std::make_unique<RankThreads>(others, intra_op_threads);
 }
 
-void TrainedStages::run_rank(std::size_t index, const std::function<void(TrainedStage&)>& act) {
+void TrainedStages::run_rank(std::size_t index, const std::vector<c10::Stream>& streams,
+                             const std::function<void(TrainedStage&)>& act) {
   const std::vector<TrainedStage*>& stages = by_rank_[index];
   const IntraOpThreads threads(intra_op_threads_);
   const MemoryWatch::Scope scope(memory_, stages.front()->rank, stages.front()->local_replica);
-  for (TrainedStage* stage : stages) act(*stage);
+  const c10::MultiStreamGuard on_streams(streams);
+  for (TrainedStage* stage : stages) {
+    const c10::DeviceGuard on_device(stage->stage->device());
+    act(*stage);
+  }
 }
 
 void TrainedStages::for_each_in_parallel(const std::function<void(TrainedStage&)>& act) {
   std::vector<std::exception_ptr> failures(by_rank_.size());
+  std::vector<c10::Stream> streams;
+  for (const at::Device device : devices_) streams.push_back(current_stream(device));
   const auto run = [&](std::size_t index) {
     try {
-      run_rank(index, act);
+      run_rank(index, streams, act);
     } catch (...) {
       failures[index] = std::current_exception();
     }

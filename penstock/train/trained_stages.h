@@ -1,6 +1,9 @@
 // The stages of this process with their optimizers, and the threads that work on them between pipeline steps.
 #pragma once
 
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -48,6 +51,7 @@ class TrainedStages {
 
   // Calls `act` for every stage, with the ranks in parallel: the calling thread runs the first rank, and a thread of
   // its own each other rank. Blocks until all have returned, and rethrows the exception of the lowest rank that failed.
+  // All threads append their work on devices to the calling thread's current streams, and do not wait for it.
   void for_each_in_parallel(const std::function<void(TrainedStage&)>& act);
 
   // Steps the optimizers of all stages and releases the gradients.
@@ -61,12 +65,15 @@ class TrainedStages {
   std::vector<StageSize> sizes(const TrainingProcesses& processes) const;
 
  private:
-  void run_rank(std::size_t index, const std::function<void(TrainedStage&)>& act);
+  void run_rank(std::size_t index, const std::vector<c10::Stream>& streams,
+                const std::function<void(TrainedStage&)>& act);
 
   MemoryWatch& memory_;
   int num_stages_;
   int intra_op_threads_;
   std::vector<TrainedStage> stages_;
+  // Devices with streams, each once.
+  std::vector<at::Device> devices_;
   // Stages of each local rank, ordered by replica and rank.
   std::vector<std::vector<TrainedStage*>> by_rank_;
   // One thread for each local rank but the first; null if there is one local rank.

@@ -3,19 +3,29 @@
 #include <ATen/ATen.h>
 #include <c10/util/ScopeExit.h>
 
+#include <array>
 #include <cmath>
 #include <cstddef>
+#include <cstdio>
 #include <limits>
 #include <utility>
 
 #include "penstock/base/deadline.h"
 #include "penstock/base/text.h"
+#include "penstock/device/host_copies.h"
 #include "penstock/tensor/intra_op_threads.h"
+#include "penstock/tensor/nested.h"
 
 namespace penstock::internal {
 namespace {
 
 constexpr const char* kNoTargets = ": there is no target that counts: all of them are ignored.";
+
+std::string scale_text(double scale) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%g", scale);
+  return text.data();
+}
 
 Kwargs kwargs_of(const Batch& batch) {
   const auto found = batch.kwargs.find(0);
@@ -46,7 +56,9 @@ Trainer::Trainer(std::vector<std::unique_ptr<Model>> replicas, const Data& data,
       stages_(*pipeline_, options_.optimizer, processes_, memory_, options_.intra_op_threads),
       gradients_(stages_, *replicas_.front()),
       checkpoints_(pipeline_->schedule(), *replicas_.front(), stages_, processes_, memory_, options_.sharded),
-      nonfinite_(options_.on_nonfinite, options_.max_skipped) {}
+      nonfinite_(options_.on_nonfinite, options_.max_skipped) {
+  if (options_.grad_scaler) scaler_.emplace(*options_.grad_scaler);
+}
 
 Trainer::~Trainer() = default;
 
@@ -58,8 +70,11 @@ std::unique_ptr<Pipeline> Trainer::build_pipeline(const Schedule& schedule) {
     std::vector<PipelineStage> stages;
     for (const int stage : local_stages(schedule, options_.transport.get())) {
       const int rank = schedule.placement().rank_of(stage);
+      const int local_rank = options_.transport == nullptr ? static_cast<int>(replica) * schedule.ranks() + rank : 0;
+      const at::Device device = options_.devices.of(local_rank);
+      memory_.set_device(rank, static_cast<int>(replica), device);
       const MemoryWatch::Scope scope(memory_, rank, static_cast<int>(replica));
-      stages.push_back(model.build_stage(stage));
+      stages.push_back(model.build_stage(stage, device));
     }
     models.emplace_back(std::move(stages), model.wiring(), model.shared_parameters());
   }
@@ -84,10 +99,14 @@ StepReport Trainer::step(int stop_code) {
   StepReport report{.step = steps_done_ + 1};
   SavedState buffers = stages_.save_written_tensors();
   try {
-    const StepBatches batches = read_step_batches(data_, steps_done_ * options_.accumulate, options_.accumulate,
-                                                  processes_.replicas(), pipeline_->schedule().microbatches());
+    StepBatches batches = read_step_batches(data_, steps_done_ * options_.accumulate, options_.accumulate,
+                                            processes_.replicas(), pipeline_->schedule().microbatches());
+    if (!options_.devices.is_cpu()) {
+      for (Batch& batch : batches.batches) batch = pinned_batch(std::move(batch));
+    }
     for (const Batch& batch : batches.batches) report.size += data_.size_of(batch);
     if (batches.weight == 0) {
+      report.has_targets = false;
       report.loss = report.gradient_norm = std::numeric_limits<double>::quiet_NaN();
       report.skipped = concat("step ", report.step, batches.names(), kNoTargets);
       nonfinite_.require_skippable(report.skipped, "check which target is ignored, or skip such steps.");
@@ -100,14 +119,15 @@ StepReport Trainer::step(int stop_code) {
     throw;
   }
   report.learning_rate = options_.learning_rate.at(steps_done_, options_.steps);
+  if (scaler_) report.loss_scale = scaler_->scale();
   if (report.skipped.empty()) {
-    gradients_.clip(report.gradient_norm, options_.clip);
+    gradients_.clip(report.gradient_norm, options_.clip, scaler_ ? scaler_->unscale() : 1);
     stages_.step_optimizers(report.learning_rate);
   } else {
     gradients_.discard();
     buffers.restore();
   }
-  nonfinite_.count(/*skipped=*/!report.skipped.empty());
+  finish_skipping(report);
   ++steps_done_;
   report.seconds = std::chrono::duration<double>(Clock::now() - start).count();
   return report;
@@ -120,7 +140,12 @@ void Trainer::run_batches(const StepBatches& batches, int stop_code, StepReport&
   StepStatistics statistics{.losses = std::vector<double>(losses, 0),
                             .stop_codes = std::vector<double>(static_cast<std::size_t>(processes_.count()), 0),
                             .memory = std::vector<double>(static_cast<std::size_t>(schedule.ranks()), 0)};
-  for (std::size_t i = 0; i < batches.batches.size(); ++i) run_batch(batches, i, statistics);
+  DeviceNumbers numbers;
+  for (std::size_t i = 0; i < batches.batches.size(); ++i) run_batch(batches, i, statistics, numbers);
+  gradients_.compute_squares(numbers);
+  // On devices, this is where the step waits, and what follows finds them idle.
+  numbers.read(options_.timeout);
+  if (!options_.devices.is_cpu()) statistics.add_time(*pipeline_);
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     if (!processes_.has_rank(rank)) continue;
     statistics.memory[static_cast<std::size_t>(rank)] = static_cast<double>(memory_.peak(rank));
@@ -131,15 +156,37 @@ void Trainer::run_batches(const StepBatches& batches, int stop_code, StepReport&
   statistics.gradient_squares = gradients_.squares();
   statistics.stop_codes[static_cast<std::size_t>(processes_.index())] = stop_code;
   statistics.sum_over(processes_);
-  statistics.write_to(report, batches);
-  if (std::isfinite(report.loss) && std::isfinite(report.gradient_norm)) return;
+  statistics.write_to(report, batches, scaler_ ? scaler_->unscale() : 1);
+  if (!std::isfinite(report.loss) || !std::isfinite(report.gradient_norm)) skip_or_stop(batches, statistics, report);
+}
+
+void Trainer::skip_or_stop(const StepBatches& batches, const StepStatistics& statistics, StepReport& report) {
+  const Schedule& schedule = pipeline_->schedule();
+  if (has_overflowed(report)) {
+    report.skipped = concat("step ", report.step, batches.names(),
+                            ": the gradients overflow float16 at a loss scale of ", scale_text(scaler_->scale()), ".");
+    return;
+  }
   report.skipped = nonfinite_step_text(report.step, schedule, processes_.replicas(), batches, statistics,
                                        model().parameter_names(), gradients_.stages_of_parameters(processes_));
   nonfinite_.require_skippable(
       report.skipped, "look at the data, lower the learning rate, lower the clipping norm, or skip such steps.");
 }
 
-void Trainer::run_batch(const StepBatches& batches, std::size_t index, StepStatistics& statistics) {
+bool Trainer::has_overflowed(const StepReport& report) const {
+  return scaler_ && scaler_->scale() > 1 && std::isfinite(report.loss) && !std::isfinite(report.gradient_norm);
+}
+
+void Trainer::finish_skipping(const StepReport& report) {
+  const bool is_skipped = !report.skipped.empty();
+  // An overflow is part of finding the scale, and no failure.
+  if (!has_overflowed(report)) nonfinite_.count(is_skipped);
+  // All processes have the same norm. A step without targets has no gradients.
+  if (scaler_ && report.has_targets) scaler_->update(!std::isfinite(report.gradient_norm));
+}
+
+void Trainer::run_batch(const StepBatches& batches, std::size_t index, StepStatistics& statistics,
+                        DeviceNumbers& numbers) {
   const auto microbatches = static_cast<std::size_t>(pipeline_->schedule().microbatches());
   const auto replicas = static_cast<std::size_t>(processes_.replicas());
   const std::size_t first_here = static_cast<std::size_t>(processes_.first_replica()) * microbatches;
@@ -148,8 +195,9 @@ void Trainer::run_batch(const StepBatches& batches, std::size_t index, StepStati
   step.number = steps_done_ * options_.accumulate + static_cast<std::int64_t>(index);
   // The gradients are those of the mean over all batches of the step. The pipeline averages them over replicas, so the
   // weights are multiplied by the number of replicas.
+  const double factor = static_cast<double>(replicas) * (scaler_ ? scaler_->scale() : 1);
   for (std::size_t i = 0; i < microbatches * replicas_.size(); ++i) {
-    step.weights.push_back(shares[first_here + i].weight * static_cast<double>(replicas) / batches.weight);
+    step.weights.push_back(shares[first_here + i].weight * factor / batches.weight);
   }
   step.reduce = index + 1 == batches.batches.size();
   step.return_outputs = false;
@@ -159,8 +207,8 @@ void Trainer::run_batch(const StepBatches& batches, std::size_t index, StepStati
     return pipeline_->step(batch.args, kwargs_of(batch), batch.target, step);
   });
   const std::size_t first = index * replicas * microbatches + first_here;
-  for (std::size_t i = 0; i < result.losses.size(); ++i) statistics.losses[first + i] = result.losses[i].item<double>();
-  statistics.add_time(*pipeline_);
+  for (std::size_t i = 0; i < result.losses.size(); ++i) numbers.add(result.losses[i], &statistics.losses[first + i]);
+  if (options_.devices.is_cpu()) statistics.add_time(*pipeline_);
 }
 
 Batch Trainer::local_part(const Batch& batch) const {
@@ -184,11 +232,15 @@ Trainer::Evaluation Trainer::evaluate(const std::vector<Batch>& batches, bool re
   const MemoryWatch::Scope no_rank(memory_, -1);
   const Schedule& schedule = pipeline_->schedule();
   Evaluation evaluation;
-  double sum = 0;
-  for (const Batch& batch : batches) {
+  DeviceNumbers numbers;
+  HostCopies copies;
+  std::vector<std::vector<MicrobatchShare>> shares_of_batches;
+  std::vector<std::vector<double>> losses(batches.size());
+  for (std::size_t index = 0; index < batches.size(); ++index) {
+    const Batch batch = options_.devices.is_cpu() ? batches[index] : pinned_batch(batches[index]);
     // Thread replicas share a batch; with process ranks every replica evaluates all of it.
-    const std::vector<MicrobatchShare> shares =
-        microbatch_shares(data_, batch, pipeline_->replicas(), schedule.microbatches());
+    const std::vector<MicrobatchShare>& shares =
+        shares_of_batches.emplace_back(microbatch_shares(data_, batch, pipeline_->replicas(), schedule.microbatches()));
     StepOptions step;
     step.return_outputs = return_outputs;
     step.results_everywhere = true;
@@ -197,14 +249,27 @@ Trainer::Evaluation Trainer::evaluate(const std::vector<Batch>& batches, bool re
     const StepResult result = run_named(batch, shares, schedule.microbatches(), [&] {
       return pipeline_->eval(batch.args, kwargs_of(batch), batch.target, step);
     });
-    for (std::size_t i = 0; i < result.losses.size(); ++i) {
-      const auto loss = result.losses[i].item<double>();
-      sum += shares[i].weight * loss;
+    losses[index].resize(result.losses.size());
+    for (std::size_t i = 0; i < result.losses.size(); ++i) numbers.add(result.losses[i], &losses[index][i]);
+    if (!return_outputs) continue;
+    evaluation.outputs.push_back(map_leaves(result.output, [&](const c10::IValue& leaf) {
+      return leaf.isTensor() ? c10::IValue(copies.start(leaf.toTensor())) : leaf;
+    }));
+  }
+  numbers.read(options_.timeout);
+  if (!copies.wait(deadline_after(options_.timeout))) {
+    throw PipelineError("a device has not sent the outputs of the evaluation within the timeout.");
+  }
+  double sum = 0;
+  for (std::size_t index = 0; index < batches.size(); ++index) {
+    const std::vector<MicrobatchShare>& shares = shares_of_batches[index];
+    for (std::size_t i = 0; i < losses[index].size(); ++i) {
+      sum += shares[i].weight * losses[index][i];
       evaluation.weight += shares[i].weight;
       if (!evaluation.nonfinite.empty()) continue;
-      evaluation.nonfinite = nonfinite_loss_text(schedule, processes_.replicas(), batch.name, i, shares[i], loss);
+      evaluation.nonfinite =
+          nonfinite_loss_text(schedule, processes_.replicas(), batches[index].name, i, shares[i], losses[index][i]);
     }
-    if (return_outputs) evaluation.outputs.push_back(result.output);
   }
   evaluation.loss = sum / evaluation.weight;
   if (evaluation.weight == 0) evaluation.nonfinite = kNoTargets;
@@ -214,11 +279,16 @@ Trainer::Evaluation Trainer::evaluate(const std::vector<Batch>& batches, bool re
 }
 
 std::string Trainer::save(const std::string& directory, int keep, const std::string& configuration) {
-  return checkpoints_.save(directory, keep, {.step = steps_done_, .run = run_, .configuration = configuration});
+  return checkpoints_.save(directory, keep,
+                           {.step = steps_done_,
+                            .run = run_,
+                            .configuration = configuration,
+                            .grad_scaler = scaler_ ? std::optional(scaler_->state()) : std::nullopt});
 }
 
 void Trainer::load(const Checkpoint& checkpoint) {
   checkpoints_.load(checkpoint);
+  if (scaler_ && checkpoint.info().grad_scaler) scaler_->load(*checkpoint.info().grad_scaler);
   run_ = checkpoint.info().run;
   steps_done_ = checkpoint.info().step;
 }
@@ -240,7 +310,7 @@ Pipeline& Trainer::generation_pipeline() {
   // These stages share the trained parameters; Model::build_stage would create new ones.
   std::vector<PipelineStage> stages;
   for (const PipelineStage& stage : pipeline_->stages()) {
-    stages.emplace_back(stage.module(), stage.stage_index(), schedule.stages());
+    stages.emplace_back(stage.module(), stage.stage_index(), schedule.stages(), StageOptions{.device = stage.device()});
   }
   // Forwards make no gradients, so no shared parameters are named.
   generation_ =

@@ -12,12 +12,16 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "penstock/device/device_list.h"
 #include "penstock/runtime/pipeline.h"
 #include "penstock/train/checkpoint.h"
 #include "penstock/train/data.h"
+#include "penstock/train/device_numbers.h"
+#include "penstock/train/grad_scaler.h"
 #include "penstock/train/gradients.h"
 #include "penstock/train/memory_watch.h"
 #include "penstock/train/model.h"
@@ -36,6 +40,8 @@ namespace penstock::internal {
 struct TrainerOptions {
   // Transport of this process rank. If null, all ranks run as threads of this process.
   std::shared_ptr<Transport> transport = nullptr;
+  // Devices, which are dealt to the ranks of this process: those of the first replica, then those of the second.
+  DeviceList devices = {};
   // Number of steps of the whole run, which the learning-rate schedule depends on.
   std::int64_t steps = 1000;
   OptimizerOptions optimizer = {};
@@ -45,6 +51,8 @@ struct TrainerOptions {
   // Maximum norm of all gradients; 0 disables clipping. The norm is summed in float64 over the parameters in the
   // model's order, so it does not depend on how the model is cut into stages.
   double clip = 1;
+  // Scales the loss in the backward, as float16 needs it. A step whose gradients overflow is skipped.
+  std::optional<GradScalerOptions> grad_scaler = std::nullopt;
   OnNonFinite on_nonfinite = OnNonFinite::Stop;
   // Maximum number of steps that may be skipped in a row. The next one makes step() throw NonFiniteError.
   int max_skipped = 10;
@@ -87,7 +95,7 @@ class Trainer {
     std::string nonfinite;
     // Total weight: the sum of Data::loss_weight.
     double weight = 0;
-    // Output of each batch, if requested.
+    // Output of each batch in host memory, if requested.
     std::vector<c10::IValue> outputs;
   };
   // Runs forwards only, in evaluation mode. The outputs of microbatches are merged only if they are requested, because
@@ -102,7 +110,8 @@ class Trainer {
   std::string save(const std::string& directory, int keep, const std::string& configuration);
   // Returns the estimated size of a checkpoint. A collective.
   std::int64_t checkpoint_bytes() const { return checkpoints_.estimate_bytes(options_.optimizer); }
-  // Resumes from a checkpoint. Throws CheckpointError, after which the trainer is as it was before.
+  // Resumes from a checkpoint, of a run on any device. Throws CheckpointError, after which the trainer is as it was
+  // before.
   void load(const Checkpoint& checkpoint);
 
   // True on the process that prints progress and writes shared files (rank 0).
@@ -130,8 +139,14 @@ class Trainer {
   void set_training(bool training);
   // Runs the batches of a step and the collectives after them, and fills in the report.
   void run_batches(const StepBatches& batches, int stop_code, StepReport& report);
-  // Runs one batch of a step and adds its losses to the statistics.
-  void run_batch(const StepBatches& batches, std::size_t index, StepStatistics& statistics);
+  // Runs one batch of a step. Its losses are written to the statistics when `numbers` are read.
+  void run_batch(const StepBatches& batches, std::size_t index, StepStatistics& statistics, DeviceNumbers& numbers);
+  // Decides about a step whose loss or gradients are not finite, and writes the reason of the skip to the report.
+  void skip_or_stop(const StepBatches& batches, const StepStatistics& statistics, StepReport& report);
+  // True if the gradients of a step have overflowed because of the loss scale.
+  bool has_overflowed(const StepReport& report) const;
+  // Counts skipped steps, and updates the loss scale.
+  void finish_skipping(const StepReport& report);
   // Returns the rows of this process's replica. With thread ranks the pipeline itself splits the batch.
   Batch local_part(const Batch& batch) const;
 
@@ -149,6 +164,7 @@ class Trainer {
   Gradients gradients_;
   StageCheckpoints checkpoints_;
   NonFinitePolicy nonfinite_;
+  std::optional<GradScaler> scaler_;
   StepRecords records_{kRecords};
 };
 

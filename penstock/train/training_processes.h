@@ -32,6 +32,8 @@ class TrainingProcesses {
   // Number of replicas in all processes, and the first one that has stages in this process.
   int replicas() const { return replicas_; }
   int first_replica() const { return index() / ranks_; }
+  // Longest time that a process waits for another one, or for a device.
+  std::chrono::milliseconds timeout() const { return timeout_; }
   // True if this process runs a rank of the first replica.
   bool has_rank(int rank) const { return are_threads() || index() == rank; }
 

@@ -25,7 +25,8 @@ class Products final : public Model {
  public:
   int num_stages() const override { return 2; }
   WeightBytes weight_bytes(std::span<const int> /*stages*/) const override { return {.weights = 40, .gradients = 36}; }
-  PipelineStage build_stage(int stage) const override {
+  using Model::build_stage;
+  PipelineStage build_stage(int stage, at::Device /*device*/) const override {
     const at::Tensor weight = at::full({3, 3}, 0.1).fill_diagonal_(0.5 + stage).requires_grad_();
     const at::Tensor count = at::zeros({});
     StageModule module;

@@ -12,6 +12,12 @@ and the gradients "grad.N.NAME".
 
 Writes DIR/strange.pt2, a model with complex parameters and sparse gradients, and strange.safetensors: its batches, and
 the losses "losses.NAME" with each optimizer at a constant learning rate.
+
+Writes DIR/scaler.safetensors: the "scale" and "growth_tracker" of torch.amp.GradScaler after each of several steps, of
+which "found_inf" overflow, for the options "default", "quick" and "largest"; and "inverse", its factor of gradients.
+
+Writes DIR/half.pt2, a model that is trained under float16 autocast with a GradScaler, and half.safetensors: its batches,
+and after each step the "losses", "scales" and whether it was "skipped".
 """
 
 import copy
@@ -104,6 +110,70 @@ def stepped(model, optimizer, ids, target):
     return loss.item()
 
 
+def write_scaler(folder):
+    values = {}
+    options = {"default": {}, "quick": {"init_scale": 1000.0, "growth_factor": 1.7, "backoff_factor": 0.3,
+                                        "growth_interval": 3}, "largest": {"init_scale": 2.0**126, "growth_interval": 1}}
+    found_inf = [step in (1, 2, 9) or step % 17 == 0 for step in range(60)]
+    for name, chosen in options.items():
+        scaler = torch.amp.GradScaler("cpu", **chosen)
+        scales, trackers, inverses = [], [], []
+        for is_inf in found_inf:
+            weight = torch.ones(1, requires_grad=True)
+            optimizer = torch.optim.SGD([weight], lr=0.0)
+            scaler.scale(weight * 0).sum().backward()
+            weight.grad.fill_(math.inf if is_inf else 1)
+            scaler.unscale_(optimizer)
+            inverses.append(weight.grad.item() if not is_inf else 0)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            trackers.append(scaler._get_growth_tracker())
+        values |= {f"scale.{name}": torch.tensor(scales, dtype=torch.float64), f"growth_tracker.{name}": torch.tensor(trackers),
+                   f"inverse.{name}": torch.tensor(inverses, dtype=torch.float64)}
+    values["found_inf"] = torch.tensor(found_inf)
+    exporting.save_tensors(values, folder / "scaler.safetensors")
+
+
+class Half(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(6, 16), torch.nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x))).float()
+
+
+def write_half(folder):
+    model, scaler = Half(), torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=3)
+    x, y = torch.randn(20, 8, 6), torch.randn(20, 8, 3)
+    torch.export.save(torch.export.export(model, (x[0][:2],)), folder / "half.pt2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, scales, skipped = [], [], []
+    for ids, target in zip(x, y):
+        optimizer.zero_grad()
+        loss = 0
+        for rows, wanted in zip(ids.chunk(MICROBATCHES), target.chunk(MICROBATCHES)):
+            with torch.autocast("cpu", dtype=torch.float16):
+                found = model(rows)
+            part = F.mse_loss(found, wanted) / MICROBATCHES
+            scaler.scale(part).backward()
+            loss += part.item()
+        before = scaler.get_scale()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss)
+        scales.append(before)
+        skipped.append(scaler.get_scale() < before)
+    values = {f"ids.{step}": x[step].clone() for step in range(len(x))}
+    values |= {f"target.{step}": y[step].clone() for step in range(len(x))}
+    values |= {"losses": torch.tensor(losses, dtype=torch.float64), "scales": torch.tensor(scales, dtype=torch.float64),
+               "skipped": torch.tensor(skipped)}
+    exporting.save_tensors(values, folder / "half.safetensors")
+
+
 def main(folder):
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -124,6 +194,8 @@ def main(folder):
     exporting.save_tensors(values, folder / "training.safetensors")
     write_strange(folder)
     write_weighted(folder)
+    write_scaler(folder)
+    write_half(folder)
     print(f"{STEPS} steps, from a loss of {losses[0]:.3f} to {losses[-1]:.3f}")
 
 
