@@ -33,7 +33,7 @@ std::optional<double> parse_bytes(std::string_view text) {
   double number = 0;
   const char* const end = text.data() + text.size();
   const auto read = std::from_chars(text.data(), end, number);
-  const std::optional<double> unit = bytes_of_unit({read.ptr, static_cast<std::size_t>(end - read.ptr)});
+  const std::optional<double> unit = bytes_of_unit(text.substr(static_cast<std::size_t>(read.ptr - text.data())));
   const bool is_good = read.ec == std::errc() && std::isfinite(number) && number > 0 && unit;
   return is_good ? std::optional(number * *unit) : std::nullopt;
 }

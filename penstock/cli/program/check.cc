@@ -92,6 +92,7 @@ void add_check(CLI::App& command, int& exit) {
   options->initial_values.add_to(command);
   on_call(command, [options, &exit] {
     options->run.require_valid();
+    const DeviceList devices = options->run.device.load();
     if (!options->dump.empty()) require_writable_path(options->dump);
     Program program = read_program(options->cut, options->weights.read());
     options->initial_values.apply(program, options->run.seed);
@@ -107,7 +108,7 @@ void add_check(CLI::App& command, int& exit) {
     const Schedule schedule = options->run.make(pipe.num_stages(), rows);
     if (options->inputs.empty()) batch = example_inputs(program, schedule.microbatches(), options->run.seed);
 
-    Pipelined pipelined(pipe, schedule, options->run, /*backward=*/true);
+    Pipelined pipelined(pipe, schedule, options->run, devices, /*backward=*/true);
     pipelined.start();
     TensorsByName expected;
     std::map<std::string, double> contributions;
@@ -120,9 +121,10 @@ void add_check(CLI::App& command, int& exit) {
       const RestoredState restored(program);
       const ReferenceRun reference =
           run_reference(pipe, schedule, split_arguments(program, batch, schedule.microbatches()),
-                        {.intra_op_threads = options->run.threads, .seed = options->run.seed, .is_cancelled = [] {
-                           return interruptions() > 0;
-                         }});
+                        {.intra_op_threads = options->run.threads,
+                         .seed = options->run.seed,
+                         .device = devices.of(0),
+                         .is_cancelled = [] { return interruptions() > 0; }});
       expected = outputs_by_name(reference.outputs);
       for (const auto& [name, gradient] : reference.gradients) expected.emplace("grad." + name, gradient);
       contributions = reference.largest_contributions;
@@ -132,7 +134,7 @@ void add_check(CLI::App& command, int& exit) {
     if (!options->dump.empty()) write_safetensors(options->dump, {found.begin(), found.end()});
     std::cout << options->cut.model << ": " << schedule.stages() << (schedule.stages() == 1 ? " stage" : " stages")
               << " on " << schedule.ranks() << (schedule.ranks() == 1 ? " rank" : " ranks") << " ("
-              << options->run.transport << "), "
+              << options->run.transport << (devices.is_cpu() ? "" : ", " + devices.text()) << "), "
               << (options->run.csv.empty() ? std::string(find_generator(options->run.schedule).name) : options->run.csv)
               << ", " << schedule.microbatches() << " microbatches, "
               << (program.is_training() ? "training" : "evaluation") << "\n";

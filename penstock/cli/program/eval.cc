@@ -1,4 +1,6 @@
 // penstock eval: evaluates an exported model on data.
+#include <ATen/ops/stack.h>
+
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -47,9 +49,9 @@ class CountingData final : public Data {
   std::vector<Batch> held_out() const override { return data_->held_out(); }
   at::Tensor loss(const c10::IValue& output, const c10::IValue& target) const override {
     at::Tensor loss = data_->loss(output, target);
-    const std::optional<std::int64_t> right = data_->right_predictions(output, target);
+    const std::optional<at::Tensor> right = data_->right_predictions(output, target);
     const std::scoped_lock lock(mutex_);
-    if (right) right_ = right_.value_or(0) + *right;
+    if (right) right_.push_back(*right);
     return loss;
   }
   double loss_weight(const Batch& microbatch) const override { return data_->loss_weight(microbatch); }
@@ -57,13 +59,17 @@ class CountingData final : public Data {
   std::string unit() const override { return data_->unit(); }
   std::string description() const override { return data_->description(); }
 
-  // Returns nullopt unless the loss compares classes.
-  std::optional<std::int64_t> right() const { return right_; }
+  // Returns nullopt unless the loss compares classes. Waits for the device of the last stage.
+  std::optional<std::int64_t> right() const {
+    if (right_.empty()) return std::nullopt;
+    return at::stack(right_).sum().item<std::int64_t>();
+  }
 
  private:
   std::unique_ptr<Data> data_;
   mutable std::mutex mutex_;
-  mutable std::optional<std::int64_t> right_;
+  // Numbers of the microbatches.
+  mutable std::vector<at::Tensor> right_;
 };
 
 struct Metrics {
@@ -96,7 +102,7 @@ struct Metrics {
 };
 
 // Evaluates on all ranks in this process or, with a transport, on its rank. The rank that has the last stage prints.
-void evaluate(const EvalOptions& options, std::shared_ptr<Transport> transport) {
+void evaluate(const EvalOptions& options, const DeviceList& devices, std::shared_ptr<Transport> transport) {
   Program program = read_program(options.cut, options.weights.read());
   program.eval();
   const CountingData data(batch_files(options.data, program, options.files));
@@ -109,6 +115,7 @@ void evaluate(const EvalOptions& options, std::shared_ptr<Transport> transport) 
   std::vector<std::unique_ptr<Model>> replicas;
   replicas.push_back(program_model(std::move(pipe)));
   TrainerOptions trainer_options;
+  trainer_options.devices = devices;
   trainer_options.transport = std::move(transport);
   trainer_options.seed = options.run.seed;
   trainer_options.intra_op_threads = options.run.threads;
@@ -153,13 +160,14 @@ void add_eval(CLI::App& command, int& /*exit*/) {
       ->option_text("N [-100]");
   command.add_flag("--json", options->json, "Print JSON");
   on_call(command, [options] {
+    const DeviceList devices = options->run.device.load();
     const auto as_rank = [&] {
-      evaluate(*options, c10d_transport(rendezvous(options->run.timeout_in_milliseconds(), print_waiting)));
+      evaluate(*options, devices, c10d_transport(rendezvous(options->run.timeout_in_milliseconds(), print_waiting)));
     };
     if (LocalRanks::is_rank()) {
       LocalRanks::run([&](const std::filesystem::path&, int) { as_rank(); });
     }
-    if (options->run.transport == "threads") return evaluate(*options, nullptr);
+    if (options->run.transport == "threads") return evaluate(*options, devices, nullptr);
     const Program program = read_program(options->cut, options->weights.read());
     LocalRanks ranks(
         options->run.make(options->cut.cut(program, options->run.stages_wanted()).num_stages(), 0).ranks());

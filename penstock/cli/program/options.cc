@@ -107,6 +107,7 @@ void RunOptions::add_to(CLI::App& command, bool has_backward) {
   command.add_option("--transport", transport, "Thread ranks, or process ranks that communicate through Gloo")
       ->option_text("threads|gloo [threads]")
       ->check(one_of({"threads", "gloo"}));
+  device.add_to(command);
   command.add_option("--threads", threads, "Number of intra-op threads of each rank")
       ->option_text("N [1]")
       ->check(whole_number());

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "penstock/cli/devices.h"
 #include "penstock/cli/limits.h"
 #include "penstock/program/pipe.h"
 #include "penstock/program/program.h"
@@ -56,6 +57,7 @@ struct RunOptions {
   int threads = 1;
   std::uint64_t seed = 0;
   double timeout = 300;
+  DeviceOption device;
 
   // Without backwards there is no --recompute.
   void add_to(CLI::App& command, bool has_backward = true);

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <chrono>
 #include <filesystem>
-#include <mutex>
 #include <utility>
 
 #include "penstock/program/error.h"
@@ -14,6 +13,7 @@
 #include "penstock/stage/accumulation.h"
 #include "penstock/tensor/nested.h"
 #include "penstock/tensor/safetensors.h"
+#include "penstock/train/step_batches.h"
 #include "penstock/transport/c10d.h"
 #include "penstock/transport/rendezvous.h"
 
@@ -27,10 +27,23 @@ std::string results_file(const std::filesystem::path& directory, int rank) {
   return directory / ("rank-" + std::to_string(rank) + ".safetensors");
 }
 
+// Returns the microbatches in the order of their forwards in the last stage.
+std::vector<int> forwards_of_last_stage(const Schedule& schedule) {
+  std::vector<int> order;
+  const int last = schedule.stages() - 1;
+  for (const Action& action : schedule.actions(schedule.placement().rank_of(last))) {
+    for_each_part(action, [&](const Action& part) {
+      if (part.stage == last && is_forward(part)) order.push_back(part.microbatch);
+    });
+  }
+  return order;
+}
+
 }  // namespace
 
-Pipelined::Pipelined(const Pipe& pipe, const Schedule& schedule, const RunOptions& options, bool backward)
-    : pipe_(pipe), schedule_(schedule), options_(options), backward_(backward) {}
+Pipelined::Pipelined(const Pipe& pipe, const Schedule& schedule, const RunOptions& options, const DeviceList& devices,
+                     bool backward)
+    : pipe_(pipe), schedule_(schedule), options_(options), devices_(devices), backward_(backward) {}
 
 Pipelined::~Pipelined() = default;
 
@@ -40,17 +53,26 @@ void Pipelined::start() {
 }
 
 TensorsByName Pipelined::run_here(const TensorsByName& batch, std::shared_ptr<Transport> transport) {
-  const Arguments arguments = arguments_from(pipe_.program(), batch);
-  StagedModel model =
-      transport == nullptr ? pipe_.build() : pipe_.build_stages(schedule_.placement().stages_of(transport->rank()));
+  Arguments arguments = arguments_from(pipe_.program(), batch);
+  if (!devices_.is_cpu()) {
+    Batch inputs =
+        pinned_batch({.args = std::move(arguments.args), .kwargs = {{0, std::move(arguments.kwargs)}}, .target = {}});
+    arguments = {.args = std::move(inputs.args), .kwargs = std::move(inputs.kwargs.at(0))};
+  }
+  const StageDevices device_of = [&](int stage) {
+    return devices_.of(transport == nullptr ? schedule_.placement().rank_of(stage) : read_environment().local_rank);
+  };
+  StagedModel model = transport == nullptr
+                          ? pipe_.build(device_of)
+                          : pipe_.build_stages(schedule_.placement().stages_of(transport->rank()), device_of);
+  const std::vector<int> order = forwards_of_last_stage(schedule_);
+  std::size_t next = 0;
   std::vector<c10::IValue> outputs(static_cast<std::size_t>(schedule_.microbatches()));
   bool has_outputs = false;
-  std::mutex mutex;
   PipelineOptions options{.transport = std::move(transport)};
-  // The target of a microbatch is its index, by which the loss function stores its output.
-  options.loss = [&](const c10::IValue& output, const c10::IValue& target, const Kwargs&) {
-    const std::scoped_lock lock(mutex);
-    outputs[static_cast<std::size_t>(target.toTensor().item<std::int64_t>())] = flatten_args_detach(output).value;
+  // The loss of each microbatch is computed after its forward in the last stage, on the thread of one rank.
+  options.loss = [&](const c10::IValue& output, const c10::IValue&, const Kwargs&) {
+    outputs[static_cast<std::size_t>(order.at(next++))] = flatten_args_detach(output).value;
     has_outputs = true;
     return sum_of_means(output);
   };
@@ -58,23 +80,30 @@ TensorsByName Pipelined::run_here(const TensorsByName& batch, std::shared_ptr<Tr
   options.intra_op_threads = options_.threads;
   options.seed = options_.seed;
   Pipeline pipeline(std::move(model), schedule_, std::move(options));
-  const at::Tensor numbers = at::arange(schedule_.microbatches(), at::kLong);
+  // An evaluation computes losses if there is a target, and a numbering fits any rows.
+  const at::Tensor target = at::arange(schedule_.microbatches(), at::kLong);
   StepOptions step;
   step.return_outputs = false;
   const auto began = Clock::now();
   if (backward_) {
-    pipeline.step(arguments.args, arguments.kwargs, numbers, step);
+    pipeline.step(arguments.args, arguments.kwargs, target, step);
   } else {
-    pipeline.eval(arguments.args, arguments.kwargs, numbers, step);
+    pipeline.eval(arguments.args, arguments.kwargs, target, step);
   }
-  seconds_ = std::chrono::duration<double>(Clock::now() - began).count();
   TensorsByName result;
   if (has_outputs) result = outputs_by_name(outputs);
+  for (auto& [name, tensor] : result) tensor = tensor.cpu();
+  seconds_ = std::chrono::duration<double>(Clock::now() - began).count();
   if (!backward_) return result;
   for (const PipelineStage& stage : pipeline.stages()) {
+    // The names are those of the program's own tensors, of which a stage on a device has copies in the same order.
+    const NamedTensors& own = pipe_.get_stage_module(stage.stage_index()).parameters;
     for (const auto& [name, tensor] : pipe_.state_dict(stage.stage_index())) {
-      const at::Tensor& gradient = tensor.grad();
-      if (gradient.defined()) result.emplace("grad." + name, dense(gradient));
+      const auto found =
+          std::ranges::find_if(own, [&, &tensor = tensor](const auto& named) { return named.second.is_same(tensor); });
+      if (found == own.end()) continue;
+      const at::Tensor& gradient = stage.parameters()[static_cast<std::size_t>(found - own.begin())].second.grad();
+      if (gradient.defined()) result.emplace("grad." + name, dense(gradient).cpu());
     }
   }
   return result;

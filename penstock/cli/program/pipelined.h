@@ -5,6 +5,7 @@
 
 #include "penstock/cli/program/local_ranks.h"
 #include "penstock/cli/program/options.h"
+#include "penstock/device/device_list.h"
 #include "penstock/program/inputs.h"
 #include "penstock/program/pipe.h"
 
@@ -16,7 +17,9 @@ namespace penstock::internal::cli {
 // with the message of the first rank that failed.
 class Pipelined {
  public:
-  Pipelined(const Pipe& pipe, const Schedule& schedule, const RunOptions& options, bool backward);
+  // Results are on the CPU, whatever `devices` the ranks compute on.
+  Pipelined(const Pipe& pipe, const Schedule& schedule, const RunOptions& options, const DeviceList& devices,
+            bool backward);
   ~Pipelined();
   Pipelined(const Pipelined&) = delete;
   Pipelined& operator=(const Pipelined&) = delete;
@@ -33,6 +36,7 @@ class Pipelined {
   const Pipe& pipe_;
   const Schedule& schedule_;
   const RunOptions& options_;
+  const DeviceList& devices_;
   bool backward_;
   double seconds_ = 0;
   std::unique_ptr<LocalRanks> processes_;

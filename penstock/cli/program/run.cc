@@ -33,6 +33,7 @@ void add_run(CLI::App& command, int& /*exit*/) {
       ->required();
   options->weights.add_to(command, "Weights to use instead of the model's own");
   on_call(command, [options] {
+    const DeviceList devices = options->run.device.load();
     require_writable_path(options->output);
     Program program = read_program(options->cut, options->weights.read());
     program.eval();
@@ -40,7 +41,7 @@ void add_run(CLI::App& command, int& /*exit*/) {
     const TensorsByName batch = read_inputs(options->inputs);
     const Schedule schedule = options->run.make(pipe.num_stages(), microbatches_in(program, batch));
     split_inputs(program, batch, schedule.microbatches());
-    Pipelined pipelined(pipe, schedule, options->run, /*backward=*/false);
+    Pipelined pipelined(pipe, schedule, options->run, devices, /*backward=*/false);
     pipelined.start();
     const TensorsByName outputs = pipelined.run(batch);
     write_safetensors(options->output, {outputs.begin(), outputs.end()});

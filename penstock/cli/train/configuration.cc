@@ -141,16 +141,17 @@ json TrainOptions::resolved(const CLI::App& command) const {
   return all;
 }
 
-RankOptions TrainOptions::shared_by_ranks(const json& configuration) const {
+RankOptions TrainOptions::shared_by_ranks(const json& configuration, const DeviceList& devices) const {
   // Options that only the coordinator uses or that may differ between processes, and options whose defaults depend on
   // the model: the resolved values of the latter are compared later.
-  constexpr std::array kNotCompared{"output", "keep", "timeout", "ranks", "microbatches"};
+  constexpr std::array kNotCompared{"output", "keep", "timeout", "ranks", "microbatches", "device"};
   RankOptions shared;
   for (const auto& [name, value] : configuration.items()) {
     if (contains(kNotCompared, name)) continue;
     const bool is_path = contains(kInputPaths, name) || contains(kOutputPaths, name);
     shared[name] = is_path ? "given" : argument_text(value);
   }
+  shared["device (type)"] = device_type_name(devices.type());
   if (resume) shared["resume"] = "given";
   if (dry_run) shared["dry-run"] = "given";
   if (!memory.empty()) shared["memory"] = memory;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "penstock/cli/train/numbers.h"
+#include "penstock/cli/train/summary.h"
 #include "penstock/runtime/record.h"
 
 namespace penstock::internal::cli {
@@ -46,9 +47,8 @@ void dry_run(Trainer& trainer, const std::vector<Batch>& held_out, const TrainOp
                 100 * simulated.bubble);
   std::cout << "bubble       " << bubble.data() << "\n";
   for (std::size_t rank = 0; rank < memory.size(); ++rank) {
-    std::cout << (rank == 0 ? "memory       rank " : "             rank ") << rank << ": "
-              << bytes_text(static_cast<double>(memory[rank].measured)) << " measured, "
-              << bytes_text(static_cast<double>(memory[rank].predicted)) << " predicted\n";
+    std::cout << (rank == 0 ? "memory       rank " : "             rank ") << rank << ": " << memory_text(memory[rank])
+              << "\n";
   }
   std::cout << "time         " << seconds_text(report.seconds) << " per step, about "
             << clock_text(report.seconds * static_cast<double>(left)) << " for " << left

@@ -34,7 +34,9 @@ GptOptions gpt_of(const Checkpoint& checkpoint) {
   } else {
     gpt.length = AdditionData(configuration.at("digits"), /*rows=*/1, /*seed=*/0).length();
   }
-  gpt.bfloat16 = configuration.value("dtype", "") == "bfloat16";
+  const std::string dtype = configuration.value("dtype", "");
+  if (dtype == "bfloat16") gpt.autocast = at::kBFloat16;
+  if (dtype == "float16") gpt.autocast = at::kHalf;
   return gpt;
 }
 

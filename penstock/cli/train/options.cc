@@ -61,9 +61,11 @@ void TrainOptions::add_to(CLI::App& command) {
       ->check(whole_number());
   command.add_option("--heads", gpt.heads, "Number of attention heads")->option_text("N [4]")->check(whole_number());
   command.add_option("--dropout", gpt.dropout, "Dropout probability")->option_text("P [0]")->check(float_number());
-  command.add_option("--dtype", dtype, "Data type of matrix products, by autocast; parameters stay float32")
-      ->option_text("float32|bfloat16 [float32]")
-      ->check(one_of({"float32", "bfloat16"}));
+  command
+      .add_option("--dtype", dtype,
+                  "Data type of matrix products, by autocast; parameters stay float32. float16 scales the loss")
+      ->option_text("float32|bfloat16|float16 [float32]")
+      ->check(one_of({"float32", "bfloat16", "float16"}));
 
   command.add_option("--steps", steps, "Number of optimizer steps")->option_text("N [1600]")->check(whole_number());
   command.add_option("--optimizer", optimizer.name, "Optimizer algorithm")
@@ -166,6 +168,12 @@ void TrainOptions::require_consistent(const CLI::App& command) const {
     if (!is_gpt() || !given(name)) continue;
     throw std::runtime_error("--" + std::string(name) + " is an option of exported models, and MODEL.pt2 is missing.");
   }
+}
+
+std::optional<at::ScalarType> TrainOptions::autocast() const {
+  if (dtype == "bfloat16") return at::kBFloat16;
+  if (dtype == "float16") return at::kHalf;
+  return std::nullopt;
 }
 
 bool TrainOptions::applies(const std::string& name) const {

@@ -72,10 +72,12 @@ struct TrainOptions {
   nlohmann::json resolved(const CLI::App& command) const;
 
   // Returns the options that must be equal on all ranks; `configuration` is the result of resolved(). Paths may differ
-  // between hosts, so only their presence is compared.
-  RankOptions shared_by_ranks(const nlohmann::json& configuration) const;
+  // between hosts, so only their presence is compared, and of devices their type.
+  RankOptions shared_by_ranks(const nlohmann::json& configuration, const DeviceList& devices) const;
 
   bool is_gpt() const { return cut.model.empty(); }
+  // Returns the dtype of --dtype; none for float32.
+  std::optional<at::ScalarType> autocast() const;
   // Returns the number of ranks to use: --ranks, 0 if the stages decide, or the default.
   int ranks_wanted() const;
 

@@ -63,6 +63,7 @@ void Progress::stepped(const StepReport& report) {
                     {"seconds", report.seconds},
                     {"bubble", report.bubble},
                     {"memory", memory}};
+  if (report.loss_scale) step_metrics["loss_scale"] = *report.loss_scale;
   // JSON has null for a loss that is not finite.
   if (!report.skipped.empty()) step_metrics["skipped"] = report.skipped;
   metrics_.write(step_metrics.dump());

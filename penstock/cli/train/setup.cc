@@ -14,12 +14,11 @@ TrainSetup set_up(const TrainOptions& options, int replicas) {
   RunOptions run = options.run;
   run.ranks = options.ranks_wanted();
   const std::uint64_t seed = run.seed;
-  const bool bfloat16 = options.dtype == "bfloat16";
   const std::optional<WeightFiles> weights = options.weights.read();
   int stages = 0;
   if (options.is_gpt()) {
     GptOptions gpt = options.gpt;
-    gpt.bfloat16 = bfloat16;
+    gpt.autocast = options.autocast();
     if (!run.recomputes("none") && !run.recomputes("stages")) {
       gpt.recomputed = run.recomputes("all") ? gpt.blocks() : run.recompute;
     }
@@ -45,7 +44,7 @@ TrainSetup set_up(const TrainOptions& options, int replicas) {
       Program program = read_program(options.cut, weights);
       options.initial_values.apply(program, seed);
       program.train();
-      if (bfloat16) program.set_autocast(at::kBFloat16);
+      program.set_autocast(options.autocast());
       run.recompute_modules(program);
       if (i == 0) setup.program = std::make_unique<Program>(program);
       Pipe pipe = options.cut.cut(program, run.stages_wanted());

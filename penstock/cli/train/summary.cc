@@ -23,6 +23,12 @@ std::string percent(double part) {
 
 }  // namespace
 
+std::string memory_text(const RankMemory& memory) {
+  return concat(bytes_text(static_cast<double>(memory.measured)), " measured, ",
+                memory.predicted > 0 ? concat(bytes_text(static_cast<double>(memory.predicted)), " predicted")
+                                     : std::string("not predicted on devices"));
+}
+
 void print_introduction(const Trainer& trainer, const TrainOptions& options, const TrainSetup& setup,
                         const std::string& kind) {
   const Schedule& schedule = *setup.schedule;
@@ -51,7 +57,9 @@ void write_timeline(const std::string& path, Trainer& trainer, const std::vector
   Timeline simulated = simulate_records(schedule, records);
   // Under PyTorch's own profiler nothing is measured here, and the page shows the cost model.
   add_memory(schedule, costs, measured);
-  add_memory(schedule, costs, simulated);
+  // The cost model has no activations on devices.
+  const bool is_predicted = std::ranges::any_of(memory, [](const RankMemory& rank) { return rank.predicted > 0; });
+  if (is_predicted) add_memory(schedule, costs, simulated);
   // The peak of the whole run includes the optimizer step.
   for (std::size_t rank = 0; rank < memory.size(); ++rank) {
     RankTimes& times = measured.ranks[rank];
@@ -83,9 +91,7 @@ void print_statistics(Trainer& trainer, const std::vector<Record>& records, cons
                             "/s\nbubble       ", percent(median(bubbles)), " measured, ",
                             percent(simulate_records(schedule, records).bubble), " simulated");
   for (std::size_t rank = 0; rank < memory.size(); ++rank) {
-    text += concat(rank == 0 ? "\nmemory       rank " : "\n             rank ", rank, ": ",
-                   bytes_text(static_cast<double>(memory[rank].measured)), " measured, ",
-                   bytes_text(static_cast<double>(memory[rank].predicted)), " predicted");
+    text += concat(rank == 0 ? "\nmemory       rank " : "\n             rank ", rank, ": ", memory_text(memory[rank]));
   }
   if (progress.skipped() > 0) {
     text += concat("\nskipped      ", progress.skipped(), " of ", progress.steps(),

@@ -39,8 +39,10 @@ namespace fs = std::filesystem;
 // One run in this process: all ranks on threads or, with a transport, one process rank.
 class Run {
  public:
-  Run(const TrainOptions& options, nlohmann::json configuration, std::shared_ptr<Transport> transport)
+  Run(const TrainOptions& options, nlohmann::json configuration, const DeviceList& devices,
+      std::shared_ptr<Transport> transport)
       : options_(options),
+        devices_(devices),
         configuration_(std::move(configuration)),
         setup_(set_up(options, transport == nullptr ? options.data_parallel : 1)),
         held_out_(setup_.data->held_out()),
@@ -88,8 +90,7 @@ class Run {
       if (is_coordinator()) require_space(*directories, trainer, checkpoint_bytes);
     });
     if (options_.dry_run) {
-      if (is_coordinator())
-        print_introduction(trainer, options_, setup_, transport_ == nullptr ? "threads" : "processes");
+      if (is_coordinator()) print_introduction(trainer, options_, setup_, kind_of_ranks());
       dry_run(trainer, held_out_, options_);
       return kSuccess;
     }
@@ -99,8 +100,7 @@ class Run {
     const std::int64_t first = trainer.steps_done();
     std::chrono::steady_clock::time_point began;
     events.starting = [&] {
-      if (is_coordinator())
-        print_introduction(trainer, options_, setup_, transport_ == nullptr ? "threads" : "processes");
+      if (is_coordinator()) print_introduction(trainer, options_, setup_, kind_of_ranks());
       began = std::chrono::steady_clock::now();
       catch_interruptions();
     };
@@ -157,12 +157,19 @@ class Run {
     return files;
   }
 
+  std::string kind_of_ranks() const {
+    const std::string kind = transport_ == nullptr ? "threads" : "processes";
+    return devices_.is_cpu() ? kind : kind + ", " + devices_.text();
+  }
+
   // Returns true on the process that prints progress and writes shared files.
   bool is_coordinator() const { return transport_ == nullptr || transport_->rank() == 0; }
 
   TrainerOptions trainer_options() const {
     TrainerOptions trainer;
     trainer.transport = transport_;
+    trainer.devices = devices_;
+    if (options_.autocast() == at::kHalf) trainer.grad_scaler.emplace();
     trainer.steps = options_.steps;
     trainer.optimizer = options_.optimizer;
     trainer.learning_rate = options_.learning_rate;
@@ -268,6 +275,7 @@ class Run {
   }
 
   const TrainOptions& options_;
+  const DeviceList& devices_;
   nlohmann::json configuration_;
   TrainSetup setup_;
   std::vector<Batch> held_out_;
@@ -279,13 +287,18 @@ class Run {
 int train(const TrainOptions& options, const nlohmann::json& configuration) {
   // A write beyond the limit of file sizes fails with an error, like one on a full disk.
   std::signal(SIGXFSZ, SIG_IGN);
+  const DeviceList devices = options.run.device.load();
+  if (!devices.is_cpu() && !options.memory.empty()) {
+    throw std::runtime_error("--memory predicts the memory of ranks on the CPU, and not of devices; found --device " +
+                             devices.text() + ".\n  Hint: leave --memory out; --dry-run measures two steps.");
+  }
   const std::chrono::milliseconds timeout = options.run.timeout_in_milliseconds();
   const auto as_rank = [&] {
     const std::shared_ptr<Transport> transport =
-        c10d_transport(rendezvous(timeout, print_waiting), {.agreed = options.shared_by_ranks(configuration)});
+        c10d_transport(rendezvous(timeout, print_waiting), {.agreed = options.shared_by_ranks(configuration, devices)});
     const Agreement agreement(transport.get(), timeout);
     std::optional<Run> run;
-    agreement.fail_together([&] { run.emplace(options, configuration, transport); });
+    agreement.fail_together([&] { run.emplace(options, configuration, devices, transport); });
     return run->train(agreement);
   };
   if (LocalRanks::is_rank()) {
@@ -295,7 +308,7 @@ int train(const TrainOptions& options, const nlohmann::json& configuration) {
     });
   }
   if (is_in_rank_environment()) return as_rank();
-  Run run(options, configuration, nullptr);
+  Run run(options, configuration, devices, nullptr);
   if (options.run.transport == "threads") return run.train(Agreement(nullptr, timeout));
   LocalRanks ranks(run.ranks_needed());
   try {
