@@ -18,10 +18,10 @@ define build
 @cmake --build --preset $(1) -j $(JOBS) $(if $(2),--target $(2))
 endef
 
-.PHONY: help setup build demo test lint format docs bench cpus fuzz soak clean
+.PHONY: help setup build demo test lint format docs bench cpus cuda-check fuzz soak clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: build ## train a small model, cut an exported one, draw and compare schedules
 	@scripts/demo
@@ -45,7 +45,7 @@ lint: ## check formatting, the API reference, clang-tidy and thread-safety annot
 	@$(call quietly,cmake --preset lint)
 	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
 	run-clang-tidy-19 -p build/lint -j $(JOBS) -quiet -extra-arg=-Wno-unknown-warning-option -extra-arg=-Wthread-safety \
-	  '^(?!.*/build/lint/).*/(penstock|tests|bench|examples)/' >"$$log" 2>&1 || \
+	  '/Unity/unity_|^(?!.*/build/lint/).*/(penstock|tests|bench|examples)/' >"$$log" 2>&1 || \
 	  { grep -vE '^Running clang-tidy|^\[ *[0-9]+/|warnings? (generated|treated)|^$$' "$$log"; exit 1; }
 
 format: setup ## format the sources
@@ -89,6 +89,10 @@ cpus: setup ## run all tests with the kernels of other CPUs
 	@for setting in $(CPU_SETTINGS); do \
 	  echo "$$setting"; env $$setting ctest --preset release --output-on-failure --no-tests=error -j $(JOBS); \
 	done
+
+# Downloads gigabytes, so that it is no part of `make test`.
+cuda-check: setup ## check the CUDA build of torch and the NCCL plugin, on GPUs or a stand-in (downloads 3 GB)
+	@JOBS=$(JOBS) scripts/cuda_check
 
 soak: cpus ## run the long tests: other CPUs, sanitizers, full grids on process ranks, Hugging Face, lost ranks, fuzzers
 	@scripts/setup soak
