@@ -1,6 +1,7 @@
 // The main function of test programs on the simulated accelerator. A race fails the test in which it was found.
 #include "tests/device/simulation_main.h"
 
+#include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
 #include <string>
@@ -19,6 +20,8 @@ class Races : public ::testing::EmptyTestEventListener {
 int main(int argc, char** argv) {
   ::testing::InitGoogleTest(&argc, argv);
   penstock::sim::install({.devices = 4});
+  // As the kernels of the device, so that results on the CPU are bitwise the same.
+  at::set_num_threads(1);
   penstock::internal::testing::begin_on_simulation();
   ::testing::UnitTest::GetInstance()->listeners().Append(new Races);
   return RUN_ALL_TESTS();

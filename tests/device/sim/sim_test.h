@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -26,6 +27,8 @@ inline at::Device device(int index) {
     if (const char* seed = std::getenv("PENSTOCK_SIM_SEED")) options.seed = std::stoull(seed);
     std::cerr << "PENSTOCK_SIM_SEED=" << options.seed << '\n';
     install(options);
+    // As the kernels of the device, so that results on the CPU are bitwise the same.
+    at::set_num_threads(1);
     return true;
   }();
   (void)installed;

@@ -1,6 +1,5 @@
 #include "tests/device/sim/stream_queue.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <sys/prctl.h>
@@ -9,6 +8,7 @@
 #include <cstdio>
 #include <utility>
 
+#include "penstock/tensor/intra_op_threads.h"
 #include "tests/device/sim/sim_device.h"
 
 namespace penstock::sim {
@@ -46,11 +46,11 @@ StreamQueue::StreamQueue(int index, c10::Stream stream, std::uint64_t seed)
     : index_(index), stream_(stream), random_(seed), thread_([this] { serve(); }) {}
 
 void StreamQueue::push(const char* name, std::function<void()> kernel) {
-  enqueue({name, std::move(kernel), nullptr, at::get_num_threads()});
+  enqueue({name, std::move(kernel), nullptr});
 }
 
 void StreamQueue::push(std::shared_ptr<EventPoint> point) {
-  enqueue({"event", {}, std::move(point), 0});
+  enqueue({"event", {}, std::move(point)});
 }
 
 void StreamQueue::enqueue(Item item) {
@@ -98,6 +98,8 @@ void StreamQueue::serve() {
   ::prctl(PR_SET_NAME, "sim_stream", 0UL, 0UL, 0UL);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::AutoGradMode no_grad(false);
+  // Sums of the CPU's kernels depend on the number of threads, and a device's results on no setting of the host.
+  const internal::IntraOpThreads one_thread(1);
   for (;;) {
     Item item;
     {
@@ -128,8 +130,6 @@ void StreamQueue::run(const Item& item) const {
     return;
   }
   try {
-    // Sums of the CPU's kernels depend on the number of threads.
-    if (item.threads > 0 && item.threads != at::get_num_threads()) at::set_num_threads(item.threads);
     item.kernel();
   } catch (const std::exception& error) {
     std::fprintf(stderr, "sim: %s on stream %d of device %d failed: %s\n", item.name, static_cast<int>(stream_.id()),

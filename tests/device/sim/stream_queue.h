@@ -58,7 +58,7 @@ class StreamQueue {
   int index() const { return index_; }
   const c10::Stream& stream() const { return stream_; }
 
-  // Enqueues a kernel. It runs with the caller's number of intra-op threads. Ends the process if it throws.
+  // Enqueues a kernel, which runs with one intra-op thread. Ends the process if it throws.
   void push(const char* name, std::function<void()> kernel);
   void push(std::shared_ptr<EventPoint> point);
   // Returns true if all work is done.
@@ -77,7 +77,6 @@ class StreamQueue {
     const char* name = nullptr;
     std::function<void()> kernel;
     std::shared_ptr<EventPoint> point;
-    int threads = 0;
   };
   void enqueue(Item item);
   void serve();
