@@ -23,7 +23,7 @@ c10::Stream CopyStreams::of(ByDevice& streams, at::Device device) {
 DeviceCopy::DeviceCopy(const at::Tensor& source, at::Device target, const StreamPoint& ready, CopyStreams& streams,
                        bool keeps_history) {
   target = with_index(target);
-  if (!source.defined() || source.device() == target) {
+  if (!source.defined() || source.device() == target || source.is_meta() || target.is_meta()) {
     tensor_ = source;
     done_ = ready;
     return;
@@ -69,6 +69,10 @@ bool move_to_device(std::vector<at::Tensor>& tensors, at::Device target, const S
     if (!tensor.defined()) return false;
   }
   return true;
+}
+
+at::Tensor copied_to(const at::Tensor& tensor, at::Device device, bool always) {
+  return tensor.to(device, /*non_blocking=*/!device.is_cpu(), /*copy=*/always);
 }
 
 std::vector<at::Device> devices_of(const std::vector<at::Tensor>& tensors) {

@@ -36,7 +36,7 @@ class CopyStreams {
 // A tensor on its way to a device: a copy of it, or the tensor itself if it is there already.
 class DeviceCopy {
  public:
-  // Starts the copy when `ready` is reached, the point at which the source has its values. The memory of the source may
+  // Starts the copy when `ready` is reached, the point at which the source has its values. A meta tensor stays what it is. The memory of the source may
   // be freed at once: its allocator knows that the copy uses it. A host tensor must not be written to before the copy
   // has ended. The result requires a gradient if the source does; it has no history, unless it is to keep that of the
   // source. The thread's CopyLog gets the span of the copy.
@@ -59,6 +59,10 @@ class DeviceCopy {
 // Moves tensors to a device, as DeviceCopy does. Returns false at the deadline, for which only the CPU has to wait.
 [[nodiscard]] bool move_to_device(std::vector<at::Tensor>& tensors, at::Device target, const StreamPoint& ready,
                                   CopyStreams& streams, Deadline deadline);
+
+// Returns a copy of a tensor on a device, made in the calling thread's current streams; the tensor itself if it is there
+// already, unless `always`. The host waits for a copy to the CPU, which it may read at once, and for no other.
+at::Tensor copied_to(const at::Tensor& tensor, at::Device device, bool always = false);
 
 // Returns the devices with streams that the tensors lie on, each once.
 std::vector<at::Device> devices_of(const std::vector<at::Tensor>& tensors);

@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <vector>
 
+#include "penstock/device/transfer.h"
+
 namespace penstock::internal {
 namespace {
 
@@ -29,7 +31,7 @@ void SharedSum::reduce(Deadline deadline) {
   for (std::size_t i = 0; i < gradients_.size(); ++i) {
     const at::Tensor& gradient = gradients_.computed(i).grad();
     if (!gradient.defined()) continue;
-    sum = sum.defined() ? sum.add(dense(gradient).to(sum.device(), /*non_blocking=*/true)) : dense(gradient).clone();
+    sum = sum.defined() ? sum.add(copied_to(dense(gradient), sum.device())) : dense(gradient).clone();
   }
   const at::Tensor present = at::full({1}, sum.defined() ? 1 : 0, at::TensorOptions(at::kFloat));
   if (!sum.defined()) sum = at::zeros_like(gradients_.computed(0)).detach();
@@ -40,9 +42,7 @@ void SharedSum::reduce(Deadline deadline) {
   if (present.item<float>() > 0) {
     for (std::size_t i = 0; i < sums.size(); ++i) {
       const bool is_first = sum.device() == gradients_.computed(i).device() && i == 0;
-      sums[i] = is_first ? sum
-                         : sum.to(gradients_.computed(i).device(), sum.scalar_type(), /*non_blocking=*/true,
-                                  /*copy=*/true);
+      sums[i] = is_first ? sum : copied_to(sum, gradients_.computed(i).device(), /*always=*/true);
     }
   }
   gradients_.end_reduction(sums);

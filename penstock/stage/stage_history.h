@@ -30,8 +30,8 @@ class StageHistory {
 
   // Returns the present. Without values, the moment cannot be restored.
   Moment now(bool with_values = true);
-  // Writes the values of a moment into the tensors. Only tensors that differ are written, without a new version: what
-  // autograd has saved stays valid.
+  // Writes the values of a moment into the tensors: on the CPU into those that differ, on a device into all, as a
+  // comparison would wait for it. They get no new version, so what autograd has saved stays valid.
   void restore(const Moment& moment);
   // Throws StageError if a parameter was modified since a moment.
   void require_same_parameters(const Moment& moment) const;

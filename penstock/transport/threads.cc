@@ -203,17 +203,12 @@ void require_same_sizes(const std::vector<Contribution>& contributions, const ch
   }
 }
 
-// Returns the tensor on the device of another one.
-at::Tensor on_device_of(const at::Tensor& other, const at::Tensor& tensor) {
-  return tensor.device() == other.device() ? tensor : tensor.to(other.device(), /*non_blocking=*/true);
-}
-
 void all_reduce(std::vector<Contribution>& contributions) {
   require_same_sizes(contributions, "all_reduce");
   for (std::size_t i = 0; i < contributions.front().tensors.size(); ++i) {
     at::Tensor sum = contributions.front().tensors[i];
     for (std::size_t member = 1; member < contributions.size(); ++member) {
-      sum.add_(on_device_of(sum, contributions[member].tensors[i]).view_as(sum));
+      sum.add_(copied_to(contributions[member].tensors[i], sum.device()).view_as(sum));
     }
     for (std::size_t member = 1; member < contributions.size(); ++member) {
       contributions[member].tensors[i].copy_(sum.view_as(contributions[member].tensors[i]));
@@ -243,7 +238,7 @@ void reduce_scatter(std::vector<Contribution>& contributions) {
     at::Tensor part = contributions[member].tensors[0].view(-1);
     part.copy_(part_of(contributions.front().tensors[1], member, part.numel()));
     for (std::size_t from = 1; from < contributions.size(); ++from) {
-      part.add_(on_device_of(part, part_of(contributions[from].tensors[1], member, part.numel())));
+      part.add_(copied_to(part_of(contributions[from].tensors[1], member, part.numel()), part.device()));
     }
   }
 }
