@@ -34,6 +34,8 @@ class C10dGroup : public Group, public std::enable_shared_from_this<C10dGroup> {
   std::unique_ptr<Work> broadcast(std::vector<at::Tensor> tensors, int root) override;
   std::unique_ptr<Work> barrier() override;
 
+  // Throws the reason of an abort.
+  void throw_if_aborted() { control_->throw_if_aborted(); }
   // Ends the collectives in flight with an error, on all members.
   virtual void tear_down() noexcept PENSTOCK_EXCLUDES(mutex_);
 

@@ -34,6 +34,8 @@ constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::seconds(60);
 
 // Time that messages in flight have to be received when a transport is destroyed.
 constexpr Clock::duration kLastSends = std::chrono::milliseconds(200);
+// Time that the devices of other ranks have for those from device to device.
+constexpr Clock::duration kLastReceives = std::chrono::seconds(2);
 
 using Store = c10::intrusive_ptr<c10d::Store>;
 
@@ -82,10 +84,12 @@ class C10dTransport : public Transport {
         pool_(std::move(pool)),
         control_(std::make_shared<ControlChannel>(make_backend("control", rank, ranks),
                                                   [targets = abort_targets_] { targets->tear_down(); })),
-        data_{make_backend("activations", rank, ranks), make_backend("gradients", rank, ranks)},
+        data_{.backends = {make_backend("activations", rank, ranks), make_backend("gradients", rank, ranks)}},
         operations_(std::make_shared<DeviceOperations>(control_)),
-        links_(rank, [this](const std::string& name, int member,
-                            at::Device device) { return make_device_backend(name, member, /*size=*/2, device); }),
+        links_(rank, *operations_, timeout_,
+               [this](const std::string& name, int member, at::Device device) {
+                 return make_device_backend(name, member, /*size=*/2, device);
+               }),
         host_receives_(*control_, data_, step_, pool_),
         receives_(*control_, host_receives_, step_, links_, *operations_),
         sends_(*control_, data_, step_, links_, *operations_) {
@@ -99,7 +103,7 @@ class C10dTransport : public Transport {
       sends_.drain(Clock::now() + kLastSends);
     } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): no peer will receive them
     }
-    operations_->drain(Clock::now() + kLastSends);
+    finish_operations();
     control_->leave();
     operations_->stop(receives_.has_posted_directly());
   }
@@ -119,6 +123,7 @@ class C10dTransport : public Transport {
     step_.changed = step_.number == 1 || signature != step_.signature;
     step_.signature = signature;
     links_.begin_step();
+    operations_->begin_step();
     receives_.begin_step();
     sends_.begin_step();
     pool_->begin_step();
@@ -128,15 +133,18 @@ class C10dTransport : public Transport {
     if (!has_order_) return;
     const StreamPoint end = StreamPoint::now(RankStreams::devices_of_thread());
     operations_->end_step(end, deadline);
-    synchronise_hosts(end, deadline);
+    synchronise_hosts(end, deadline - Clock::now());
   }
 
   bool needs_order() const override { return static_cast<bool>(device_backends_); }
   void set_order(const std::shared_ptr<const MessageOrder>& order) override {
     if (!device_backends_) return;
     control_->throw_if_aborted();
-    links_.set_order(order);
+    const bool is_new = links_.set_order(order);
     has_order_ = order != nullptr;
+    // A rank whose links are complete may fail in its next step. It serves the store that the others still need, or
+    // answers them while they connect, where no deadline of a step ends their waits.
+    if (is_new) synchronise_hosts(StreamPoint(), timeout_);
   }
 
   void post_receive(int from, Tag tag, at::Device device) override {
@@ -153,6 +161,7 @@ class C10dTransport : public Transport {
   }
 
   int waiting_for() const override { return step_.waiting_for.load(std::memory_order_relaxed); }
+  std::optional<AwaitedMessage> awaited_by_device() const override { return operations_->awaited(); }
 
   std::shared_ptr<Group> group(const std::vector<int>& ranks, const std::vector<at::Device>& devices) override {
     const auto self = std::find(ranks.begin(), ranks.end(), rank_);
@@ -173,7 +182,10 @@ class C10dTransport : public Transport {
           return std::make_shared<DirectGroup>(std::move(group), std::move(on_device));
         }
       }
-      return std::make_shared<StagedGroup>(std::move(group));
+      auto staged = std::make_shared<StagedGroup>(std::move(group));
+      std::erase_if(staged_groups_, [](const auto& known) { return known.expired(); });
+      staged_groups_.push_back(staged);
+      return staged;
     } catch (const TransportError&) {
       // An abort reason explains why a member did not connect.
       control_->throw_if_aborted();
@@ -189,30 +201,30 @@ class C10dTransport : public Transport {
   using Backend = c10::intrusive_ptr<c10d::Backend>;
 
   // Blocks until the hosts of all ranks have ended the step, so that none returns from a step that fails on another one.
-  // With tensors on the CPU, messages do this. `end` is the point at which this rank's devices end the step.
-  void synchronise_hosts(const StreamPoint& end, Deadline deadline) {
+  // With tensors on the CPU, messages do this. `end` is the point at which this rank's devices end the step. The others
+  // have the timeout from then on: until then they may wait for a device, whose messages have deadlines of their own.
+  void synchronise_hosts(const StreamPoint& end, Clock::duration timeout) {
     if (rank_ != 0) {
       sends_.send_end_of_step(0);
-      wait_for_end_of_step(0, end, deadline);
+      wait_for_end_of_step(0, end, timeout);
       return;
     }
-    for (int rank = 1; rank < ranks_; ++rank) wait_for_end_of_step(rank, end, deadline);
+    for (int rank = 1; rank < ranks_; ++rank) wait_for_end_of_step(rank, end, timeout);
     for (int rank = 1; rank < ranks_; ++rank) sends_.send_end_of_step(rank);
   }
 
-  void wait_for_end_of_step(int from, const StreamPoint& end, Deadline deadline) {
-    const Clock::duration timeout = deadline - Clock::now();
+  void wait_for_end_of_step(int from, const StreamPoint& end, Clock::duration timeout) {
     HostReceive message = host_receives_.post(from, {}, MessageKind::EndOfStep, 1);
-    for (;;) {
-      // A host may wait for its device, whose messages have deadlines of their own.
-      const bool is_over = end.is_reached();
+    while (!end.is_reached()) {
       try {
-        return host_receives_.wait(message, from, deadline);
+        return host_receives_.wait(message, from, Clock::now() + StagingThread::kPause);
       } catch (const TransportError& error) {
-        if (error.why() != TransportError::Why::Timeout || is_over) throw;
+        if (error.why() != TransportError::Why::Timeout) throw;
+        // A device operation that was late has set the abort reason, which is a timeout too.
+        control_->throw_if_aborted();
       }
-      deadline = Clock::now() + timeout;
     }
+    host_receives_.wait(message, from, Clock::now() + timeout);
   }
 
   // Returns null for a group of one rank.
@@ -257,9 +269,24 @@ class C10dTransport : public Transport {
     throw std::invalid_argument(concat("rank ", rank_, " of ", ranks_, " has no connection to rank ", rank, "."));
   }
 
+  // Gives messages between devices time to be received. A small one may have completed here before its receiver has it,
+  // which would lose it if this rank aborted its backends.
+  void finish_operations() noexcept {
+    operations_->drain(Clock::now() + kLastSends);
+    if (!has_order_) return;
+    try {
+      control_->throw_if_aborted();
+      synchronise_hosts(StreamPoint(), kLastReceives);
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): a rank that is lost or late receives nothing
+    }
+  }
+
   // Ends the threads of this transport when the process exits. The rank's thread does not use it any more.
   void stop() noexcept {
-    operations_->drain(Clock::now() + kLastSends);
+    for (const auto& known : staged_groups_) {
+      if (const auto group = known.lock()) group->stop();
+    }
+    finish_operations();
     control_->stop();
     sends_.stop();
     operations_->stop(receives_.has_posted_directly());
@@ -276,8 +303,10 @@ class C10dTransport : public Transport {
   const std::shared_ptr<AbortTargets> abort_targets_ = std::make_shared<AbortTargets>();
   // Number of groups that this rank has created of each list of ranks.
   std::map<std::vector<int>, std::size_t> group_counts_;
+  // Groups whose threads end with the process.
+  std::vector<std::weak_ptr<StagedGroup>> staged_groups_;
   const std::shared_ptr<ControlChannel> control_;
-  const DataBackends data_;
+  DataBackends data_;
   TransportStep step_;
   const std::shared_ptr<DeviceOperations> operations_;
   DirectLinks links_;

@@ -49,7 +49,7 @@ struct ControlChannel::ControlMessage {
 };
 
 ControlChannel::ControlChannel(c10::intrusive_ptr<c10d::Backend> backend, std::function<void()> on_aborted)
-    : backend_(std::move(backend)), on_aborted_(std::move(on_aborted)) {
+    : backend_(std::move(backend)), rank_(backend_ ? backend_->getRank() : 0), on_aborted_(std::move(on_aborted)) {
   if (!backend_) return;
   own_message_ = at::zeros({static_cast<std::int64_t>(kMessageBytes)}, at::kByte);
   peers_.resize(static_cast<std::size_t>(backend_->getSize()));
@@ -153,8 +153,7 @@ void ControlChannel::abort(const std::string& why) noexcept {
 }
 
 void ControlChannel::fail(const TransportError& error) {
-  const int rank = backend_ ? backend_->getRank() : 0;
-  set_abort_reason(error.why(), error.peer(), error.what(), concat("rank ", rank, " has failed"));
+  set_abort_reason(error.why(), error.peer(), error.what(), concat("rank ", rank_, " has failed"));
 }
 
 void ControlChannel::on_abort(std::function<std::string()> report) {

@@ -96,6 +96,7 @@ class ControlChannel {
   void broadcast(const ControlMessage& message) PENSTOCK_REQUIRES(message_mutex_);
 
   c10::intrusive_ptr<c10d::Backend> backend_;
+  const int rank_;
   const std::function<void()> on_aborted_;
   DeadlineTimer timer_;
   // Indexed by rank. Empty if there is only one.

@@ -38,20 +38,19 @@ bool wait_until_idle(const std::vector<at::Device>& devices) {
   return result.wait_for(kIdleTime) == std::future_status::ready;
 }
 
-std::exception_ptr error_of(c10d::Work& work) {
-  try {
-    return work.exception();
-  } catch (...) {
-    return std::current_exception();
-  }
-}
+// State of an operation: over with success, over with an error, or not over.
+struct Outcome {
+  bool is_over = false;
+  std::exception_ptr error;
+};
 
-// Returns true if the work has completed or failed.
-bool is_completed(c10d::Work& work) {
+Outcome outcome_of(c10d::Work& work) {
   try {
-    return work.isCompleted();
-  } catch (const std::exception&) {
-    return true;
+    if (!work.isCompleted()) return {};
+    return {.is_over = true, .error = work.exception()};
+  } catch (...) {
+    // A device that has failed cannot be asked.
+    return {.is_over = true, .error = std::current_exception()};
   }
 }
 
@@ -69,16 +68,54 @@ void DeviceOperations::add_backend(c10::intrusive_ptr<c10d::Backend> backend, at
 void DeviceOperations::add(DeviceOperation operation) {
   std::vector<Running> completed;
   const MonitorLock lock(monitor_);
-  // Memory of sends is freed here rather than by the thread, which looks less often.
+  // Memory of sends is freed here rather than by the thread, which looks less often. A backend that is being aborted is
+  // not asked, as it may hold a lock meanwhile.
   std::erase_if(running_, [&](Running& running) {
-    c10d::Work& last = *running.operation.works.back();
-    if (running.operation.tensors.empty() || !is_completed(last) || error_of(last)) return false;
-    completed.push_back(std::move(running));
+    if (aborting_ || running.operation.tensors.empty()) return false;
+    const Outcome outcome = outcome_of(*running.operation.works.back());
+    if (!outcome.is_over || outcome.error) return false;
+    complete(running, completed);
     return true;
   });
-  running_.push_back({.operation = std::move(operation), .deadline = std::nullopt, .end_of_peer = std::nullopt});
+  running_.push_back({.operation = std::move(operation), .since = std::nullopt, .end_of_peer = std::nullopt});
   // While others are in flight, the thread does not sleep for long.
   if (running_.size() == 1) monitor_.notify_all();
+}
+
+void DeviceOperations::begin_step() {
+  const MonitorLock lock(monitor_);
+  received_.clear();
+}
+
+void DeviceOperations::complete(Running& running, std::vector<Running>& completed) {
+  const DeviceOperation& operation = running.operation;
+  if (operation.tag && !operation.is_receive) received_.insert({operation.peer, operation.tag->channel});
+  completed.push_back(std::move(running));
+}
+
+void DeviceOperations::limit_sends(int to, std::uint32_t kind, const SendLimit& limit, std::atomic<int>& waiting_for,
+                                   Deadline deadline) {
+  const MonitorLock lock(monitor_);
+  const auto is_within = [&]() PENSTOCK_REQUIRES(monitor_) {
+    std::size_t number = 0;
+    std::size_t bytes = 0;
+    bool is_first = true;
+    for (const Running& running : running_) {
+      const DeviceOperation& sent = running.operation;
+      if (!sent.tag || sent.is_receive || sent.peer != to || sent.tag->channel % 2 != kind) continue;
+      if (std::exchange(is_first, false) && !received_.contains({to, sent.tag->channel})) return true;
+      number += sent.tensors.size();
+      for (const at::Tensor& tensor : sent.tensors) bytes += tensor.nbytes();
+    }
+    return aborting_ || number <= limit.least || (number <= limit.most && bytes <= limit.bytes);
+  };
+  if (is_within()) return;
+  waiting_for.store(to, std::memory_order_relaxed);
+  if (monitor_.wait(deadline, is_within) != WaitResult::Ready) {
+    throw TransportError(TransportError::Why::Timeout, to,
+                         concat("no receive was posted on rank ", to, " within the deadline"));
+  }
+  waiting_for.store(TransportError::kNoPeer, std::memory_order_relaxed);
 }
 
 void DeviceOperations::end_step(const StreamPoint& end, Deadline deadline) {
@@ -94,6 +131,18 @@ void DeviceOperations::end_step(const StreamPoint& end, Deadline deadline) {
 std::size_t DeviceOperations::in_flight() {
   const MonitorLock lock(monitor_);
   return running_.size();
+}
+
+std::optional<AwaitedMessage> DeviceOperations::awaited() {
+  const MonitorLock lock(monitor_);
+  std::optional<AwaitedMessage> oldest;
+  for (const Running& running : running_) {
+    const DeviceOperation& operation = running.operation;
+    if (!running.since || !operation.tag || (oldest && oldest->since <= *running.since)) continue;
+    oldest = {
+        .peer = operation.peer, .tag = *operation.tag, .is_receive = operation.is_receive, .since = *running.since};
+  }
+  return oldest;
 }
 
 void DeviceOperations::drain(Deadline deadline) {
@@ -147,13 +196,15 @@ std::exception_ptr DeviceOperations::poll(const std::vector<int>& left, std::vec
   };
   std::erase_if(running_, [&](Running& running) {
     DeviceOperation& operation = running.operation;
-    c10d::Work& last = *operation.works.back();
-    if (is_completed(last)) {
-      const std::exception_ptr found = error_of(last);
-      if (found) fail(running, found);
+    const Outcome outcome = outcome_of(*operation.works.back());
+    if (outcome.is_over) {
       // A failed operation may not have left its stream yet, so it keeps its tensors.
-      if (!found) completed.push_back(std::move(running));
-      return !found;
+      if (outcome.error) {
+        fail(running, outcome.error);
+        return false;
+      }
+      complete(running, completed);
+      return true;
     }
     if (std::ranges::find(left, operation.peer) != left.end()) {
       if (!running.end_of_peer) running.end_of_peer = Clock::now() + kGracePeriod;
@@ -163,11 +214,18 @@ std::exception_ptr DeviceOperations::poll(const std::vector<int>& left, std::vec
       }
     }
     if (!operation.timeout) return false;
-    if (!running.deadline && operation.awaited.is_reached()) {
-      running.deadline =
-          Clock::now() + std::clamp<Clock::duration>(*operation.timeout, Clock::duration::zero(), kForever);
+    try {
+      if (!running.since && !operation.awaited.is_reached()) return false;
+    } catch (...) {
+      fail(running, std::current_exception());
+      return false;
     }
-    if (running.deadline && Clock::now() > *running.deadline) {
+    if (!running.since) {
+      running.since = Clock::now();
+      running.deadline =
+          *running.since + std::clamp<Clock::duration>(*operation.timeout, Clock::duration::zero(), kForever);
+    }
+    if (Clock::now() > running.deadline) {
       fail(running, std::make_exception_ptr(TransportError(TransportError::Why::Timeout, operation.peer,
                                                            operation.what + " within the deadline")));
     }
@@ -200,7 +258,7 @@ void DeviceOperations::run() {
     int peer = TransportError::kNoPeer;
     const std::exception_ptr error = poll(left, completed, peer);
     pause = !completed.empty() || was_idle ? kFirstPause : std::min(2 * pause, kLongestPause);
-    if (running_.empty()) monitor_.notify_all();
+    if (running_.empty() || !completed.empty()) monitor_.notify_all();
     lock.unlock();
     completed.clear();
     if (error) fail(error, peer);
@@ -237,12 +295,16 @@ void DeviceOperations::abort_backends() {
     backends.assign(backends_.begin() + static_cast<std::ptrdiff_t>(aborted_), backends_.end());
     aborted_ = backends_.size();
   }
+  // An abort may wait for the device, and so for operations of backends that have not been aborted yet. It has no
+  // timeout, so nobody joins its thread.
+  std::vector<std::future<void>> ends;
   for (const auto& backend : backends) {
-    try {
-      backend->abort();
-    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the connection is lost already
-    }
+    std::packaged_task<void()> abort([backend] { backend->abort(); });
+    ends.push_back(abort.get_future());
+    std::thread(std::move(abort)).detach();
   }
+  const Deadline deadline = Clock::now() + kIdleTime;
+  for (const std::future<void>& end : ends) end.wait_until(deadline);
 }
 
 }  // namespace penstock::internal

@@ -1,9 +1,12 @@
 #include "penstock/transport/direct_links.h"
 
+#include <ATen/ops/zeros.h>
+
 #include <stdexcept>
 
 #include "penstock/base/text.h"
 #include "penstock/device/streams.h"
+#include "penstock/transport/unprofiled.h"
 #include "penstock/transport/wire.h"
 
 namespace penstock::internal {
@@ -33,8 +36,8 @@ DirectLink* DirectLinks::find(const ByChannel& links, int peer, Tag tag) {
   return found == links.end() ? nullptr : found->second;
 }
 
-void DirectLinks::set_order(const std::shared_ptr<const MessageOrder>& order) {
-  if (order == order_) return;
+bool DirectLinks::set_order(const std::shared_ptr<const MessageOrder>& order) {
+  if (order == order_) return false;
   order_ = nullptr;
   for (auto& [key, link] : links_) {
     link.order.clear();
@@ -44,11 +47,12 @@ void DirectLinks::set_order(const std::shared_ptr<const MessageOrder>& order) {
   }
   sent_.clear();
   received_.clear();
-  if (order == nullptr) return;
+  if (order == nullptr) return false;
   for (const auto& [peer, entries] : order->sent) add(/*is_sender=*/true, peer, entries, sent_);
   for (const auto& [peer, entries] : order->received) add(/*is_sender=*/false, peer, entries, received_);
   connect();
   order_ = order;
+  return true;
 }
 
 void DirectLinks::add(bool is_sender, int peer, const std::vector<Entry>& entries, ByChannel& by_channel) {
@@ -82,7 +86,22 @@ void DirectLinks::connect() {
     link.backend = create_(concat("direct/", key.from, '-', key.to, '/', key.kind == 0 ? "activations" : "gradients",
                                   '/', key.from_device, '-', key.to_device),
                            link.is_sender ? DirectLink::kSender : DirectLink::kReceiver, link.device);
+    warm_up(link);
   }
+}
+
+void DirectLinks::warm_up(DirectLink& link) const {
+  std::vector<at::Tensor> byte{at::zeros({1}, at::TensorOptions(at::kByte).device(link.device))};
+  auto work = unprofiled([&] {
+    return link.is_sender ? link.backend->send(byte, DirectLink::kReceiver, /*tag=*/0)
+                          : link.backend->recv(byte, DirectLink::kSender, /*tag=*/0);
+  });
+  operations_.add({.works = {std::move(work)},
+                   .tensors = byte,
+                   .awaited = StreamPoint::now(link.device),
+                   .timeout = timeout_,
+                   .peer = link.peer,
+                   .what = concat("rank ", link.peer, " has not connected")});
 }
 
 void DirectLinks::begin_step() {

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/transport/device_operations.h"
 #include "penstock/transport/message_order.h"
 
 namespace penstock::internal {
@@ -48,14 +49,17 @@ class DirectLinks {
   using Create =
       std::function<c10::intrusive_ptr<c10d::Backend>(const std::string& name, int member, at::Device device)>;
 
-  DirectLinks(int rank, Create create) : rank_(rank), create_(std::move(create)) {}
+  // `operations` outlives the object. Ranks have the timeout to connect.
+  DirectLinks(int rank, DeviceOperations& operations, Clock::duration timeout, Create create)
+      : rank_(rank), operations_(operations), timeout_(timeout), create_(std::move(create)) {}
 
-  // Implements Transport::set_order, and creates the links that are missing.
+  // Implements Transport::set_order, and creates the links that are missing. Returns true if ranks may have created
+  // some: the result is the same on all of them.
   //
   // It cannot deadlock. All links of all ranks are in one global order, in which each rank creates its own. Of the links
   // that are being created anywhere, take the first in that order: both of its ranks have created all that come before,
   // so both are at it or come to it without waiting for a later one.
-  void set_order(const std::shared_ptr<const MessageOrder>& order);
+  bool set_order(const std::shared_ptr<const MessageOrder>& order);
   // Call it at the beginning of a step.
   void begin_step();
 
@@ -81,8 +85,13 @@ class DirectLinks {
   // Adds the messages between this rank and a peer to their links.
   void add(bool is_sender, int peer, const std::vector<Entry>& entries, ByChannel& by_channel);
   void connect();
+  // Sends a byte through a new link. NCCL connects two ranks at their first message, and blocks their hosts meanwhile,
+  // which could deadlock in a step.
+  void warm_up(DirectLink& link) const;
 
   const int rank_;
+  DeviceOperations& operations_;
+  const Clock::duration timeout_;
   const Create create_;
   std::shared_ptr<const MessageOrder> order_;
   std::map<Key, DirectLink> links_;

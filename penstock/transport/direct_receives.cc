@@ -107,6 +107,8 @@ void DirectReceives::post_tensors(const DirectLink& link, Incoming& incoming, co
 
 Message DirectReceives::receive(DirectLink& link, Tag tag, Deadline deadline) {
   control_.throw_if_aborted();
+  // The device has all of it, also if the metadata was late.
+  const Clock::duration timeout = deadline - Clock::now();
   const std::size_t place = link.place_of(tag);
   while (link.position <= place) post_next(link, deadline);
   auto& all = channels_.at({link.peer, tag.channel}).incoming;
@@ -119,9 +121,11 @@ Message DirectReceives::receive(DirectLink& link, Tag tag, Deadline deadline) {
   if (incoming.works.empty()) return std::move(incoming.tensors);
   operations_.add({.works = incoming.works,
                    .awaited = StreamPoint::now(link.device),
-                   .timeout = deadline - Clock::now(),
+                   .timeout = timeout,
                    .peer = link.peer,
-                   .what = concat("no message came from rank ", link.peer)});
+                   .what = concat("no message came from rank ", link.peer),
+                   .tag = tag,
+                   .is_receive = true});
   try {
     // Unlike wait(), it makes the stream wait and not the host, whatever the backend's options are.
     for (const auto& work : incoming.works) work->synchronize();

@@ -8,8 +8,9 @@ namespace penstock::internal {
 HostReceive HostReceives::post(int from, Tag tag, MessageKind kind, const at::Tensor& bytes) {
   std::vector<at::Tensor> tensors{bytes};
   try {
+    const MutexLock lock(backends_.mutex);
     return {.bytes = bytes,
-            .work = unprofiled([&] { return backends_[tag.channel % 2]->recv(tensors, from, wire_tag(tag, kind)); })};
+            .work = unprofiled([&] { return backends_.of(tag).recv(tensors, from, wire_tag(tag, kind)); })};
   } catch (const c10::Error& error) {
     control_.throw_connection_lost(from, error);
   } catch (const std::runtime_error& error) {

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/base/mutex.h"
 #include "penstock/transport/block_pool.h"
 #include "penstock/transport/control_channel.h"
 #include "penstock/transport/wire.h"
@@ -17,7 +18,13 @@ namespace penstock::internal {
 
 // One process group for channels with even numbers and one for the others, so that activations and gradients do not
 // wait for each other.
-using DataBackends = std::array<c10::intrusive_ptr<c10d::Backend>, 2>;
+struct DataBackends {
+  std::array<c10::intrusive_ptr<c10d::Backend>, 2> backends;
+  // Serialises what the rank's thread and the staging thread start. A leaf lock.
+  Mutex mutex = {};
+
+  c10d::Backend& of(Tag tag) { return *backends[tag.channel % 2]; }
+};
 
 struct HostReceive {
   at::Tensor bytes;
@@ -36,9 +43,9 @@ struct HeaderReceive {
 // Used by the rank's thread only.
 class HostReceives {
  public:
-  // `control` and `step` must outlive the object.
-  HostReceives(ControlChannel& control, DataBackends backends, TransportStep& step, std::shared_ptr<BlockPool> pool)
-      : control_(control), backends_(std::move(backends)), step_(step), pool_(std::move(pool)) {}
+  // The references must outlive the object.
+  HostReceives(ControlChannel& control, DataBackends& backends, TransportStep& step, std::shared_ptr<BlockPool> pool)
+      : control_(control), backends_(backends), step_(step), pool_(std::move(pool)) {}
 
   HostReceive post(int from, Tag tag, MessageKind kind, const at::Tensor& bytes);
   HostReceive post(int from, Tag tag, MessageKind kind, std::size_t bytes) {
@@ -55,7 +62,7 @@ class HostReceives {
 
  private:
   ControlChannel& control_;
-  DataBackends backends_;
+  DataBackends& backends_;
   TransportStep& step_;
   std::shared_ptr<BlockPool> pool_;
   // Completed receives, kept until the next call. Gloo's thread releases a receive shortly after it has completed it; a

@@ -34,6 +34,8 @@ void set_defaults() {
   set_default({"TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"}, "0");
   // By default, the process is aborted if the watchdog thread makes no progress.
   set_default({"TORCH_NCCL_ENABLE_MONITORING"}, "0");
+  // By default, ranks of a group connect at their first collective, and block their hosts meanwhile.
+  set_default({"NCCL_RUNTIME_CONNECT"}, "0");
   // Each direction between two ranks has a group of its own, so there is nothing to warn of.
   set_default({"TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"}, "0");
 }

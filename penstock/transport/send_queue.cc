@@ -19,9 +19,9 @@ namespace {
 // send() blocks while more than this is in flight.
 constexpr std::size_t kMostSends = 128;
 constexpr std::size_t kMostBytes = std::size_t{64} << 20U;
-
-// Time after which a wait for a device looks for an abort.
-constexpr std::chrono::milliseconds kStagingPause{20};
+// So many tensors of devices may be on their way whatever their size: the host would otherwise wait for its device after
+// each large message.
+constexpr std::size_t kFewSends = 4;
 
 std::string no_receive_on(int rank) {
   return concat("no receive was posted on rank ", rank);
@@ -65,10 +65,10 @@ std::vector<Packed> packed(const Message& message) {
 
 }  // namespace
 
-SendQueue::SendQueue(ControlChannel& control, DataBackends backends, TransportStep& step, DirectLinks& links,
+SendQueue::SendQueue(ControlChannel& control, DataBackends& backends, TransportStep& step, DirectLinks& links,
                      DeviceOperations& operations)
     : control_(control),
-      backends_(std::move(backends)),
+      backends_(backends),
       step_(step),
       links_(links),
       operations_(operations),
@@ -116,8 +116,15 @@ void SendQueue::open(Channel& channel) const {
 
 void SendQueue::send(int to, Tag tag, const Message& message, Deadline deadline) {
   control_.throw_if_aborted();
+  const Clock::duration timeout = deadline - Clock::now();
   std::vector<Packed> parts = packed(message);
-  if (DirectLink* const link = links_.to(to, tag)) return send_directly(*link, tag, std::move(parts));
+  if (DirectLink* const link = links_.to(to, tag)) {
+    send_directly(*link, tag, std::move(parts));
+    if (headers_sent_) return;
+    operations_.limit_sends(to, tag.channel % 2, {.least = kFewSends, .most = kMostSends, .bytes = kMostBytes},
+                            step_.waiting_for, deadline);
+    return control_.throw_if_aborted();
+  }
   Channel& channel = channel_of(to, tag);
   if (channel.headers == Headers::Unknown) {
     open(channel);
@@ -135,7 +142,14 @@ void SendQueue::send(int to, Tag tag, const Message& message, Deadline deadline)
   if (needs_reaping()) monitor_.notify_all();
   // With headers, the receiver posts receives of the data when it receives the message, not when it posts it.
   // Backpressure could then deadlock two ranks that the verified schedule keeps free of deadlock.
-  while (!headers_sent_ && is_over_limit()) wait_for_oldest_on_rank_thread(deadline);
+  while (!headers_sent_ && is_over_limit()) {
+    if (in_flight_.empty()) {
+      wait_for_staged(timeout);
+      deadline = Clock::now() + timeout;
+    } else {
+      wait_for_oldest_on_rank_thread(deadline);
+    }
+  }
 }
 
 void SendQueue::send_with_header(Channel& channel, const std::vector<Packed>& parts, const Metas* expected, int to,
@@ -181,11 +195,12 @@ void SendQueue::send_directly(DirectLink& link, Tag tag, std::vector<Packed> par
     part.tensor = DeviceCopy(part.tensor, link.device, computed, copies_).take(Deadline::max());
   }
   if (channel.headers == Headers::On) {
+    headers_sent_ = true;
     send_header(channel, parts, link.peer, tag);
   } else {
     require_expected(parts, channel.shapes.next(tag.number), link.peer, tag);
   }
-  DeviceOperation sent{.peer = link.peer, .what = no_receive_on(link.peer)};
+  DeviceOperation sent{.peer = link.peer, .what = no_receive_on(link.peer), .tag = tag};
   for (const Packed& part : parts) {
     if (!part.tensor.defined() || part.tensor.numel() == 0) continue;
     std::vector<at::Tensor> bytes{bytes_of(part.tensor)};
@@ -223,18 +238,47 @@ void SendQueue::stage_parts(const std::vector<Packed>& parts, int to, Tag tag, M
     tensors.push_back(copy_to_host(part.tensor, copies_, copied));
   }
   if (tensors.empty()) tensors.push_back(at::zeros({1}, at::kByte));
+  {
+    const MonitorLock lock(monitor_);
+    staged_ += tensors.size();
+    for (const at::Tensor& tensor : tensors) staged_bytes_ += tensor.nbytes();
+  }
   staging_.add(std::move(copied), [this, to, tag, kind, tensors = std::move(tensors)] {
-    for (const at::Tensor& tensor : tensors) start(to, tag, kind, bytes_of(tensor));
+    for (const at::Tensor& tensor : tensors) {
+      start(to, tag, kind, bytes_of(tensor));
+      const MonitorLock lock(monitor_);
+      --staged_;
+      staged_bytes_ -= tensor.nbytes();
+      monitor_.notify_all();
+    }
   });
 }
 
-void SendQueue::wait_for_staging(Deadline deadline) {
-  // An abort does not wake this wait.
-  while (staging_.wait(std::min(deadline, Clock::now() + kStagingPause)) != WaitResult::Ready) {
-    control_.throw_if_aborted();
-    if (Clock::now() < deadline) continue;
-    throw TransportError(TransportError::Why::Timeout, TransportError::kNoPeer,
-                         "a device has not computed a message within the deadline");
+void SendQueue::wait_for_staging(Clock::duration timeout) {
+  const MonitorLock lock(monitor_);
+  while (staged_ > 0) wait_for_staged(timeout);
+}
+
+void SendQueue::wait_for_staged(Clock::duration timeout) {
+  const Deadline deadline = Clock::now() + std::clamp<Clock::duration>(timeout, Clock::duration::zero(), kForever);
+  const std::size_t before = staged_;
+  const auto has_progressed = [&]() PENSTOCK_REQUIRES(monitor_) { return staged_ < before; };
+  // An abort does not wake this wait, nor does an error of the thread.
+  while (monitor_.wait(std::min(deadline, Clock::now() + StagingThread::kPause), has_progressed) != WaitResult::Ready) {
+    monitor_.unlock();
+    std::exception_ptr error;
+    try {
+      staging_.throw_if_failed();
+      control_.throw_if_aborted();
+      if (Clock::now() >= deadline) {
+        throw TransportError(TransportError::Why::Timeout, TransportError::kNoPeer,
+                             "a device has not computed a message within the deadline");
+      }
+    } catch (...) {
+      error = std::current_exception();
+    }
+    monitor_.lock();
+    if (error) std::rethrow_exception(error);
   }
 }
 
@@ -248,8 +292,8 @@ void SendQueue::start(int to, Tag tag, MessageKind kind, const at::Tensor& bytes
   std::vector<at::Tensor> tensors{bytes};
   c10::intrusive_ptr<c10d::Work> work;
   try {
-    const MutexLock lock(start_mutex_);
-    work = unprofiled([&] { return backends_[tag.channel % 2]->send(tensors, to, wire_tag(tag, kind)); });
+    const MutexLock lock(backends_.mutex);
+    work = unprofiled([&] { return backends_.of(tag).send(tensors, to, wire_tag(tag, kind)); });
   } catch (const c10::Error& error) {
     control_.throw_connection_lost(to, error);
   } catch (const std::runtime_error& error) {
@@ -265,7 +309,9 @@ bool SendQueue::needs_reaping() const {
 }
 
 bool SendQueue::is_over_limit() const {
-  return !in_flight_.empty() && (in_flight_.size() > kMostSends || bytes_in_flight_ > kMostBytes);
+  if (staged_ > kFewSends && bytes_in_flight_ + staged_bytes_ > kMostBytes) return true;
+  if (in_flight_.size() + staged_ > kMostSends) return true;
+  return !in_flight_.empty() && bytes_in_flight_ > kMostBytes;
 }
 
 void SendQueue::wait_for_oldest(Deadline deadline) {
@@ -298,7 +344,10 @@ void SendQueue::wait_for_oldest_on_rank_thread(Deadline deadline) {
 
 void SendQueue::drain(Deadline deadline) {
   control_.throw_if_aborted();
-  wait_for_staging(deadline);
+  const Clock::duration timeout = deadline - Clock::now();
+  wait_for_staging(timeout);
+  // The ranks have the time from when the device has computed what they receive.
+  deadline = Clock::now() + timeout;
   const MonitorLock lock(monitor_);
   while (!in_flight_.empty()) wait_for_oldest_on_rank_thread(deadline);
   // The reaper may be waiting for one more send, and puts it back if its wait fails.

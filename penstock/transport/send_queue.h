@@ -36,14 +36,14 @@ class SendQueue {
   static constexpr std::size_t kReapBytes = std::size_t{4} << 20U;
 
   // The references must outlive the queue. They belong to the transport that the queue is a member of.
-  SendQueue(ControlChannel& control, DataBackends backends, TransportStep& step, DirectLinks& links,
+  SendQueue(ControlChannel& control, DataBackends& backends, TransportStep& step, DirectLinks& links,
             DeviceOperations& operations);
   // Drops what is in flight.
   ~SendQueue();
   SendQueue(const SendQueue&) = delete;
   SendQueue& operator=(const SendQueue&) = delete;
 
-  // Starts to send a message. Blocks (backpressure) only if much more than kReapBytes is in flight. Throws
+  // Starts to send a message. Blocks (backpressure) only if much more than kReapBytes is staged and in flight. Throws
   // TransportError, UnsendableTensor, and PipeliningShapeError if the receiver expects other shapes.
   void send(int to, Tag tag, const Message& message, Deadline deadline) PENSTOCK_EXCLUDES(monitor_);
   // Blocks until all messages have been received, except for those from device to device. Throws TransportError.
@@ -79,7 +79,7 @@ class SendQueue {
   void stage_parts(const std::vector<Packed>& parts, int to, Tag tag, MessageKind kind) PENSTOCK_EXCLUDES(monitor_);
   // Sends a message from device to device. Does not block.
   void send_directly(DirectLink& link, Tag tag, std::vector<Packed> parts);
-  void start(int to, Tag tag, MessageKind kind, const at::Tensor& bytes) PENSTOCK_EXCLUDES(monitor_, start_mutex_);
+  void start(int to, Tag tag, MessageKind kind, const at::Tensor& bytes) PENSTOCK_EXCLUDES(monitor_);
   void start(int to, Tag tag, MessageKind kind, const std::string& bytes) PENSTOCK_EXCLUDES(monitor_);
 
   // Waits for the oldest send, with the monitor unlocked meanwhile. Puts it back into the queue if the wait fails.
@@ -88,13 +88,16 @@ class SendQueue {
   void wait_for_oldest_on_rank_thread(Deadline deadline) PENSTOCK_REQUIRES(monitor_);
   void reap() PENSTOCK_EXCLUDES(monitor_);
   // Blocks until everything that was staged has been started. Throws what was thrown at that.
-  void wait_for_staging(Deadline deadline);
+  void wait_for_staging(Clock::duration timeout) PENSTOCK_EXCLUDES(monitor_);
+  // Blocks until something that was staged has been started, with the monitor unlocked meanwhile. The timeout is that of
+  // one message, as a device may be many computations behind.
+  void wait_for_staged(Clock::duration timeout) PENSTOCK_REQUIRES(monitor_);
   bool needs_reaping() const PENSTOCK_REQUIRES(monitor_);
   bool is_over_limit() const PENSTOCK_REQUIRES(monitor_);
 
   // Owned by the rank's thread.
   ControlChannel& control_;
-  DataBackends backends_;
+  DataBackends& backends_;
   TransportStep& step_;
   DirectLinks& links_;
   DeviceOperations& operations_;
@@ -106,14 +109,14 @@ class SendQueue {
   bool headers_sent_ = false;
   CopyStreams copies_;
 
-  // Serialises sends of the rank's thread and of the staging thread. A leaf lock.
-  Mutex start_mutex_;
-
   // Protects what the rank's thread and the reaper share. A leaf lock: no other is acquired while it is held.
   Monitor monitor_{Clock::duration::zero()};
   std::deque<Sent> in_flight_ PENSTOCK_GUARDED_BY(monitor_);
   // Includes the sends that a thread waits for.
   std::size_t bytes_in_flight_ PENSTOCK_GUARDED_BY(monitor_) = 0;
+  // Number and bytes of the tensors that were staged and not started yet.
+  std::size_t staged_ PENSTOCK_GUARDED_BY(monitor_) = 0;
+  std::size_t staged_bytes_ PENSTOCK_GUARDED_BY(monitor_) = 0;
   // Number of sends that were taken out of in_flight_ and are being waited for.
   std::size_t waited_for_ PENSTOCK_GUARDED_BY(monitor_) = 0;
   // Profilers of the rank's thread in this step. What the reaper frees is reported to them, as the rank allocated it.

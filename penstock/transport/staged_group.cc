@@ -3,6 +3,7 @@
 #include <ATen/ops/empty_like.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <exception>
 #include <functional>
 #include <utility>
@@ -15,7 +16,8 @@ namespace penstock::internal {
 // A collective that the thread of the group runs.
 class StagedGroup::StagedWork : public Work {
  public:
-  explicit StagedWork(std::vector<OnHost> results) : results_(std::move(results)) {}
+  StagedWork(std::shared_ptr<C10dGroup> group, std::shared_ptr<StagingThread> thread, std::vector<OnHost> results)
+      : group_(std::move(group)), thread_(std::move(thread)), results_(std::move(results)) {}
 
   // Returns the function that the thread of the group calls.
   std::function<void()> runner(StagedGroup& group, Start start) {
@@ -37,9 +39,13 @@ class StagedGroup::StagedWork : public Work {
   void wait(Deadline deadline) override {
     {
       const MonitorLock lock(state_->monitor);
-      const WaitResult result =
-          state_->monitor.wait(deadline, [this]() PENSTOCK_REQUIRES(state_->monitor) { return state_->is_done; });
-      if (result != WaitResult::Ready) {
+      const auto is_done = [this]() PENSTOCK_REQUIRES(state_->monitor) { return state_->is_done; };
+      // Neither an abort nor an error of the device wakes this wait while the thread waits for the device.
+      while (state_->monitor.wait(std::min(deadline, Clock::now() + StagingThread::kPause), is_done) !=
+             WaitResult::Ready) {
+        group_->throw_if_aborted();
+        thread_->throw_if_failed();
+        if (Clock::now() < deadline) continue;
         throw TransportError(TransportError::Why::Timeout, TransportError::kNoPeer,
                              "not all ranks of a group have arrived within the deadline");
       }
@@ -58,17 +64,19 @@ class StagedGroup::StagedWork : public Work {
     std::exception_ptr error PENSTOCK_GUARDED_BY(monitor);
   };
 
+  std::shared_ptr<C10dGroup> group_;
+  std::shared_ptr<StagingThread> thread_;
   std::vector<OnHost> results_;
   std::shared_ptr<State> state_ = std::make_shared<State>();
 };
 
-StagedGroup::~StagedGroup() {
+void StagedGroup::stop() {
   {
     const MutexLock lock(mutex_);
     ending_ = true;
   }
-  if (thread_.has_started()) group_->tear_down();
-  thread_.stop();
+  if (thread_->has_started()) group_->tear_down();
+  thread_->stop();
 }
 
 std::unique_ptr<Work> StagedGroup::start(const Start& start) {
@@ -78,7 +86,7 @@ std::unique_ptr<Work> StagedGroup::start(const Start& start) {
 }
 
 bool StagedGroup::must_stage(const std::vector<at::Tensor>& tensors) const {
-  return thread_.has_started() || !devices_of(tensors).empty();
+  return thread_->has_started() || !devices_of(tensors).empty();
 }
 
 StagedGroup::OnHost StagedGroup::on_host(const at::Tensor& tensor, bool is_read, StreamPoint& ready) {
@@ -91,8 +99,8 @@ StagedGroup::OnHost StagedGroup::on_host(const at::Tensor& tensor, bool is_read,
 }
 
 std::unique_ptr<Work> StagedGroup::stage(StreamPoint ready, Start start, std::vector<OnHost> results) {
-  auto work = std::make_unique<StagedWork>(std::move(results));
-  thread_.add(std::move(ready), work->runner(*this, std::move(start)));
+  auto work = std::make_unique<StagedWork>(group_, thread_, std::move(results));
+  thread_->add(std::move(ready), work->runner(*this, std::move(start)));
   return work;
 }
 

@@ -15,15 +15,19 @@
 namespace penstock::internal {
 
 // The first collective with a tensor on a device starts a thread, which then runs all collectives of the group, so that
-// their order is the same on all members. The destructor joins it.
+// their order is the same on all members.
 class StagedGroup : public Group {
  public:
   // `group` takes tensors of the CPU.
   explicit StagedGroup(std::shared_ptr<C10dGroup> group) : group_(std::move(group)) {}
   // Ends the collectives in flight with an error, on all members.
-  ~StagedGroup() override;
+  ~StagedGroup() override { stop(); }
   StagedGroup(const StagedGroup&) = delete;
   StagedGroup& operator=(const StagedGroup&) = delete;
+
+  // Ends the collectives in flight with an error, on all members, and joins the thread. No thread calls a collective
+  // meanwhile.
+  void stop() PENSTOCK_EXCLUDES(mutex_);
 
   int size() const override { return group_->size(); }
   int member() const override { return group_->member(); }
@@ -59,7 +63,8 @@ class StagedGroup : public Group {
   // Held while a collective is started, so that the destructor ends all that have been.
   Mutex mutex_;
   bool ending_ PENSTOCK_GUARDED_BY(mutex_) = false;
-  StagingThread thread_;
+  // Shared with collectives in flight.
+  std::shared_ptr<StagingThread> thread_ = std::make_shared<StagingThread>();
 };
 
 }  // namespace penstock::internal

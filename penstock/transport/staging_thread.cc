@@ -8,13 +8,6 @@
 #include "penstock/transport/start_thread.h"
 
 namespace penstock::internal {
-namespace {
-
-// Time after which the thread looks whether it is to end, as a device may never reach a point.
-constexpr std::chrono::milliseconds kPause{20};
-
-}  // namespace
-
 void StagingThread::add(StreamPoint ready, std::function<void()> function) {
   const MonitorLock lock(monitor_);
   if (error_) std::rethrow_exception(error_);
@@ -27,12 +20,9 @@ void StagingThread::add(StreamPoint ready, std::function<void()> function) {
   monitor_.notify_all();
 }
 
-WaitResult StagingThread::wait(Deadline deadline) {
+void StagingThread::throw_if_failed() {
   const MonitorLock lock(monitor_);
-  const WaitResult result = monitor_.wait(
-      deadline, [this]() PENSTOCK_REQUIRES(monitor_) { return error_ != nullptr || (items_.empty() && !is_busy_); });
   if (error_) std::rethrow_exception(error_);
-  return result;
 }
 
 void StagingThread::stop() {

@@ -2,6 +2,7 @@
 // reached a point, such as the end of a copy to pinned memory. So the rank's thread never waits for a device.
 #pragma once
 
+#include <chrono>
 #include <deque>
 #include <exception>
 #include <functional>
@@ -12,9 +13,12 @@
 
 namespace penstock::internal {
 
-// One thread calls add(), wait() and stop().
+// One thread calls add() and stop(); any thread calls throw_if_failed().
 class StagingThread {
  public:
+  // Time after which a wait for a device looks whether it is to end, as a device may never reach a point.
+  static constexpr std::chrono::milliseconds kPause{20};
+
   StagingThread() = default;
   ~StagingThread() { stop(); }
   StagingThread(const StagingThread&) = delete;
@@ -25,8 +29,8 @@ class StagingThread {
   // Calls the function when `ready` is reached and all functions that were added before have returned. Throws what such
   // a function has thrown.
   void add(StreamPoint ready, std::function<void()> function) PENSTOCK_EXCLUDES(monitor_);
-  // Blocks until all functions have returned. Throws what one of them has thrown; those after it are not called.
-  WaitResult wait(Deadline deadline) PENSTOCK_EXCLUDES(monitor_);
+  // Throws what a function has thrown, or a wait for its device. Later functions are not called.
+  void throw_if_failed() PENSTOCK_EXCLUDES(monitor_);
   // Joins the thread, without calling what it has not begun.
   void stop() PENSTOCK_EXCLUDES(monitor_);
 

@@ -68,6 +68,16 @@ class UnsendableTensor : public std::invalid_argument {
   std::string why_;
 };
 
+// A message for which a device of a rank waits, although the rank's host may have gone on.
+struct AwaitedMessage {
+  // Rank that sends it, or that has to receive it.
+  int peer = TransportError::kNoPeer;
+  Tag tag;
+  bool is_receive = true;
+  // Time at which the device came to it.
+  Clock::time_point since;
+};
+
 // A collective in flight. Its tensors must not be accessed before wait() has returned.
 class Work {
  public:
@@ -101,7 +111,8 @@ class Group {
   virtual std::unique_ptr<Work> barrier() = 0;
 };
 
-// One rank's endpoint. The rank's thread uses it; abort(), waiting_for() and reports() may be called from any thread.
+// One rank's endpoint. The rank's thread uses it; abort(), waiting_for(), awaited_by_device() and reports() may be called
+// from any thread.
 class Transport {
  public:
   static constexpr int kNoPeer = TransportError::kNoPeer;
@@ -147,6 +158,9 @@ class Transport {
 
   // Returns the rank that a call waits for now, or that the last one failed to wait for; kNoPeer otherwise.
   virtual int waiting_for() const = 0;
+  // Returns the message that this rank's devices have waited for longest. After an abort, it is the one that they waited
+  // for then.
+  virtual std::optional<AwaitedMessage> awaited_by_device() const { return std::nullopt; }
 
   // Creates a group of these ranks, with this rank among them; the list gives the order of members. All members call
   // it, and groups that share a rank are created in the same order on all of them. `devices` are those of the tensors

@@ -68,6 +68,13 @@ class World {
     });
   }
 
+  // The ranks leave at the same time, as processes do.
+  ~World() {
+    on_threads(ranks(), [this](int rank) { leave(rank); });
+  }
+  World(const World&) = delete;
+  World& operator=(const World&) = delete;
+
   int ranks() const { return static_cast<int>(transports_.size()); }
   Transport& operator[](int rank) { return *transports_[static_cast<std::size_t>(rank)]; }
   void leave(int rank) { transports_[static_cast<std::size_t>(rank)].reset(); }

@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -214,7 +215,11 @@ class OrderedBackend final : public c10d::Backend {
   Communicator of_pair(int peer) {
     wire_->check();
     const std::lock_guard lock(mutex_);
-    if (eager_) return {stream_of("all", every_peer(), Channel::All), Channel::All};
+    if (eager_) {
+      // Two ranks of an eager communicator connect at their first message.
+      if (connected_.insert(peer).second) wire_->connect({peer}, Channel::Pair);
+      return {stream_of("all", every_peer(), Channel::All), Channel::All};
+    }
     const auto [low, high] = std::minmax({peer, getRank()});
     return {stream_of(std::to_string(low) + ":" + std::to_string(high), {peer}, Channel::Pair), Channel::Pair};
   }
@@ -271,6 +276,7 @@ class OrderedBackend final : public c10d::Backend {
   const std::shared_ptr<OrderedWire> wire_;
   std::mutex mutex_;
   bool eager_ = false;
+  std::set<int> connected_;
   std::map<std::string, c10::Stream> streams_;
 };
 

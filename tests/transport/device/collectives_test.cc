@@ -2,10 +2,12 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "tests/tensor/values.h"
@@ -175,6 +177,28 @@ TEST(DirectGroup, TimesOutWhenAMemberIsMissing) {
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
     }
     EXPECT_EQ(found, timeout(TransportError::kNoPeer, "not all ranks of a group have arrived within the deadline"));
+  });
+}
+
+// The member's device has not computed what it contributes, so its thread has not started the collective.
+TEST(StagedGroup, EndsWaitsWhenARankAborts) {
+  World world(Carrier::Gloo, 2, options_of(DeviceCarrier::Staged));
+  StreamGate gate;
+  std::atomic<bool> is_waiting = false;
+  world.run([&](Transport& transport) {
+    const at::Device device = sim_device(transport.rank());
+    const RankScope scope(device);
+    const auto group = transport.group({0, 1}, {device});
+    if (transport.rank() == 1) {
+      while (!is_waiting) std::this_thread::yield();
+      transport.abort("stage 3 is out of memory");
+      return;
+    }
+    gate.close(device);
+    const auto work = group->all_reduce({at::ones({5}, device)});
+    is_waiting = true;
+    EXPECT_EQ(thrown_by([&] { work->wait(far()); }), aborted("stage 3 is out of memory"));
+    gate.open();
   });
 }
 

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -346,7 +347,62 @@ TEST(DirectTransport, TimesOutWhenADeviceHasNotComputedAMessage) {
     EXPECT_EQ(thrown_in_time(transport), timeout(0, "no message came from rank 0 within the deadline"));
     EXPECT_EQ(thrown_by([&] { transport.end_step(far()); }),
               timeout(0, "no message came from rank 0 within the deadline"));
+    // The error's report says which message it was, as the host has gone on.
+    const std::optional<AwaitedMessage> awaited = transport.awaited_by_device();
+    ASSERT_TRUE(awaited.has_value());
+    EXPECT_EQ(awaited->peer, 0);
+    EXPECT_EQ(awaited->tag, Tag{});
+    EXPECT_TRUE(awaited->is_receive);
+    EXPECT_GE(awaited->since, began);
     is_over = true;
+    gate.open();
+  });
+}
+
+// Otherwise its memory would grow with the number of messages.
+TEST(DirectTransport, WaitsForAReceiverThatIsFarBehind) {
+  World world(Carrier::Gloo, 2, options_of(DeviceCarrier::Direct));
+  constexpr std::uint32_t kMessages = 200;
+  std::atomic<bool> is_over = false;
+  after_a_step(world, numbered(0, kMessages), [&](Transport& transport, at::Device device) {
+    const at::Tensor message = at::ones({100}, device);
+    if (transport.rank() == 1) {
+      transport.receive(0, {.number = 0}, far());
+      transport.send(0, {.number = 0}, {message}, far());
+      while (!is_over) std::this_thread::yield();
+      return;
+    }
+    transport.send(1, {.number = 0}, {message}, far());
+    transport.receive(1, {.number = 0}, far());
+    wait_until_idle(device);
+    std::uint32_t sent = 1;
+    EXPECT_EQ(thrown_by([&] {
+                for (; sent < kMessages; ++sent) transport.send(1, {.number = sent}, {message}, soon());
+              }),
+              timeout(1, "no receive was posted on rank 1 within the deadline"));
+    EXPECT_EQ(transport.waiting_for(), 1);
+    // 128 may be in flight, and the first has been received.
+    EXPECT_EQ(sent, 129U);
+    is_over = true;
+  });
+}
+
+TEST(StagedTransport, WaitsForADeviceThatIsFarBehind) {
+  World world(Carrier::Gloo, 2, options_of(DeviceCarrier::Staged));
+  constexpr std::uint32_t kMessages = 200;
+  StreamGate gate;
+  after_a_step(world, numbered(0, kMessages), [&](Transport& transport, at::Device device) {
+    if (transport.rank() == 1) return;
+    gate.close(device);
+    std::uint32_t sent = 0;
+    EXPECT_EQ(thrown_by([&] {
+                for (; sent < kMessages; ++sent) {
+                  transport.send(1, {.number = sent}, {at::ones({100}, device)}, soon());
+                }
+              }),
+              timeout(TransportError::kNoPeer, "a device has not computed a message within the deadline"));
+    EXPECT_GE(sent, 100U);
+    EXPECT_LE(sent, 128U);
     gate.open();
   });
 }
