@@ -81,7 +81,7 @@ at::Tensor DeviceInputs::move(const at::Tensor& tensor, at::Device device, Deadl
   const std::pair key{static_cast<const void*>(tensor.unsafeGetTensorImpl()), device.index()};
   if (const auto found = copies_.find(key); repeated && found != copies_.end()) return found->second;
   const bool is_on_host = !has_streams(tensor.device());
-  DeviceCopy copy(tensor, device, is_on_host ? StreamPoint() : inputs_->caller, streams_,
+  DeviceCopy copy(tensor, device, is_on_host ? StreamPoint() : inputs_->caller, is_on_host ? from_host_ : from_devices_,
                   /*keeps_history=*/tensor.requires_grad());
   if (is_on_host) copied_from_host_.add(copy.done());
   const at::Tensor result = copy.take(deadline);

@@ -39,7 +39,9 @@ class DeviceInputs {
   bool is_repeated(const at::Tensor& tensor);
 
   const StepInputs* inputs_ = nullptr;
-  CopyStreams streams_;
+  // Copies from the host wait for no computation, so they have streams of their own.
+  CopyStreams from_host_;
+  CopyStreams from_devices_;
   // Tensors that several microbatches take whole; not set before the first tensor is moved.
   std::optional<std::unordered_set<const void*>> repeated_;
   // The end of the copies from the host.

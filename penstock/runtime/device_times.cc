@@ -47,10 +47,6 @@ void DeviceTimes::set_copies(std::size_t action, std::vector<DeviceSpan> copies)
   actions_[action].copies = std::move(copies);
 }
 
-bool DeviceTimes::wait(std::size_t action, Deadline deadline) const {
-  return wait_for(*actions_[action].ended, deadline);
-}
-
 void DeviceTimes::resolve(std::vector<ActionRecord>& record, Clock::time_point began) {
   DeviceClocks clocks(began);
   for (std::size_t i = 0; i < std::min(actions_.size(), record.size()); ++i) {

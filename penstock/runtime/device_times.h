@@ -29,8 +29,8 @@ class DeviceTimes {
   // it at once.
   void set_copies(std::size_t action, std::vector<DeviceSpan> copies);
 
-  // Blocks until the device has ended the action. Returns false at the deadline.
-  bool wait(std::size_t action, Deadline deadline) const;
+  // Returns the event at which the device has ended the action.
+  const TimedEvent& end_of(std::size_t action) const { return actions_[action].ended; }
 
   // Replaces the host's times of the actions on devices by the devices' times since `began`, and forgets the events.
   // Waits for the devices if they have not reached the events, and otherwise at most once in ten seconds.

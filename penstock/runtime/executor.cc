@@ -66,6 +66,7 @@ void Executor::end_step() {
 }
 
 void Executor::rollback_step() {
+  computed_.clear();
   for (StageSum& sum : *sums_) sum.sum.rollback();
   for (const auto& [index, stage] : stages_) stage->rollback();
 }
@@ -101,8 +102,6 @@ void Executor::run(const StepInputs& inputs, StepOutputs& outputs, std::vector<A
   times.begin_step(times_ == nullptr ? 0 : actions.size());
   posted_.clear();
   const c10::AutoGradMode grad_mode(inputs.autograd);
-  // Computations that a device may not have finished.
-  std::deque<std::size_t> computed;
   std::int64_t now = nanoseconds(Clock::now() - inputs.began);
   for (std::size_t i = 0; i < actions.size(); ++i) {
     progress.since.store(now, std::memory_order_relaxed);
@@ -120,7 +119,7 @@ void Executor::run(const StepInputs& inputs, StepOutputs& outputs, std::vector<A
     }
     if (device) {
       times.end(i, *device);
-      if (actions[i].is_compute()) wait_for_device(times, computed, i);
+      if (actions[i].is_compute()) wait_for_device(times.end_of(i), actions[i], progress);
     }
     if (functions_->after) functions_->after(rank(), actions[i]);
     now = nanoseconds(Clock::now() - inputs.began);
@@ -135,16 +134,18 @@ void Executor::run(const StepInputs& inputs, StepOutputs& outputs, std::vector<A
   progress.position.store(end + 1, std::memory_order_release);
 }
 
-void Executor::wait_for_device(const DeviceTimes& times, std::deque<std::size_t>& computed, std::size_t action) const {
-  computed.push_back(action);
-  if (computed.size() <= kMostAhead) return;
-  const std::size_t oldest = computed.front();
-  computed.pop_front();
+void Executor::wait_for_device(const TimedEvent& end, const Action& action, Progress& progress) {
+  computed_.emplace_back(end, to_string(action));
+  if (computed_.size() <= kMostAhead) return;
+  const auto [oldest, text] = std::move(computed_.front());
+  computed_.pop_front();
   // A device may wait for a message, whose own deadline comes first and names the rank that is late.
-  if (times.wait(oldest, deadline_after(2 * bounded(inputs_->timeout)))) return;
+  progress.waits_for_device = true;
+  const bool is_reached = wait_for(*oldest, deadline_after(2 * bounded(inputs_->timeout)));
+  progress.waits_for_device = false;
+  if (is_reached) return;
   throw TransportError(TransportError::Why::Timeout, transport_->rank(),
-                       concat("the device has not finished ", to_string(inputs_->schedule->actions(rank())[oldest]),
-                              " within the deadline"));
+                       concat("the device has not finished ", text, " within the deadline"));
 }
 
 std::optional<at::Device> Executor::timed_device(const Action& action) const {

@@ -37,6 +37,8 @@ struct Progress {
   std::atomic<int> position = -1;
   // Time at which that action began, in nanoseconds since the step began.
   std::atomic<std::int64_t> since = 0;
+  // True while the host waits for a device that is far behind.
+  std::atomic<bool> waits_for_device = false;
 };
 
 // Sum of the gradients of one shared parameter, as seen from one rank, with the index of its group in the stage graph.
@@ -95,9 +97,8 @@ class Executor {
   // Names a tensor of a message for errors: "output 1 of stage 2".
   std::string name_of_value(const Edge& edge, Direction direction, std::size_t index) const;
 
-  // Blocks while the device is too far behind, after it was given a computation. `computed` lists those that it may not
-  // have finished.
-  void wait_for_device(const DeviceTimes& times, std::deque<std::size_t>& computed, std::size_t action) const;
+  // Blocks while the device is too far behind, after it was given a computation, of which the event is the end.
+  void wait_for_device(const TimedEvent& end, const Action& action, Progress& progress);
   // Returns the device of an action whose time the device has to tell.
   std::optional<at::Device> timed_device(const Action& action) const;
 
@@ -124,6 +125,9 @@ class Executor {
   const StageDeviceTable* devices_;
   // Orders of the schedules that have been run, if the transport needs them.
   std::map<const Schedule*, std::shared_ptr<const MessageOrder>> orders_;
+
+  // Computations that the devices may not have finished, also of earlier steps: their ends and texts.
+  std::deque<std::pair<TimedEvent, std::string>> computed_;
 
   // State of the current step.
   const StepInputs* inputs_ = nullptr;

@@ -133,6 +133,7 @@ class Explanation {
   bool is_sending(int rank) const {
     const auto actions = step_.schedule->actions(rank % ranks_);
     const int position = report(rank)->position;
+    if (position < 0) return false;
     if (position >= static_cast<int>(actions.size())) return true;
     const Computation computation = actions[static_cast<std::size_t>(position)].computation;
     return computation == Computation::SendForward || computation == Computation::SendBackward;

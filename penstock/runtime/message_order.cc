@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <map>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -40,6 +41,23 @@ SentMessage place_of(const Schedule& schedule, const Action& message) {
 Tag tag_of(Direction direction, int edge, int microbatch) {
   return {.channel = static_cast<std::uint32_t>(edge) * 2 + (direction == Direction::Forward ? 0 : 1),
           .number = static_cast<std::uint32_t>(microbatch)};
+}
+
+int position_of(const Schedule& schedule, int rank, Tag tag, bool is_receive) {
+  const Edge& edge = schedule.graph().edges().at(tag.channel / 2);
+  const auto takes = [&](const Action& part) {
+    if (!part.is_compute() || part.microbatch != static_cast<int>(tag.number)) return false;
+    if (tag.channel % 2 == 0) return part.stage == edge.to && is_forward(part);
+    return part.stage == edge.from && makes_input_gradient(part);
+  };
+  const auto sends = [&](const Action& part) { return part.is_send() && place_of(schedule, part).tag == tag; };
+  const std::span<const Action> actions = schedule.actions(rank);
+  for (std::size_t i = 0; i < actions.size(); ++i) {
+    bool found = false;
+    for_each_part(actions[i], [&](const Action& part) { found = found || (is_receive ? takes(part) : sends(part)); });
+    if (found) return static_cast<int>(i);
+  }
+  return -1;
 }
 
 MessageOrder message_order(const Schedule& schedule, int first_rank, int rank, const StageDeviceTable& devices) {

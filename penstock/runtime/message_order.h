@@ -15,6 +15,10 @@ namespace penstock::internal {
 // Returns the tag of the message that an edge of the schedule's graph carries for a microbatch.
 Tag tag_of(Direction direction, int edge, int microbatch);
 
+// Returns the position of the action of a rank of the schedule that sends the message with a tag, or that takes it as
+// received; -1 if there is none.
+int position_of(const Schedule& schedule, int rank, Tag tag, bool is_receive);
+
 // Devices of the stages, by rank and stage. A rank has the devices of its own stages; the others are the CPU.
 using StageDeviceTable = std::vector<std::vector<at::Device>>;
 

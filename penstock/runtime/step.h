@@ -44,8 +44,9 @@ struct StepOptions {
   // only.
   bool reduce = true;
   bool return_outputs = true;
-  // Broadcasts the results to all processes of a replica, in CPU memory. Otherwise only the process of the last stage has outputs and
-  // losses, and each process has its own loss terms.
+  // Broadcasts the results to all processes of a replica. Those that receive them have them in CPU memory; the one that
+  // has computed them keeps them on its device. Otherwise only the process of the last stage has outputs and losses, and
+  // each process has its own loss terms.
   bool results_everywhere = false;
 };
 

@@ -11,6 +11,7 @@
 #include "penstock/runtime/connections.h"
 #include "penstock/runtime/error.h"
 #include "penstock/runtime/loss_weight.h"
+#include "penstock/runtime/message_order.h"
 #include "penstock/runtime/parameter_setup.h"
 #include "penstock/runtime/results.h"
 #include "penstock/tensor/reason.h"
@@ -101,8 +102,20 @@ RankReport StepRunner::report_of(const LocalRank& local, std::size_t index) {
   if (report.kind == RankReport::Kind::None) report.failure.clear();
   report.position = local.progress.position;
   report.waiting_for = local.transport->waiting_for();
-  const auto there = Clock::now() - running_->began - std::chrono::nanoseconds(local.progress.since);
-  report.seconds_there = std::chrono::duration<double>(there).count();
+  Clock::time_point since = running_->began + std::chrono::nanoseconds(local.progress.since);
+  // A device that waits is at an earlier action than its host, which may wait too: for the end of the step, or for a
+  // rank whose device is late.
+  const Schedule& schedule = *running_->schedule;
+  const int rank = ranks_.rank_in_replica(local);
+  const bool host_waits =
+      local.progress.waits_for_device || report.position >= static_cast<int>(schedule.actions(rank).size());
+  const auto awaited = local.transport->awaited_by_device();
+  if (awaited && report.kind != RankReport::Kind::Failed && (host_waits || awaited->since < since)) {
+    report.position = position_of(schedule, rank, awaited->tag, awaited->is_receive);
+    report.waiting_for = awaited->peer;
+    since = awaited->since;
+  }
+  report.seconds_there = std::chrono::duration<double>(Clock::now() - since).count();
   return report;
 }
 
@@ -160,18 +173,19 @@ void StepRunner::refuse(const std::string& reason) {
 
 void StepRunner::begin_step(Step& step) {
   step.began = Clock::now();
-  // The step comes after everything that the caller has started on the devices until now.
-  const StreamPoint caller = StreamPoint::now(step.devices);
-  for (ReplicaStep& replica : step.replicas) {
-    replica.inputs.schedule = step.schedule;
-    replica.inputs.began = step.began;
-    replica.inputs.caller = caller;
-  }
   for (LocalRank& local : ranks_.ranks()) {
     local.progress.position = -1;
     local.progress.since = 0;
+    local.progress.waits_for_device = false;
   }
   try {
+    // The step comes after everything that the caller has started on the devices until now.
+    const StreamPoint caller = StreamPoint::now(step.devices);
+    for (ReplicaStep& replica : step.replicas) {
+      replica.inputs.schedule = step.schedule;
+      replica.inputs.began = step.began;
+      replica.inputs.caller = caller;
+    }
     in_streams_of_ranks([&](std::size_t i) {
       caller.block(ranks_.ranks()[i].streams.devices());
       executors_[i].begin_step(step.replicas[ranks_.local_replica(ranks_.ranks()[i])].inputs);
@@ -182,10 +196,10 @@ void StepRunner::begin_step(Step& step) {
     const StreamPoint saved = StreamPoint::now(step.devices);
     in_streams_of_ranks([&](std::size_t i) { saved.block(ranks_.ranks()[i].streams.devices()); });
   } catch (const std::exception& error) {
+    const std::string reason = reason_of(error);
     step.saved.clear();
-    rollback_step(step);
-    refuse(reason_of(error));
-    throw PipelineError(reason_of(error));
+    refuse_and_rollback(step, reason);
+    throw PipelineError(reason);
   }
 }
 
@@ -198,10 +212,10 @@ void StepRunner::in_streams_of_ranks(const std::function<void(std::size_t)>& act
 
 void StepRunner::join_streams(const Step& step) {
   StreamPoint point = ranks_.point_after_all();
-  // Gradients of the batch are computed in the default stream of a device that no rank computes on.
-  const std::vector<at::Device> of_ranks = ranks_.devices();
+  // The thread of a rank has the default stream of devices that the rank does not compute on, and autograd joins
+  // gradients of the batch there.
   for (const at::Device device : step.devices) {
-    if (std::ranges::find(of_ranks, device) == of_ranks.end()) point.add(StreamPoint::after(default_stream(device)));
+    if (has_streams(device)) point.add(StreamPoint::after(default_stream(device)));
   }
   point.block(step.devices);
 }
@@ -271,8 +285,7 @@ void StepRunner::conclude_step(Step& step, const std::function<void()>& conclude
     conclude();
     for (Executor& executor : executors_) executor.end_step();
   } catch (const std::exception& error) {
-    rollback_step(step);
-    refuse(reason_of(error));
+    refuse_and_rollback(step, reason_of(error));
     throw;
   }
   step.saved.clear();
@@ -334,14 +347,24 @@ void StepRunner::fail(const Step& step) {
   needs_rollback_ = true;
   // Actions of a cancelled step may still run; the next step waits for them.
   if (!step.failures.is_cancelled() || threads_.are_idle()) {
-    try {
-      finish_rollback();
-    } catch (const std::exception& error) {
-      // A device that has failed accepts no more work. The reason of the step's failure says more than this.
-      broken_ = concat("this pipeline could not be rolled back after a failed step: ", reason_of(error));
-    }
+    // The caller holds end_mutex_.
+    try_rollback([this] { finish_rollback(); });
   }
   throw explain(failed);
+}
+
+void StepRunner::refuse_and_rollback(Step& step, const std::string& reason) {
+  refuse(reason);
+  try_rollback([&] { rollback_step(step); });
+}
+
+void StepRunner::try_rollback(const std::function<void()>& rollback) {
+  try {
+    rollback();
+  } catch (const std::exception& error) {
+    // A device that has failed accepts no more work. The reason of the step's failure says more than this.
+    broken_ = concat("this pipeline could not be rolled back after a failed step: ", reason_of(error));
+  }
 }
 
 void StepRunner::rollback_step(Step& step) {

@@ -107,6 +107,10 @@ class StepRunner {
 
   // Restores everything that the step has changed, and frees its values.
   void rollback_step(Step& step);
+  // Does so after an error outside of the ranks' actions, of which other processes are told.
+  void refuse_and_rollback(Step& step, const std::string& reason);
+  // Calls the function, and takes an error of it for the end of this pipeline.
+  void try_rollback(const std::function<void()>& rollback);
   // Rolls back the failed step, of which all actions have returned, and connects thread ranks anew.
   void finish_rollback() PENSTOCK_EXCLUDES(call_mutex_);
   void rollback_failed_step() PENSTOCK_EXCLUDES(call_mutex_);

@@ -1,11 +1,13 @@
 // Program that lifetime_test.cc starts, as one process with thread ranks or as a process rank. It exits with 0 on
 // success.
 //
-//   lifetime_program threads|gloo exit         exits with a pipeline on the stack
-//   lifetime_program threads|gloo leak         returns from main with a pipeline that is never destroyed
-//   lifetime_program threads|gloo exit-in-step exits while another thread is in steps
-//   lifetime_program threads|gloo join-at-exit the same, with a static object that waits for that thread
-//   lifetime_program threads|gloo profile SEED begins and ends profiles at random moments
+//   lifetime_program CARRIER exit         exits with a pipeline on the stack
+//   lifetime_program CARRIER leak         returns from main with a pipeline that is never destroyed
+//   lifetime_program CARRIER exit-in-step exits while another thread is in steps
+//   lifetime_program CARRIER join-at-exit the same, with a static object that waits for that thread
+//   lifetime_program CARRIER profile SEED begins and ends profiles at random moments
+//
+// The carrier is threads or gloo; or staged or direct for two replicas of process ranks with a simulated device each.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/profiler_kineto.h>
 
@@ -24,7 +26,9 @@
 #include "penstock/runtime/pipeline.h"
 #include "penstock/schedule/generators.h"
 #include "penstock/transport/c10d.h"
+#include "tests/device/sim/sim_device.h"
 #include "tests/runtime/models.h"
+#include "tests/transport/device/device_ranks.h"
 
 namespace penstock::internal::testing {
 namespace {
@@ -35,9 +39,14 @@ class Trained {
  public:
   explicit Trained(const std::string& carrier, std::shared_ptr<Transport> transport = nullptr)
       : transport_(std::move(transport)) {
-    if (carrier == "gloo" && !transport_) transport_ = c10d_transport(place());
+    if (carrier != "threads" && !transport_) {
+      transport_ = c10d_transport(place(), carrier == "direct" ? options_of(DeviceCarrier::Direct) : C10dOptions());
+    }
+    if (carrier == "staged" || carrier == "direct") {
+      model_ = perceptron(kRanks, [](int) { return sim_device(0); });
+    }
     std::vector<int> own{0, 1};
-    if (transport_) own = {transport_->rank()};
+    if (transport_) own = {transport_->rank() % kRanks};
     PipelineOptions options{.transport = transport_, .loss = squared_error};
     options.timeout = std::chrono::seconds(60);
     pipeline_ = std::make_unique<Pipeline>(model_.build(own), schedule_, options);
@@ -133,6 +142,7 @@ int profile(const std::string& carrier, unsigned seed) {
 int main(const std::vector<std::string>& words) {
   const std::string& carrier = words.at(0);
   const std::string& what = words.at(1);
+  if (carrier == "staged" || carrier == "direct") sim::install({.devices = 1});
   if (what == "profile") return profile(carrier, static_cast<unsigned>(std::stoul(words.at(2))));
   if (what == "exit-in-step" || what == "join-at-exit") return exit_in_step(carrier, what == "join-at-exit");
   if (what == "leak") {

@@ -27,7 +27,9 @@ class Lifetime : public ::testing::TestWithParam<const char*> {
     const std::filesystem::path folder = std::filesystem::read_symlink("/proc/self/exe").parent_path();
     ProcessRanks ranks({.program = folder / "penstock_lifetime_program",
                         .arguments = arguments,
-                        .ranks = carrier == "gloo" ? 2 : 1,
+                        .ranks = carrier == "threads" ? 1
+                                 : carrier == "gloo"  ? 2
+                                                      : 4,
                         // Fill freed memory, so that a use of it is detected.
                         .environment = {{"MALLOC_PERTURB_", "165"}},
                         .grace_period = std::chrono::seconds(30)});
@@ -53,6 +55,20 @@ TEST_P(Lifetime, OfAProfileIsAnyPartOfThatOfAPipeline) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Carriers, Lifetime, ::testing::Values("threads", "gloo"),
+                         [](const auto& one) { return std::string(one.param); });
+
+// Groups and messages of device tensors have threads of their own.
+class LifetimeOnDevices : public Lifetime {};
+
+TEST_P(LifetimeOnDevices, EndsWithAPipelineOnTheStack) {
+  for (int i = 0; i < times(2); ++i) expect_to_end_well({"exit"});
+}
+
+TEST_P(LifetimeOnDevices, EndsWithAPipelineThatIsNeverDestroyed) {
+  for (int i = 0; i < times(2); ++i) expect_to_end_well({"leak"});
+}
+
+INSTANTIATE_TEST_SUITE_P(Carriers, LifetimeOnDevices, ::testing::Values("staged", "direct"),
                          [](const auto& one) { return std::string(one.param); });
 
 // With process ranks, the other processes would report a rank that exits in the middle of a step.

@@ -79,5 +79,36 @@ TEST(MessageOrder, RefusesAScheduleThatSendsAMessageTwice) {
   }
 }
 
+TEST(MessageOrder, FindsTheActionsOfAMessage) {
+  for (const Generator& generator : generators()) {
+    const Schedule schedule = lower(generate(generator.name, {.ranks = 3, .microbatches = 4}));
+    for (int rank = 0; rank < schedule.ranks(); ++rank) {
+      const auto actions = schedule.actions(rank);
+      for (std::size_t i = 0; i < actions.size(); ++i) {
+        const Action& action = actions[i];
+        if (!action.is_message()) continue;
+        SCOPED_TRACE(std::string(generator.name) + ", rank " + std::to_string(rank) + ", " + to_string(action));
+        const Edge edge = edge_under(action);
+        const Tag tag = tag_of(action.carries_activation() ? Direction::Forward : Direction::Backward,
+                               schedule.graph().edge_index(edge.from, edge.to), action.microbatch);
+        if (action.is_send()) {
+          EXPECT_EQ(position_of(schedule, rank, tag, /*is_receive=*/false), static_cast<int>(i));
+          continue;
+        }
+        const int position = position_of(schedule, rank, tag, /*is_receive=*/true);
+        ASSERT_GT(position, static_cast<int>(i));
+        bool takes = false;
+        for_each_part(actions[static_cast<std::size_t>(position)], [&](const Action& part) {
+          takes = takes || (part.stage == action.stage && part.microbatch == action.microbatch &&
+                            (action.carries_activation() ? is_forward(part) : makes_input_gradient(part)));
+        });
+        EXPECT_TRUE(takes) << to_string(actions[static_cast<std::size_t>(position)]);
+        // The sender's position belongs to another rank.
+        EXPECT_EQ(position_of(schedule, rank, tag, /*is_receive=*/false), -1);
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace penstock::internal::testing

@@ -51,11 +51,8 @@ int judge(const Plan& plan, const std::string& what) {
   const double seconds = now() - then;
   const bool killed = plan.signal == SIGKILL;
   const std::string victim = "rank " + std::to_string(plan.rank);
-  // Devices of several ranks reach the deadline at about the same time. The first that is polled names the rank that it
-  // waits for, which may be one that waits for the lost rank itself; the report of that rank says so.
-  const std::string late = plan.carrier == "direct" ? "" : victim;
   const bool names_it = killed ? what.find(": connection to " + victim + " lost\n") != std::string::npos
-                               : what.find(late + " within the deadline of ") != std::string::npos;
+                               : what.find(victim + " within the deadline of ") != std::string::npos;
   // Between two steps there is no action to report.
   const bool between_steps = what.find(": ") < what.find(", ");
   if (!names_it || what.find("\n  " + victim + ": did not answer") == std::string::npos ||
