@@ -8,6 +8,7 @@
 #include <array>
 #include <atomic>
 #include <limits>
+#include <map>
 #include <optional>
 #include <tuple>
 #include <unordered_map>
@@ -32,27 +33,48 @@ struct MemoryWatch::RankCounts {
   DevicePeak* device = nullptr;
 };
 
-// Peak of a device since the watch began. The allocator's own peak begins anew with each action.
-struct MemoryWatch::DevicePeak {
-  explicit DevicePeak(at::Device of) : device(of) {}
+// Peak of a device since the watch began, and of the actions of the ranks that share it. The allocator's own peak begins
+// anew with each action of any of them.
+class MemoryWatch::DevicePeak {
+ public:
+  explicit DevicePeak(at::Device device) : device_(device) {}
 
-  // Returns the memory of the device, with its peak since the last call.
-  DeviceMemory observe() {
-    const MutexLock lock(mutex);
-    const DeviceMemory memory = device_memory(device);
-    reset_peak_memory(device);
-    peak = std::max(peak, memory.peak);
+  at::Device device() const { return device_; }
+  // Begins an action of a rank.
+  void begin(const RankCounts& rank) {
+    const MutexLock lock(mutex_);
+    observe();
+    peaks_[&rank] = 0;
+  }
+  // Ends it. Returns the memory of the device, with its peak during the action.
+  DeviceMemory end(const RankCounts& rank) {
+    const MutexLock lock(mutex_);
+    DeviceMemory memory = observe();
+    memory.peak = peaks_[&rank];
+    peaks_.erase(&rank);
     return memory;
   }
   std::int64_t peak_so_far() {
+    const MutexLock lock(mutex_);
     observe();
-    const MutexLock lock(mutex);
-    return peak;
+    return peak_;
   }
 
-  const at::Device device;
-  Mutex mutex;
-  std::int64_t peak PENSTOCK_GUARDED_BY(mutex) = 0;
+ private:
+  // Takes the peak since the last call, which belongs to all actions that run.
+  DeviceMemory observe() PENSTOCK_REQUIRES(mutex_) {
+    const DeviceMemory memory = device_memory(device_);
+    reset_peak_memory(device_);
+    peak_ = std::max(peak_, memory.peak);
+    for (auto& [rank, peak] : peaks_) peak = std::max(peak, memory.peak);
+    return memory;
+  }
+
+  const at::Device device_;
+  Mutex mutex_;
+  std::int64_t peak_ PENSTOCK_GUARDED_BY(mutex_) = 0;
+  // Peaks of the actions that run, by rank.
+  std::map<const RankCounts*, std::int64_t> peaks_ PENSTOCK_GUARDED_BY(mutex_);
 };
 
 // Counts of all ranks, and the owner of each allocation.
@@ -209,7 +231,7 @@ MemoryWatch::~MemoryWatch() = default;
 void MemoryWatch::set_device(int rank, int replica, at::Device device) {
   if (!has_streams(device)) return;
   auto& devices = counts_->devices;
-  auto found = std::ranges::find_if(devices, [&](const auto& known) { return known->device == device; });
+  auto found = std::ranges::find_if(devices, [&](const auto& known) { return known->device() == device; });
   if (found == devices.end()) found = devices.insert(found, std::make_unique<DevicePeak>(device));
   counts_of(rank, replica).device = found->get();
 }
@@ -285,7 +307,7 @@ void MemoryWatch::watch(ActionFunctions& functions) {
   functions.before = [this](int rank, const Action&) {
     const int replica = replica_of_thread(rank);
     if (DevicePeak* const device = counts_of(rank, replica).device) {
-      device->observe();
+      device->begin(counts_of(rank, replica));
       return;
     }
     before = current(rank, replica);
@@ -301,7 +323,7 @@ void MemoryWatch::watch(ActionFunctions& functions) {
     const int replica = replica_of_thread(rank);
     RankCounts& counts = counts_of(rank, replica);
     if (counts.device != nullptr) {
-      const DeviceMemory memory = counts.device->observe();
+      const DeviceMemory memory = counts.device->end(counts);
       counts.actions.emplace_back(memory.allocated, memory.peak);
       return;
     }

@@ -85,7 +85,7 @@ class MemoryWatch {
   std::int64_t update_workspace(int stage) const;
 
  private:
-  struct DevicePeak;
+  class DevicePeak;
   struct RankCounts;
   struct Counts;
 
