@@ -5,8 +5,11 @@
 #include <algorithm>
 #include <chrono>
 #include <filesystem>
+#include <stdexcept>
 #include <utility>
 
+#include "penstock/base/text.h"
+#include "penstock/device/host_copies.h"
 #include "penstock/program/error.h"
 #include "penstock/program/interpreter/reference_run.h"
 #include "penstock/runtime/pipeline.h"
@@ -92,9 +95,10 @@ TensorsByName Pipelined::run_here(const TensorsByName& batch, std::shared_ptr<Tr
   }
   TensorsByName result;
   if (has_outputs) result = outputs_by_name(outputs);
-  for (auto& [name, tensor] : result) tensor = tensor.cpu();
+  copy_to_host(result, "outputs");
   seconds_ = std::chrono::duration<double>(Clock::now() - began).count();
   if (!backward_) return result;
+  TensorsByName gradients;
   for (const PipelineStage& stage : pipeline.stages()) {
     // The names are those of the program's own tensors, of which a stage on a device has copies in the same order.
     const NamedTensors& own = pipe_.get_stage_module(stage.stage_index()).parameters;
@@ -103,10 +107,20 @@ TensorsByName Pipelined::run_here(const TensorsByName& batch, std::shared_ptr<Tr
           std::ranges::find_if(own, [&, &tensor = tensor](const auto& named) { return named.second.is_same(tensor); });
       if (found == own.end()) continue;
       const at::Tensor& gradient = stage.parameters()[static_cast<std::size_t>(found - own.begin())].second.grad();
-      if (gradient.defined()) result.emplace("grad." + name, dense(gradient).cpu());
+      if (gradient.defined()) gradients.emplace("grad." + name, dense(gradient));
     }
   }
+  copy_to_host(gradients, "gradients");
+  result.merge(gradients);
   return result;
+}
+
+void Pipelined::copy_to_host(TensorsByName& tensors, const char* what) const {
+  HostCopies copies;
+  for (auto& [name, tensor] : tensors) tensor = copies.start(tensor);
+  if (copies.wait(deadline_after(options_.timeout_in_milliseconds()))) return;
+  throw std::runtime_error(concat("a device has not computed the ", what, " within the timeout of ", options_.timeout,
+                                  " s.\n  Hint: raise --timeout, or see whether the device hangs."));
 }
 
 TensorsByName Pipelined::run(const TensorsByName& batch) {

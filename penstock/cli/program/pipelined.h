@@ -32,6 +32,8 @@ class Pipelined {
 
  private:
   TensorsByName run_here(const TensorsByName& batch, std::shared_ptr<Transport> transport);
+  // Replaces tensors on devices by copies in CPU memory. Throws std::runtime_error at the timeout.
+  void copy_to_host(TensorsByName& tensors, const char* what) const;
 
   const Pipe& pipe_;
   const Schedule& schedule_;
