@@ -55,6 +55,7 @@
 #include "penstock/tensor/safetensors.h"
 #include "penstock/torch_names.h"
 #include "penstock/transport/c10d.h"
+#include "penstock/transport/device_backend.h"
 #include "penstock/transport/device_backend_factory.h"
 #include "penstock/transport/gloo.h"
 #include "penstock/transport/message_order.h"

@@ -7,7 +7,7 @@
 #include <optional>
 
 #include "penstock/cli/program/local_ranks.h"
-#include "penstock/transport/device_backend.h"
+#include "penstock/transport/device_plugin.h"
 #include "penstock/transport/plugin_library.h"
 #include "penstock/transport/rendezvous.h"
 
@@ -34,6 +34,17 @@ DeviceList devices_of(const std::string& text) {
   return devices;
 }
 
+void* load_simulated_library() {
+  const std::filesystem::path executable = std::filesystem::read_symlink("/proc/self/exe");
+  const PluginLibrary library =
+      load_plugin({.name = "libpenstock_sim.so",
+                   .path_variable = "PENSTOCK_SIM_LIBRARY",
+                   .directories = {(executable.parent_path() / ".." / "lib").lexically_normal()},
+                   .install_hint = "build the target penstock_sim, which is a tool for tests"});
+  if (library.handle == nullptr) throw DeviceError("the simulated device cannot be used: " + library.reason);
+  return library.handle;
+}
+
 }  // namespace
 
 void DeviceOption::add_to(CLI::App& command) {
@@ -51,14 +62,7 @@ DeviceList DeviceOption::load() const {
 }
 
 void load_simulated_device() {
-  const std::filesystem::path executable = std::filesystem::read_symlink("/proc/self/exe");
-  const PluginLibrary library =
-      load_plugin({.name = "libpenstock_sim.so",
-                   .path_variable = "PENSTOCK_SIM_LIBRARY",
-                   .directories = {(executable.parent_path() / ".." / "lib").lexically_normal()},
-                   .install_hint = "build the target penstock_sim, which is a tool for tests"});
-  if (library.handle == nullptr) throw DeviceError("the simulated device cannot be used: " + library.reason);
-  void* const install = ::dlsym(library.handle, "penstock_device_install");
+  void* const install = ::dlsym(load_simulated_library(), "penstock_device_install");
   if (install == nullptr) {
     throw DeviceError(std::string("the library of the simulated device has no penstock_device_install: ") +
                       ::dlerror() +
@@ -66,6 +70,10 @@ void load_simulated_device() {
   }
   // The library has written the reason to standard error.
   if (reinterpret_cast<int (*)()>(install)() != 0) throw DeviceError("the simulated device could not be installed.");
+}
+
+DeviceBackends simulated_device_backends(at::Device device) {
+  return device_backends_of(load_simulated_library(), device);
 }
 
 }  // namespace penstock::internal::cli

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "penstock/device/device_list.h"
+#include "penstock/transport/device_backend.h"
 
 namespace penstock::internal::cli {
 
@@ -23,5 +24,7 @@ struct DeviceOption {
 // Loads the simulated device of the tests, libpenstock_sim.so, from the path in PENSTOCK_SIM_LIBRARY if it is set, and
 // otherwise from ../lib relative to the executable or from the search path of the dynamic linker. Throws DeviceError.
 void load_simulated_device();
+// Returns the backends that its library exports. Requires load_simulated_device().
+DeviceBackends simulated_device_backends(at::Device device);
 
 }  // namespace penstock::internal::cli

@@ -17,6 +17,7 @@
 #include "penstock/tensor/reason.h"
 #include "penstock/transport/c10d_group.h"
 #include "penstock/transport/control_channel.h"
+#include "penstock/transport/device_choice.h"
 #include "penstock/transport/device_group.h"
 #include "penstock/transport/device_operations.h"
 #include "penstock/transport/direct_links.h"
@@ -80,7 +81,7 @@ class C10dTransport : public Transport {
         ranks_(ranks),
         timeout_(options.timeout.value_or(kDefaultTimeout)),
         backends_(options.backends ? std::move(options.backends) : gloo_backends({.timeout = timeout_})),
-        device_backends_(std::move(options.device_backends)),
+        device_backends_(std::move(options.device_backends.create)),
         pool_(std::move(pool)),
         control_(std::make_shared<ControlChannel>(make_backend("control", rank, ranks),
                                                   [targets = abort_targets_] { targets->tear_down(); })),
@@ -324,14 +325,18 @@ class C10dTransport : public Transport {
 
 std::unique_ptr<Transport> c10d_transport_with_pool(const c10::intrusive_ptr<c10d::Store>& store, int rank, int ranks,
                                                     C10dOptions options, std::shared_ptr<BlockPool> pool) {
-  // The ranks that have device backends wait for each other where others do not.
-  if (options.device_backends) options.agreed["device tensors"] = "sent from device to device";
+  DeviceChoice choice(options.device_backends, options.device_transport);
+  if (const std::string asked = choice.asked(); !asked.empty()) options.agreed["device_transport"] = asked;
   auto session = require_all_ranks(store, {.rank = rank,
                                            .ranks = ranks,
                                            .token = JobToken(options.job_token),
                                            .agreed = options.agreed,
+                                           .statement = choice.statement(),
+                                           .on_statements = [&](const auto& all) { choice.choose(all); },
                                            .timeout = options.timeout.value_or(kDefaultTimeout),
                                            .on_waiting = options.on_waiting});
+  if (options.on_device_transport) options.on_device_transport(choice.chosen(), choice.reason());
+  if (choice.chosen() == DeviceTransport::Staged) options.device_backends = {};
   return std::make_unique<C10dTransport>(std::move(session), rank, ranks, std::move(options), std::move(pool));
 }
 

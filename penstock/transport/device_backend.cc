@@ -6,16 +6,17 @@
 
 #include <array>
 #include <climits>
-#include <stdexcept>
-#include <system_error>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <exception>
+#include <string>
 #include <utility>
 
-#include "penstock/transport/nccl_plugin.h"
+#include "penstock/base/text.h"
+#include "penstock/device/device_list.h"
+#include "penstock/tensor/reason.h"
+#include "penstock/transport/device_plugin.h"
 #include "penstock/transport/plugin_library.h"
 
-namespace penstock::internal {
+namespace penstock {
 namespace {
 
 // Returns why this process cannot use CUDA through libtorch, or "".
@@ -35,15 +36,31 @@ std::string why_no_cuda() {
          "  Hint: `nvidia-smi` lists GPUs and tests the driver; CUDA_VISIBLE_DEVICES may hide them.";
 }
 
+DeviceBackends load_nccl(at::Device device) {
+  load_accelerator();
+  if (std::string reason = why_no_cuda(); !reason.empty()) return {.reason = std::move(reason)};
+  internal::PluginLibrary plugin = internal::load_plugin({.name = "libpenstock_nccl.so",
+                                                          .path_variable = "PENSTOCK_NCCL_PLUGIN",
+                                                          .directories = internal::plugin_directories(),
+                                                          .install_hint = "build Penstock with -DPENSTOCK_NCCL=ON"});
+  if (plugin.handle == nullptr) return {.reason = std::move(plugin.reason)};
+  return internal::device_backends_of(plugin.handle, device);
+}
+
 }  // namespace
 
-void load_accelerator_from(const std::filesystem::path& directory) {
-  for (const char* const name : {"libtorch_cuda.so", "libtorch_hip.so", "libtorch_xpu.so"}) {
-    std::error_code error;
-    if (!std::filesystem::exists(directory / name, error)) continue;
-    // Its symbols are global, since plugins are not linked with it.
-    load_library(directory / name, RTLD_GLOBAL,
-                 "install the packages that this build of torch needs (`pip check` names them), or the CPU build.");
+DeviceBackends device_backends(at::Device device) {
+  if (device.is_cpu()) {
+    return {.reason = "the rank is on the CPU, whose tensors need no device backend.\n  Hint: name the rank's device."};
+  }
+  if (!device.is_cuda()) {
+    return {.reason = internal::concat("there is no plugin for ", internal::device_type_name(device.type()),
+                                       " devices.\n  Hint: stage tensors in CPU memory.")};
+  }
+  try {
+    return load_nccl(device);
+  } catch (const std::exception& error) {
+    return {.reason = internal::reason_of(error)};
   }
 }
 
@@ -53,34 +70,7 @@ void load_accelerator() {
   std::array<char, PATH_MAX> directory{};
   const bool found = ::dlinfo(cpu, RTLD_DI_ORIGIN, directory.data()) == 0;
   ::dlclose(cpu);
-  if (found) load_accelerator_from(directory.data());
+  if (found) internal::load_accelerator_from(directory.data());
 }
 
-DeviceBackendFactory device_backends_of(void* plugin) {
-  void* const symbol = ::dlsym(plugin, kCreateDeviceBackend);
-  if (symbol == nullptr) {
-    throw std::runtime_error(std::string("the library is not a plugin of Penstock: ") + ::dlerror() +
-                             ".\n  Hint: build libpenstock_nccl.so with -DPENSTOCK_NCCL=ON.");
-  }
-  const auto create = reinterpret_cast<CreateDeviceBackend*>(symbol);
-  return [create](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, at::Device device) {
-    return c10::intrusive_ptr<c10d::Backend>::reclaim(create(store.get(), rank, size, device.index()));
-  };
-}
-
-DeviceBackends load_device_backends(at::DeviceType type) {
-  if (type != at::kCUDA) {
-    return {.reason = "there is no plugin for " + c10::DeviceTypeName(type, /*lower_case=*/true) +
-                      " devices.\n  Hint: send their tensors through CPU memory."};
-  }
-  load_accelerator();
-  if (std::string reason = why_no_cuda(); !reason.empty()) return {.reason = std::move(reason)};
-  PluginLibrary plugin = load_plugin({.name = "libpenstock_nccl.so",
-                                      .path_variable = "PENSTOCK_NCCL_PLUGIN",
-                                      .directories = plugin_directories(),
-                                      .install_hint = "build Penstock with -DPENSTOCK_NCCL=ON"});
-  if (plugin.handle == nullptr) return {.reason = std::move(plugin.reason)};
-  return {.create = device_backends_of(plugin.handle)};
-}
-
-}  // namespace penstock::internal
+}  // namespace penstock

@@ -87,6 +87,7 @@ class Handshake {
     wait_for(member_key, [this] { require_same_job(); });
     const std::vector<std::string> members = read_members();
     require_same_options(members);
+    pass_on_statements(members);
     std::vector<std::string> transcript{"transcript"};
     transcript.insert(transcript.end(), members.begin(), members.end());
     prove(transcript);
@@ -98,7 +99,8 @@ class Handshake {
   // Publishes the value of this rank. Rank 0 also publishes which job the store belongs to.
   void publish() {
     if (self_.rank == 0) common_->set(kJob, fingerprint_);
-    std::vector<std::string> texts{JobToken::random().secret(), "WORLD_SIZE", std::to_string(self_.ranks)};
+    std::vector<std::string> texts{JobToken::random().secret(), self_.statement, "WORLD_SIZE",
+                                   std::to_string(self_.ranks)};
     for (const auto& [name, value] : self_.agreed) {
       texts.push_back(name);
       texts.push_back(value);
@@ -205,11 +207,22 @@ class Handshake {
     for (const std::string& member : members) {
       const std::vector<std::string> texts = split_texts(member);
       RankOptions& options = by_rank.emplace_back();
-      // The first text is the rank's nonce.
-      for (std::size_t i = 1; i + 1 < texts.size(); i += 2) options[texts[i]] = texts[i + 1];
+      // The first texts are the rank's nonce and its statement.
+      for (std::size_t i = 2; i + 1 < texts.size(); i += 2) options[texts[i]] = texts[i + 1];
     }
     if (const auto difference = difference_between(by_rank)) {
       fail({TransportError::Why::Aborted, difference->rank, difference->message});
+    }
+  }
+
+  void pass_on_statements(const std::vector<std::string>& members) {
+    if (!self_.on_statements) return;
+    std::vector<std::string> statements;
+    for (const std::string& member : members) statements.push_back(split_texts(member).at(1));
+    try {
+      self_.on_statements(statements);
+    } catch (const TransportError& error) {
+      fail(error);
     }
   }
 

@@ -12,6 +12,7 @@
 #include <functional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
 
 #include "penstock/base/deadline.h"
 #include "penstock/transport/job_token.h"
@@ -27,6 +28,10 @@ struct Membership {
   JobToken token = JobToken();
   // Options that must be the same on all ranks.
   RankOptions agreed = {};
+  // Text that all ranks receive, and a function that receives those of all ranks, by rank, before the handshake ends.
+  // If it throws TransportError, the handshake fails on all ranks.
+  std::string statement = {};
+  std::function<void(const std::vector<std::string>& statements)> on_statements = {};
   std::chrono::milliseconds timeout = std::chrono::seconds(60);
   WaitingFunction on_waiting = {};
 };
@@ -36,7 +41,7 @@ struct Membership {
 //
 // Throws TransportError with the same message on all ranks that have called it: Timeout if ranks are missing at the
 // timeout, with the first of them as peer; Aborted if a rank has other options than rank 0 or cannot prove that it
-// knows the token, with that rank as peer. Throws Aborted at once on a rank whose token is not that of rank 0; the
+// knows the token, with that rank as peer; what on_statements throws. Throws Aborted at once on a rank whose token is not that of rank 0; the
 // others continue to wait.
 c10::intrusive_ptr<c10d::Store> require_all_ranks(const c10::intrusive_ptr<c10d::Store>& store, const Membership& self);
 

@@ -4,6 +4,7 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/util/Exception.h>
 #include <c10/util/env.h>
+#include <cuda_runtime_api.h>
 #include <nccl.h>
 #include <torch/csrc/cuda/nccl.h>
 
@@ -69,6 +70,11 @@ void check_library() {
                            " or later.\n  Hint: remove the older libnccl.so from LD_LIBRARY_PATH and LD_PRELOAD.");
 }
 
+void check_versions() {
+  check_headers();
+  check_library();
+}
+
 void check_device(int index) {
   const int count = c10::cuda::device_count();
   if (index < 0 || index >= count) {
@@ -106,13 +112,12 @@ c10::intrusive_ptr<c10d::ProcessGroupNCCL> connect(const c10::intrusive_ptr<c10d
 }
 
 c10d::Backend* create(c10d::Store* store, int rank, int size, int device_index) {
-  [[maybe_unused]] static const bool kReady = [] {
-    check_headers();
-    check_library();
+  check_versions();
+  check_device(device_index);
+  [[maybe_unused]] static const bool kHasDefaults = [] {
     set_defaults();
     return true;
   }();
-  check_device(device_index);
   const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(device_index));
   try {
     return connect(c10::intrusive_ptr<c10d::Store>::reclaim_copy(store), rank, size, device).release();
@@ -124,10 +129,25 @@ c10d::Backend* create(c10d::Store* store, int rank, int size, int device_index) 
   }
 }
 
+// NCCL refuses two ranks whose GPUs have the same address on one machine.
+std::string pci_address_of(int index) {
+  check_versions();
+  check_device(index);
+  std::array<char, 32> text{};
+  const cudaError_t error = cudaDeviceGetPCIBusId(text.data(), static_cast<int>(text.size()), index);
+  if (error == cudaSuccess) return text.data();
+  throw std::runtime_error("CUDA does not tell the PCI address of cuda:" + std::to_string(index) + ": " +
+                           cudaGetErrorString(error) + ".\n  Hint: `nvidia-smi` tests the driver.");
+}
+
 }  // namespace
 }  // namespace penstock::internal
 
 extern "C" __attribute__((visibility("default"))) c10d::Backend* penstock_device_backend(c10d::Store* store, int rank,
                                                                                          int size, int device_index) {
   return penstock::internal::create(store, rank, size, device_index);
+}
+
+extern "C" __attribute__((visibility("default"))) void penstock_device_id(int device_index, std::string& id) {
+  id = penstock::internal::pci_address_of(device_index);
 }

@@ -1,4 +1,4 @@
-// Finds and loads the library of a plugin. It is separate from device_backend.h, so that its errors can be tested
+// Finds and loads the library of a plugin. It is separate from device_plugin.h, so that its errors can be tested
 // without an accelerator.
 #pragma once
 

@@ -73,7 +73,7 @@ class Nccl : public ::testing::Test {
  protected:
   void SetUp() override {
     if (!at::hasCUDA()) GTEST_SKIP() << "there are no devices";
-    DeviceBackends backends = load_device_backends(at::kCUDA);
+    DeviceBackends backends = device_backends(at::kCUDA);
     ASSERT_TRUE(backends.create) << backends.reason;
     create_ = std::move(backends.create);
   }
@@ -342,7 +342,7 @@ TEST_F(Nccl, ReportsADeviceThatDoesNotExist) {
 
 TEST(NcclWithoutGpus, IsExplained) {
   if (at::hasCUDA()) GTEST_SKIP() << "there are devices";
-  const DeviceBackends backends = load_device_backends(at::kCUDA);
+  const DeviceBackends backends = device_backends(at::kCUDA);
   EXPECT_FALSE(backends.create);
   EXPECT_EQ(backends.reason,
             "CUDA finds no GPU.\n"

@@ -13,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include "penstock/transport/device_plugin.h"
 #include "penstock/transport/plugin_library.h"
 #include "tests/tensor/folder.h"
 #include "tests/thrown.h"
@@ -88,7 +89,7 @@ TEST(PluginDirectories, BeginWithThatOfTheExecutable) {
 
 TEST(DeviceBackends, PassArgumentsAndErrorsOfThePlugin) {
   void* const library = load_library(stub(), RTLD_LOCAL, "");
-  const DeviceBackendFactory create = device_backends_of(library);
+  const DeviceBackendFactory create = device_backends_of(library, at::Device(at::kCUDA, 1)).create;
   const auto store = c10::make_intrusive<c10d::HashStore>();
   store->add("key", 7);
   EXPECT_EQ(message_of<std::runtime_error>([&] { create(store, 2, 3, at::Device(at::kCUDA, 1)); }),
@@ -96,21 +97,46 @@ TEST(DeviceBackends, PassArgumentsAndErrorsOfThePlugin) {
   EXPECT_EQ(store.use_count(), 1U);
 }
 
+TEST(DeviceBackends, IdentifyADeviceAmongThoseOfAllMachines) {
+  void* const library = load_library(stub(), RTLD_LOCAL, "");
+  const auto id_of = [&](at::Device device) { return device_backends_of(library, device).device_id; };
+  const std::string id = id_of(at::Device(at::kCUDA, 1));
+  EXPECT_TRUE(id.ends_with("/cuda/slot 1")) << id;
+  std::string machine;
+  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), machine);
+  EXPECT_TRUE(id.starts_with(machine)) << id;
+  EXPECT_NE(id_of(at::Device(at::kCUDA, 2)), id);
+  EXPECT_EQ(id_of(at::kCUDA), "");
+}
+
+TEST(DeviceBackends, ReportADeviceThatThePluginDoesNotHave) {
+  void* const library = load_library(stub(), RTLD_LOCAL, "");
+  EXPECT_EQ(message_of<std::runtime_error>([&] { device_backends_of(library, at::Device(at::kCUDA, 4)); }),
+            "there is no device 4");
+}
+
 TEST(DeviceBackends, ReportALibraryThatIsNoPlugin) {
   void* const library = load_library("libc10.so", RTLD_LOCAL, "");
-  const std::string message = message_of<std::runtime_error>([&] { device_backends_of(library); });
+  const std::string message = message_of<std::runtime_error>([&] { device_backends_of(library, at::kCUDA); });
   EXPECT_TRUE(message.starts_with("the library is not a plugin of Penstock: ")) << message;
   EXPECT_NE(message.find("penstock_device_backend"), std::string::npos) << message;
 }
 
 TEST(DeviceBackends, ExplainATypeWithoutPlugin) {
-  const DeviceBackends backends = load_device_backends(at::kXPU);
+  const DeviceBackends backends = device_backends(at::kXPU);
   EXPECT_FALSE(backends.create);
-  EXPECT_EQ(backends.reason, "there is no plugin for xpu devices.\n  Hint: send their tensors through CPU memory.");
+  EXPECT_EQ(backends.reason, "there is no plugin for xpu devices.\n  Hint: stage tensors in CPU memory.");
+}
+
+TEST(DeviceBackends, ExplainThatTheCpuHasNone) {
+  const DeviceBackends backends = device_backends(at::kCPU);
+  EXPECT_FALSE(backends.create);
+  EXPECT_EQ(backends.reason,
+            "the rank is on the CPU, whose tensors need no device backend.\n  Hint: name the rank's device.");
 }
 
 TEST(DeviceBackends, ExplainThatThereIsNoCuda) {
-  const DeviceBackends backends = load_device_backends(at::kCUDA);
+  const DeviceBackends backends = device_backends(at::kCUDA);
   if (at::hasCUDA()) GTEST_SKIP() << "there are GPUs";
   EXPECT_FALSE(backends.create);
   // The reason depends on the build of libtorch.

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <mutex>
+#include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <utility>
 #include <vector>
@@ -42,16 +43,25 @@ void set_inner_backends(InnerBackends created) {
   factory() = std::move(created);
 }
 
-}  // namespace penstock::sim
-
-c10d::Backend* penstock_device_backend(c10d::Store* store, int rank, int size, int device_index) {
-  using namespace penstock::sim;
+c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                               c10::Device device) {
   InnerBackends create;
   {
     const std::lock_guard lock(factory_mutex);
     create = factory() ? factory() : make_gloo;
   }
-  const auto owned = c10::intrusive_ptr<c10d::Store>::reclaim_copy(store);
+  return make_ordered_backend(create(store, rank, size), device);
+}
+
+}  // namespace penstock::sim
+
+c10d::Backend* penstock_device_backend(c10d::Store* store, int rank, int size, int device_index) {
   const c10::Device device(c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(device_index));
-  return make_ordered_backend(create(owned, rank, size), device).release();
+  auto backend = penstock::sim::make_backend(c10::intrusive_ptr<c10d::Store>::reclaim_copy(store), rank, size, device);
+  backend->eagerConnectSingleDevice(device);
+  return backend.release();
+}
+
+void penstock_device_id(int device_index, std::string& id) {
+  id = std::to_string(device_index);
 }

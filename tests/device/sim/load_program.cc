@@ -12,7 +12,10 @@ int main(int count, char** words) {
     return 2;
   }
   const auto install = reinterpret_cast<int (*)()>(::dlsym(library, "penstock_device_install"));
-  if (install == nullptr || ::dlsym(library, "penstock_device_backend") == nullptr || install() != 0) return 2;
+  for (const char* const name : {"penstock_device_backend", "penstock_device_id"}) {
+    if (::dlsym(library, name) == nullptr) return 2;
+  }
+  if (install == nullptr || install() != 0) return 2;
   // Alive when the process exits.
   static const at::Tensor sum = at::ones({8}, at::Device("sim:3")) + 1;
   return sum.sum().item<float>() == 16 ? 0 : 1;

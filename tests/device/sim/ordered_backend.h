@@ -21,6 +21,7 @@
 
 #include <chrono>
 #include <functional>
+#include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -38,7 +39,13 @@ struct OrderedOptions {
 c10::intrusive_ptr<c10d::Backend> make_ordered_backend(c10::intrusive_ptr<c10d::Backend> inner, c10::Device device,
                                                        const OrderedOptions& options = {});
 
-// Creates the inner backends of penstock_device_backend(). Without it, they are ProcessGroupGloo on loopback.
+// Returns an ordered backend that is not connected. The ranks of a group find each other through the store, which no
+// other group may use without a prefix of its own. Blocks until the inner backends have connected. Throws what they
+// throw.
+c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                               c10::Device device);
+
+// Creates the inner backends of make_backend(). Without it, they are ProcessGroupGloo on loopback.
 using InnerBackends =
     std::function<c10::intrusive_ptr<c10d::Backend>(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size)>;
 void set_inner_backends(InnerBackends factory);
@@ -46,8 +53,11 @@ void set_inner_backends(InnerBackends factory);
 }  // namespace penstock::sim
 
 extern "C" {
-// Returns an ordered backend, which the caller owns: take it with c10::intrusive_ptr<c10d::Backend>::reclaim. The ranks
-// of a group find each other through the store, which no other group may use without a prefix of its own. Blocks until
-// all have connected. Throws what the inner backend throws.
+// These are the functions of a plugin of Penstock.
+
+// Returns what make_backend() does, connected, which the caller owns: take it with
+// c10::intrusive_ptr<c10d::Backend>::reclaim.
 c10d::Backend* penstock_device_backend(c10d::Store* store, int rank, int size, int device_index);
+// Sets `id` to the index. Each process has devices of its own, but those with one index count as one, as GPUs would.
+void penstock_device_id(int device_index, std::string& id);
 }

@@ -32,7 +32,7 @@ struct Rank {
   // Creates a backend of all ranks; `name` tells those of one rank apart.
   Backend backend(int ranks, const std::string& name = "all") const {
     const auto prefixed = c10::make_intrusive<c10d::PrefixStore>(name, store);
-    return Backend::reclaim(penstock_device_backend(prefixed.get(), rank, ranks, device.index()));
+    return make_backend(prefixed, rank, ranks, device);
   }
 };
 

@@ -24,7 +24,6 @@ void run_rank(int rank, const std::string& store_path, bool races) {
   const auto store = c10::make_intrusive<c10d::FileStore>(store_path, kRanks);
   const auto backend =
       c10::intrusive_ptr<c10d::Backend>::reclaim(penstock_device_backend(store.get(), rank, kRanks, device.index()));
-  backend->eagerConnectSingleDevice(device);
   std::vector<at::Tensor> tensors{at::full({16}, 1.0 + rank, at::TensorOptions(device))};
   const auto work = rank == 0 ? backend->send(tensors, 1, 0) : backend->recv(tensors, 0, 0);
   if (!races) work->wait();

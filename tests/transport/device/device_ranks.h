@@ -14,7 +14,7 @@
 
 #include "penstock/device/streams.h"
 #include "penstock/transport/c10d.h"
-#include "penstock/transport/device_backend_factory.h"
+#include "penstock/transport/device_backend.h"
 #include "tests/device/sim/ordered_backend.h"
 #include "tests/device/sim/sim_device.h"
 #include "tests/transport/ranks.h"
@@ -32,14 +32,11 @@ inline at::Device sim_device(int index) {
   return {c10::kPrivateUse1, static_cast<c10::DeviceIndex>(index)};
 }
 
-// Creates backends that are connected, as those of libpenstock_nccl.so are.
-inline DeviceBackendFactory sim_backends() {
-  return [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, at::Device device) {
-    auto backend =
-        c10::intrusive_ptr<c10d::Backend>::reclaim(penstock_device_backend(store.get(), rank, size, device.index()));
-    backend->eagerConnectSingleDevice(device);
-    return backend;
-  };
+// Returns backends for any device, without an id: the ranks of some tests share devices.
+inline DeviceBackends sim_backends() {
+  return {.create = [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, at::Device device) {
+    return c10::intrusive_ptr<c10d::Backend>::reclaim(penstock_device_backend(store.get(), rank, size, device.index()));
+  }};
 }
 
 inline C10dOptions options_of(DeviceCarrier carrier, C10dOptions options = {}) {
