@@ -1,11 +1,13 @@
 #include "penstock/transport/c10d.h"
 
+#include <string>
 #include <utility>
 
 #include "penstock/transport/block_pool.h"
 #include "penstock/transport/c10d_transport.h"
 #include "penstock/transport/child_sockets.h"
 #include "penstock/transport/connection_filter.h"
+#include "penstock/transport/nccl_interface.h"
 
 namespace penstock {
 
@@ -22,6 +24,11 @@ std::unique_ptr<Transport> c10d_transport(const Rendezvous& rendezvous, C10dOpti
     options.backends =
         gloo_backends({.interface = rendezvous.interface, .address = rendezvous.address, .timeout = *options.timeout});
   }
+  options.on_device_transport = [&rendezvous, call = std::move(options.on_device_transport)](
+                                    DeviceTransport chosen, const std::string& reason) {
+    if (chosen == DeviceTransport::Direct) internal::restrict_nccl(rendezvous.interface, rendezvous.address);
+    if (call) call(chosen, reason);
+  };
   auto transport = c10d_transport(rendezvous.store, rendezvous.rank, rendezvous.ranks, std::move(options));
   // All ranks have connected to the store, so its port takes no more connections.
   if (rendezvous.served_port != 0) {

@@ -63,7 +63,8 @@ struct C10dOptions {
 // flight. If the process exits while a transport is alive, it leaves as if it were destroyed.
 std::unique_ptr<Transport> c10d_transport(c10::intrusive_ptr<c10d::Store> store, int rank, int ranks,
                                           C10dOptions options = {});
-// Takes rank, store and defaults of the options from the rendezvous.
+// Takes rank, store and defaults of the options from the rendezvous. If tensors are sent from device to device, sets
+// NCCL_SOCKET_IFNAME to the interface of the rendezvous, unless it is set: by default, NCCL listens on others.
 std::unique_ptr<Transport> c10d_transport(const Rendezvous& rendezvous, C10dOptions options = {});
 
 }  // namespace penstock
