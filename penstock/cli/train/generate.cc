@@ -5,6 +5,7 @@
 #include <string>
 
 #include "penstock/cli/checks.h"
+#include "penstock/cli/devices.h"
 #include "penstock/cli/output.h"
 #include "penstock/cli/program/commands.h"
 #include "penstock/cli/program/options.h"
@@ -48,6 +49,7 @@ void add_generate(CLI::App& command, int& /*exit*/) {
     std::string text;
     GenerateTextOptions generate;
     int ranks = 2;
+    DeviceOption device;
   };
   const auto options = std::make_shared<Options>();
   command
@@ -65,7 +67,13 @@ void add_generate(CLI::App& command, int& /*exit*/) {
   command.add_option("--ranks", options->ranks, "Number of ranks, each with one stage of the model")
       ->option_text("P [2]")
       ->check(whole_number());
+  options->device.add_to(command);
+  command.get_option("--device")
+      ->description(
+          "Devices of the ranks, which are threads of this process, dealt to them in turn; sim is a simulated device "
+          "for tests (default: the CPU)");
   on_call(command, [options] {
+    const DeviceList devices = options->device.load();
     const Checkpoint checkpoint(options->checkpoint);
     const GptOptions gpt = gpt_of(checkpoint);
     const std::unique_ptr<Model> model = gpt_model(
@@ -73,7 +81,9 @@ void add_generate(CLI::App& command, int& /*exit*/) {
     checkpoint.require_model({.description = model->description()});
     model->set_training(false);
     std::vector<PipelineStage> stages;
-    for (int stage = 0; stage < options->ranks; ++stage) stages.push_back(model->build_stage(stage));
+    for (int stage = 0; stage < options->ranks; ++stage) {
+      stages.push_back(model->build_stage(stage, devices.of(stage)));
+    }
     Pipeline pipeline(std::move(stages),
                       generate("ForwardOnly", {.ranks = options->ranks, .stages_per_rank = 1, .microbatches = 1}));
     std::cout << generate_text(pipeline, gpt.length, options->text, options->generate) << "\n";
