@@ -25,6 +25,8 @@ constexpr OptionHint kOptionHints[] = {
     {"choose a standard deviation for such weights", "--init-std"},
     {"give their values", "--weights"},
     {"give the values of buffers", "--weights"},
+    // transport
+    {"stage tensors in CPU memory", "--device-transport staged"},
     // train
     {"use shorter sequences", "--length N"},
     {"lower the learning rate", "--learning-rate"},

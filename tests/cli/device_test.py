@@ -16,6 +16,13 @@ ZOO = os.path.abspath(os.environ["PENSTOCK_ZOO"])
 # Few seconds for each run.
 QUICK = ["--digits", 1, "--rows", 8, "--layers", 2, "--width", 16, "--heads", 2, "--warmup", 2]
 
+# Lines that the command prints with process ranks on devices.
+DIRECT = "penstock: tensors on devices are sent from device to device.\n"
+STAGED = "penstock: tensors on devices are staged in CPU memory.\n"
+SHARED = "penstock: tensors on devices are staged in CPU memory, as ranks 0 and 1 have the same device.\n"
+# Values of --device-transport with the line that follows, where each rank has a device of its own.
+DEVICE_TRANSPORTS = {"auto": DIRECT, "direct": DIRECT, "staged": STAGED}
+
 # Models of the zoo: convolutions and running statistics, recurrent networks, regions of autocast, constants, written buffers,
 # operators in place, shapes that depend on data, dropout.
 MODELS = ["resnet", "lstm", "autocast", "scalars", "assigned_buffer", "inplace", "moe_dropless", "encoder_decoder"]
@@ -86,25 +93,98 @@ class Devices(Case):
     def test_trains_process_ranks_each_on_its_device(self):
         self.train(*QUICK, "--steps", 3)
         expected = self.losses()
-        self.train(*QUICK, "--steps", 3, "--device", "sim", "--transport", "gloo", "--ranks", 2, output="gloo")
-        self.assertEqual(self.losses("gloo"), expected)
+        for transport, line in DEVICE_TRANSPORTS.items():
+            with self.subTest(transport=transport):
+                result = self.penstock("train", *QUICK, "--steps", 3, "--device", "sim", "--transport", "gloo", "--ranks", 2,
+                                       "--device-transport", transport, "--output", transport)
+                self.assertEqual(result.stderr, line)
+                self.assertEqual(self.losses(transport), expected)
 
-    def test_refuses_ranks_on_devices_of_other_types(self):
+    def test_trains_replicas_and_shards_with_messages_from_device_to_device(self):
+        words = [*QUICK[:2], "--rows", 16, *QUICK[4:], "--steps", 3, "--data-parallel", 2, "--ranks", 2]
+        for options in ([], ["--shard"]):
+            self.train(*words, *options)
+            expected = self.losses()
+            with self.subTest(options=options):
+                result = self.penstock("train", *words, *options, "--device", "sim", "--transport", "gloo",
+                                       "--device-transport", "direct", "--output", "direct", "--overwrite")
+                self.assertEqual(result.stderr, DIRECT)
+                self.assertEqual(self.losses("direct"), expected)
+
+    def test_samples_text_and_resumes_with_messages_from_device_to_device(self):
+        (self.folder / "text").write_text("the water turns the wheel and the wheel turns the mill. " * 50)
+        words = ["--data", "text", *QUICK[2:], "--length", 16, "--steps", 4, "--checkpoint-every", 2]
+        expected = self.train(*words, "--checkpoint", "cpu").partition("Sample:")[2]
+        self.assertNotEqual(expected, "")
+        direct = [*words, "--checkpoint", "direct", "--device", "sim", "--transport", "gloo", "--ranks", 2]
+        text = self.train(*direct, output="direct")
+        self.assertEqual(text.partition("Sample:")[2], expected)
+        self.assertEqual(self.losses("direct"), self.losses())
+        shutil.rmtree(self.folder / "direct/step-00000004")
+        text = self.train(*direct, "--resume", output="direct")
+        self.assertIn("resuming after step 2", text)
+        self.assertEqual(text.partition("Sample:")[2], expected)
+        words = ["generate", "cpu", "the ", "--bytes", 20]
+        self.assertEqual(self.answers(*words, "--device", "sim:1,0"), self.answers(*words))
+
+    def test_launches_ranks_with_messages_from_device_to_device(self):
+        self.train(*QUICK, "--steps", 2)
+        result = self.penstock("launch", "--processes", 2, "train", *QUICK, "--steps", 2, "--ranks", 2, "--device", "sim",
+                               "--device-transport", "direct", "--output", "launched")
+        self.assertEqual(result.stderr, DIRECT)
+        self.assertEqual(self.losses("launched"), self.losses())
+
+    def test_stages_messages_of_ranks_that_share_a_device(self):
+        words = ["train", *QUICK, "--steps", 2, "--device", "sim:0", "--transport", "gloo", "--ranks", 2]
+        self.assertEqual(self.penstock(*words).stderr, SHARED)
+        message = ("penstock: tensors cannot be sent from device to device: ranks 0 and 1 have the same device.\n"
+                   "  Hint: give each rank a device of its own, or stage tensors in CPU memory (--device-transport staged).\n")
+        result = self.penstock(*words, "--device-transport", "direct", "--overwrite", code=2)
+        self.assertEqual(result.stderr, message)
+
+    def test_refuses_direct_messages_where_there_are_none(self):
+        for command in (["train", "--output", "run"], ["check", ZOO + "/gpt.pt2", "--stages", 2]):
+            for words, message in (
+                (["--transport", "gloo"],
+                 "penstock: --device-transport direct sends tensors from device to device; found ranks on the CPU.\n"
+                 "  Hint: choose devices with --device, or leave --device-transport out.\n"),
+                (["--device", "sim"],
+                 "penstock: --device-transport direct is for process ranks; found thread ranks.\n"
+                 "  Hint: start process ranks with --transport gloo, or leave --device-transport out: thread ranks never send "
+                 "tensors through CPU memory.\n"),
+            ):
+                self.assertEqual(self.refuses(*command, *words, "--device-transport", "direct", message=message), message)
+        self.refuses("check", ZOO + "/gpt.pt2", "--device-transport", "fast", message="--device-transport: ")
+        self.assertFalse((self.folder / "run").exists())
+
+    def train_by_hand(self, *options):
+        """Starts a rank with each of the options, and returns what they print as errors."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         ranks = []
-        for rank, device in enumerate(("sim:0", "cpu")):
-            environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        for rank, words in enumerate(options):
+            environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(len(options)), "MASTER_ADDR": "127.0.0.1",
                            "MASTER_PORT": str(port)}
-            words = ["train", *QUICK, "--steps", 2, "--output", f"run-{rank}", "--device", device]
+            words = ["train", *QUICK, "--steps", 2, "--output", f"run-{rank}", *words]
             ranks.append(subprocess.Popen([PENSTOCK, *map(str, words)], cwd=self.folder, env=environment,
                                           stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True))
+        errors = []
         for rank in ranks:
             _, text = rank.communicate(timeout=60)
             self.assertEqual(rank.returncode, 2, text)
+            errors.append(text)
+        return errors
+
+    def test_refuses_ranks_on_devices_of_other_types(self):
+        for text in self.train_by_hand(["--device", "sim:0"], ["--device", "cpu"]):
             self.assertIn("device (type)", text)
             self.assertIn("sim", text)
+
+    def test_refuses_ranks_with_other_device_transports(self):
+        words = ["--device", "sim", "--device-transport"]
+        for text in self.train_by_hand([*words, "direct"], [*words, "staged"]):
+            self.assertIn("\n  device_transport: staged on rank 1, direct on rank 0\n", text)
 
     def test_refuses_a_limit_of_memory(self):
         message = ("--memory predicts the memory of ranks on the CPU, and not of devices; found --device sim:0.\n"
@@ -121,6 +201,11 @@ class Devices(Case):
         evaluation = ["eval", *words[:5], "--stages", 2]
         text = self.answers(*evaluation).split(" rows/s")[0].split(", ")[0]
         self.assertEqual(self.answers(*evaluation, "--device", "sim:1,0").split(" rows/s")[0].split(", ")[0], text)
+        for transport, line in DEVICE_TRANSPORTS.items():
+            with self.subTest(transport=transport):
+                result = self.penstock(*evaluation, "--device", "sim", "--transport", "gloo", "--device-transport", transport)
+                self.assertEqual(result.stderr, line)
+                self.assertEqual(result.stdout.split(" rows/s")[0].split(", ")[0], text)
 
     def test_checks_exported_models(self):
         for name in MODELS:
@@ -130,12 +215,25 @@ class Devices(Case):
                 self.assertIn("bitwise identical to one process", text)
         # The tied embedding sums its gradients in another order, as on the CPU.
         for words in (["--stages", 2], ["--stages", 2, "--recompute", "stages"],
-                      ["--schedule", "ZBVZeroBubble", "--ranks", 2, "--stages", 4, "--recompute", "all"],
-                      ["--stages", 2, "--transport", "gloo"]):
+                      ["--schedule", "ZBVZeroBubble", "--ranks", 2, "--stages", 4, "--recompute", "all"]):
             with self.subTest(words=words):
-                text = self.answers("check", ZOO + "/gpt.pt2", *words, "--device", "sim")
-                self.assertIn("gradients: 47, of which 45 are bitwise identical", text)
-                self.assertIn("equal to one process up to rounding", text)
+                self.assert_equal_to_one_process(self.answers("check", ZOO + "/gpt.pt2", *words, "--device", "sim"))
+
+    def assert_equal_to_one_process(self, text):
+        self.assertIn("gradients: 47, of which 45 are bitwise identical", text)
+        self.assertIn("equal to one process up to rounding", text)
+
+    def test_checks_process_ranks(self):
+        for words in (["--stages", 2], ["--schedule", "ZBVZeroBubble", "--ranks", 2, "--stages", 4],
+                      ["--schedule", "Interleaved1F1B", "--ranks", 2, "--stages", 4]):
+            for transport, line in DEVICE_TRANSPORTS.items():
+                if transport == "auto" and words[0] == "--schedule":
+                    continue
+                with self.subTest(words=words, transport=transport):
+                    result = self.penstock("check", ZOO + "/gpt.pt2", *words, "--device", "sim", "--transport", "gloo",
+                                           "--device-transport", transport)
+                    self.assertEqual(result.stderr, line)
+                    self.assert_equal_to_one_process(result.stdout)
 
     def test_runs_an_exported_model_with_the_outputs_of_the_cpu(self):
         self.write_batches()
@@ -143,6 +241,12 @@ class Devices(Case):
         self.answers(*words, "--output", "cpu.safetensors")
         self.answers(*words, "--output", "sim.safetensors", "--device", "sim")
         self.assertEqual(read_tensors(self.path("sim.safetensors")), read_tensors(self.path("cpu.safetensors")))
+        for transport, line in DEVICE_TRANSPORTS.items():
+            with self.subTest(transport=transport):
+                result = self.penstock(*words, "--output", "sim.safetensors", "--device", "sim", "--transport", "gloo",
+                                       "--device-transport", transport)
+                self.assertEqual(result.stderr, line)
+                self.assertEqual(read_tensors(self.path("sim.safetensors")), read_tensors(self.path("cpu.safetensors")))
 
 
 if __name__ == "__main__":

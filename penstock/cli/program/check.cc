@@ -92,7 +92,7 @@ void add_check(CLI::App& command, int& exit) {
   options->initial_values.add_to(command);
   on_call(command, [options, &exit] {
     options->run.require_valid();
-    const DeviceList devices = options->run.device.load();
+    const DeviceList devices = options->run.load_devices();
     if (!options->dump.empty()) require_writable_path(options->dump);
     Program program = read_program(options->cut, options->weights.read());
     options->initial_values.apply(program, options->run.seed);

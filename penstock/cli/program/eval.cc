@@ -25,8 +25,6 @@
 #include "penstock/train/data.h"
 #include "penstock/train/model.h"
 #include "penstock/train/trainer.h"
-#include "penstock/transport/c10d.h"
-#include "penstock/transport/rendezvous.h"
 
 namespace penstock::internal::cli {
 namespace {
@@ -160,10 +158,8 @@ void add_eval(CLI::App& command, int& /*exit*/) {
       ->option_text("N [-100]");
   command.add_flag("--json", options->json, "Print JSON");
   on_call(command, [options] {
-    const DeviceList devices = options->run.device.load();
-    const auto as_rank = [&] {
-      evaluate(*options, devices, c10d_transport(rendezvous(options->run.timeout_in_milliseconds(), print_waiting)));
-    };
+    const DeviceList devices = options->run.load_devices();
+    const auto as_rank = [&] { evaluate(*options, devices, options->run.connect(devices)); };
     if (LocalRanks::is_rank()) {
       LocalRanks::run([&](const std::filesystem::path&, int) { as_rank(); });
     }

@@ -39,7 +39,7 @@ std::vector<std::string> arguments_of_this_process() {
 
 }  // namespace
 
-void print_waiting(const std::string& line) {
+void print_notice(const std::string& line) {
   // A single write, as ranks share a terminal.
   std::cerr << "penstock: " + line + "\n" << std::flush;
 }

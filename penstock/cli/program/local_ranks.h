@@ -11,8 +11,8 @@
 
 namespace penstock::internal::cli {
 
-// Prints to standard error which ranks this one waits for.
-void print_waiting(const std::string& line);
+// Prints a line about the ranks to standard error.
+void print_notice(const std::string& line);
 
 // Starts the ranks in the constructor, and ends them in the destructor.
 class LocalRanks {

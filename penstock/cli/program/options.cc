@@ -2,15 +2,19 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <utility>
 
 #include "penstock/base/deadline.h"
 #include "penstock/base/text.h"
 #include "penstock/cli/checks.h"
 #include "penstock/cli/output.h"
+#include "penstock/cli/program/local_ranks.h"
 #include "penstock/program/error.h"
 #include "penstock/schedule/csv.h"
 #include "penstock/schedule/generators.h"
 #include "penstock/schedule/passes.h"
+#include "penstock/transport/c10d.h"
+#include "penstock/transport/rendezvous.h"
 
 namespace penstock::internal::cli {
 
@@ -108,6 +112,7 @@ void RunOptions::add_to(CLI::App& command, bool has_backward) {
       ->option_text("threads|gloo [threads]")
       ->check(one_of({"threads", "gloo"}));
   device.add_to(command);
+  device_transport.add_to(command);
   command.add_option("--threads", threads, "Number of intra-op threads of each rank")
       ->option_text("N [1]")
       ->check(whole_number());
@@ -123,6 +128,18 @@ std::chrono::milliseconds RunOptions::timeout_in_milliseconds() const {
   // Longer than any run, and short enough to be counted in milliseconds.
   const double longest = std::chrono::duration<double>(kForever).count();
   return std::chrono::ceil<std::chrono::milliseconds>(std::chrono::duration<double>(std::min(timeout, longest)));
+}
+
+DeviceList RunOptions::load_devices(bool are_launched) const {
+  DeviceList devices = device.load();
+  device_transport.require_possible(devices, are_launched || transport == "gloo");
+  return devices;
+}
+
+std::unique_ptr<Transport> RunOptions::connect(const DeviceList& devices, RankOptions agreed) const {
+  C10dOptions options = device_transport.options(devices);
+  options.agreed = std::move(agreed);
+  return c10d_transport(rendezvous(timeout_in_milliseconds(), print_notice), std::move(options));
 }
 
 int RunOptions::stages_wanted() const {

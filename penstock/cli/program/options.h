@@ -4,16 +4,20 @@
 #include <CLI/CLI.hpp>
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "penstock/cli/device_transport.h"
 #include "penstock/cli/devices.h"
 #include "penstock/cli/limits.h"
 #include "penstock/program/pipe.h"
 #include "penstock/program/program.h"
 #include "penstock/schedule/schedule.h"
+#include "penstock/transport/rank_options.h"
+#include "penstock/transport/transport.h"
 
 namespace penstock::internal::cli {
 
@@ -58,12 +62,19 @@ struct RunOptions {
   std::uint64_t seed = 0;
   double timeout = 300;
   DeviceOption device;
+  DeviceTransportOption device_transport;
 
   // Without backwards there is no --recompute.
   void add_to(CLI::App& command, bool has_backward = true);
   // Throws std::runtime_error for options that contradict each other.
   void require_valid() const;
   std::chrono::milliseconds timeout_in_milliseconds() const;
+  // Loads and returns the devices of --device. Throws DeviceError, also if they do not fit to --device-transport.
+  // `are_launched` is true if the ranks are the processes of a launcher.
+  DeviceList load_devices(bool are_launched = false) const;
+  // Connects this process rank to the others. Options that they have to agree on are in `agreed`. Throws
+  // RendezvousError and TransportError.
+  std::unique_ptr<Transport> connect(const DeviceList& devices, RankOptions agreed = {}) const;
   // Returns the number of stages that --ranks or --csv ask for, and 1 without them.
   int stages_wanted() const;
   // Returns the schedule for this number of stages. `available` is the number of microbatches that the inputs can be

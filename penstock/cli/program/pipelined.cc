@@ -17,7 +17,6 @@
 #include "penstock/tensor/nested.h"
 #include "penstock/tensor/safetensors.h"
 #include "penstock/train/step_batches.h"
-#include "penstock/transport/c10d.h"
 #include "penstock/transport/rendezvous.h"
 
 namespace penstock::internal::cli {
@@ -126,8 +125,7 @@ void Pipelined::copy_to_host(TensorsByName& tensors, const char* what) const {
 TensorsByName Pipelined::run(const TensorsByName& batch) {
   if (LocalRanks::is_rank()) {
     LocalRanks::run([&](const std::filesystem::path& directory, int rank) {
-      const TensorsByName result =
-          run_here(batch, c10d_transport(rendezvous(options_.timeout_in_milliseconds(), print_waiting)));
+      const TensorsByName result = run_here(batch, options_.connect(devices_));
       write_safetensors(results_file(directory, rank), {result.begin(), result.end()},
                         {{kSeconds, std::to_string(seconds_)}});
     });

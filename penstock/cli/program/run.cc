@@ -33,7 +33,7 @@ void add_run(CLI::App& command, int& /*exit*/) {
       ->required();
   options->weights.add_to(command, "Weights to use instead of the model's own");
   on_call(command, [options] {
-    const DeviceList devices = options->run.device.load();
+    const DeviceList devices = options->run.load_devices();
     require_writable_path(options->output);
     Program program = read_program(options->cut, options->weights.read());
     program.eval();

@@ -142,9 +142,9 @@ json TrainOptions::resolved(const CLI::App& command) const {
 }
 
 RankOptions TrainOptions::shared_by_ranks(const json& configuration, const DeviceList& devices) const {
-  // Options that only the coordinator uses or that may differ between processes, and options whose defaults depend on
-  // the model: the resolved values of the latter are compared later.
-  constexpr std::array kNotCompared{"output", "keep", "timeout", "ranks", "microbatches", "device"};
+  // Options that only the coordinator uses or that may differ between processes, those that the transport compares, and
+  // options whose defaults depend on the model: the resolved values of the latter are compared later.
+  constexpr std::array kNotCompared{"output", "keep", "timeout", "ranks", "microbatches", "device", "device-transport"};
   RankOptions shared;
   for (const auto& [name, value] : configuration.items()) {
     if (contains(kNotCompared, name)) continue;

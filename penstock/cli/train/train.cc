@@ -28,7 +28,6 @@
 #include "penstock/train/agreement.h"
 #include "penstock/train/checkpoint_directory.h"
 #include "penstock/train/generate_text.h"
-#include "penstock/transport/c10d.h"
 #include "penstock/transport/rendezvous.h"
 
 namespace penstock::internal::cli {
@@ -287,7 +286,7 @@ class Run {
 int train(const TrainOptions& options, const nlohmann::json& configuration) {
   // A write beyond the limit of file sizes fails with an error, like one on a full disk.
   std::signal(SIGXFSZ, SIG_IGN);
-  const DeviceList devices = options.run.device.load();
+  const DeviceList devices = options.run.load_devices(/*are_launched=*/is_in_rank_environment());
   if (!devices.is_cpu() && !options.memory.empty()) {
     throw std::runtime_error("--memory predicts the memory of ranks on the CPU, and not of devices; found --device " +
                              devices.text() + ".\n  Hint: leave --memory out; --dry-run measures two steps.");
@@ -295,7 +294,7 @@ int train(const TrainOptions& options, const nlohmann::json& configuration) {
   const std::chrono::milliseconds timeout = options.run.timeout_in_milliseconds();
   const auto as_rank = [&] {
     const std::shared_ptr<Transport> transport =
-        c10d_transport(rendezvous(timeout, print_waiting), {.agreed = options.shared_by_ranks(configuration, devices)});
+        options.run.connect(devices, options.shared_by_ranks(configuration, devices));
     const Agreement agreement(transport.get(), timeout);
     std::optional<Run> run;
     agreement.fail_together([&] { run.emplace(options, configuration, devices, transport); });
