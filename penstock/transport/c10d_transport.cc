@@ -238,10 +238,17 @@ class C10dTransport : public Transport {
   }
 
   Backend make_device_backend(const std::string& name, int member, int size, at::Device device) {
-    const Backend backend =
-        connect(name, size, [&](const Store& store) { return device_backends_(store, member, size, device); });
-    operations_->add_backend(backend, device);
-    return backend;
+    try {
+      const Backend backend =
+          connect(name, size, [&](const Store& store) { return device_backends_(store, member, size, device); });
+      operations_->add_backend(backend, device);
+      return backend;
+    } catch (const TransportError& error) {
+      throw TransportError(error.why(), error.peer(),
+                           concat(error.what(),
+                                  "\n  Hint: NCCL_DEBUG=INFO prints what NCCL does. If devices cannot "
+                                  "connect, stage tensors in CPU memory."));
+    }
   }
 
   template <class Create>

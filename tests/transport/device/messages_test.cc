@@ -512,6 +512,22 @@ TEST(DirectTransport, RefusesMessagesThatAreNotInTheOrder) {
   });
 }
 
+TEST(DirectTransport, ReportsABackendThatDoesNotConnect) {
+  C10dOptions options;
+  options.device_backends.create = [](const c10::intrusive_ptr<c10d::Store>&, int, int,
+                                      at::Device) -> c10::intrusive_ptr<c10d::Backend> {
+    throw std::runtime_error("the network is down");
+  };
+  World world(Carrier::Gloo, 2, options);
+  const std::vector<std::string> errors =
+      world.errors([](Transport& transport) { transport.set_order(ring_order(transport, {{.number = 0}})); });
+  // A rank may find that the other one has failed before.
+  const std::string expected =
+      ": the network is down\n  Hint: NCCL_DEBUG=INFO prints what NCCL does. If devices cannot connect, stage tensors "
+      "in CPU memory.";
+  EXPECT_TRUE(errors[0].ends_with(expected) || errors[1].ends_with(expected)) << errors[0] << "\n" << errors[1];
+}
+
 TEST(DirectTransport, FindsOutThatRanksHaveOtherOrders) {
   World world(Carrier::Gloo, 2, options_of(DeviceCarrier::Direct));
   std::vector<std::string> errors = world.errors([](Transport& transport) {
