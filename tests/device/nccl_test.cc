@@ -13,6 +13,7 @@
 #include <exception>
 #include <future>
 #include <mutex>
+#include <regex>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -334,10 +335,23 @@ TEST_F(Nccl, ReportsTwoRanksOnOneDevice) {
 
 TEST_F(Nccl, ReportsADeviceThatDoesNotExist) {
   const int count = static_cast<int>(at::accelerator::deviceCount());
-  EXPECT_EQ(message_of<std::runtime_error>([&] { group("edge", 0, 1, count); }),
-            "there is no device cuda:" + std::to_string(count) + ": CUDA finds " + std::to_string(count) +
-                (count == 1 ? " device" : " devices") +
-                ", numbered from 0.\n  Hint: CUDA_VISIBLE_DEVICES may hide devices.");
+  const std::string expected = "there is no device cuda:" + std::to_string(count) + ": CUDA finds " +
+                               std::to_string(count) + (count == 1 ? " device" : " devices") +
+                               ", numbered from 0.\n  Hint: CUDA_VISIBLE_DEVICES may hide devices.";
+  EXPECT_EQ(message_of<std::runtime_error>([&] { group("edge", 0, 1, count); }), expected);
+  const DeviceBackends backends = device_backends(cuda(count));
+  EXPECT_FALSE(backends.create);
+  EXPECT_EQ(backends.reason, expected);
+}
+
+TEST_F(Nccl, IdentifiesDevicesByTheirPciAddresses) {
+  const std::string id = device_backends(cuda(0)).device_id;
+  EXPECT_TRUE(std::regex_search(id, std::regex("/cuda/[0-9a-fA-F]+:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\\.[0-9a-fA-F]$")))
+      << id;
+  EXPECT_EQ(device_backends(cuda(0)).device_id, id);
+  if (at::accelerator::deviceCount() > 1) {
+    EXPECT_NE(device_backends(cuda(1)).device_id, id);
+  }
 }
 
 TEST(NcclWithoutGpus, IsExplained) {
