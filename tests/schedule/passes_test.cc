@@ -74,6 +74,14 @@ TEST(Reductions, FollowTheLastWeightGradientAndSumsFollowAll) {
   EXPECT_EQ(drop_reductions(add_reductions(chain)), chain);
 }
 
+TEST(Reductions, OfAListGetTheSumsOfSharedParametersThatItLacks) {
+  const Schedule given = parse_csv("0F0,0B0,0REDUCE_GRAD\n1F0,1B0,1REDUCE_GRAD\n", {.shared = {{0, 1}}});
+  const Schedule lowered = lower(given, {.sharding = false});
+  EXPECT_EQ(to_csv(lowered),
+            "0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0SUM_SHARED\n1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD,1SUM_SHARED\n");
+  EXPECT_FALSE(verify(lowered));
+}
+
 TEST(Reductions, FollowAPair) {
   const Schedule schedule = parse_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n");
   EXPECT_EQ(to_csv(add_reductions(schedule)), "0F0,(0F1;0B0)OVERLAP_F_B,0B1,0REDUCE_GRAD\n");

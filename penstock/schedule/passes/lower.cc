@@ -32,9 +32,13 @@ Schedule lower(const Schedule& schedule, const LowerOptions& options) {
   require_lists(schedule);
   const bool shard = options.sharding && !features.sharding;
   const bool reduce = options.reductions && !features.reduction && !features.shared_sums;
-  if (!shard && !reduce) return unchecked::add_communication(schedule, schedule);
+  // A list with reductions of its own may lack the sums of parameters that the model shares.
+  const bool sum =
+      options.reductions && features.reduction && !features.shared_sums && !schedule.graph().groups().empty();
+  if (!shard && !reduce && !sum) return unchecked::add_communication(schedule, schedule);
   Schedule result = shard ? unchecked::add_sharding(schedule, options.max_active_stages) : schedule;
   if (reduce) result = unchecked::add_reductions(std::move(result));
+  if (sum) result = unchecked::add_shared_sums(std::move(result));
   return unchecked::add_communication(result, schedule);
 }
 
