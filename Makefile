@@ -94,7 +94,10 @@ cpus: setup ## run all tests with the kernels of other CPUs
 cuda-check: setup ## check the CUDA build of torch and the NCCL plugin, on GPUs or a stand-in (downloads 3 GB)
 	@JOBS=$(JOBS) scripts/cuda_check
 
-soak: cpus ## run the long tests: other CPUs, sanitizers, full grids on process ranks, Hugging Face, lost ranks, fuzzers
+# Left out on devices, as in tests/runtime/CMakeLists.txt.
+NOT_ON_DEVICES = PipelineReference*:LostRank*:*Lifetime*:IntraOpThreads*:Profiler*:MessageOrder*:Cancel*:Timeout*
+
+soak: cpus ## run the long tests: other CPUs, sanitizers, full grids on processes and devices, Hugging Face, lost ranks, fuzzers
 	@scripts/setup soak
 	$(call build,asan)
 	@ctest --preset asan --output-on-failure --no-tests=error -j $(JOBS)
@@ -109,6 +112,14 @@ soak: cpus ## run the long tests: other CPUs, sanitizers, full grids on process 
 	@for ranks in 1 2 4; do \
 	  PENSTOCK_GRID=whole build/release/bin/penstock_launch $$ranks build/release/bin/penstock_gloo_test --gtest_brief=1; \
 	done
+	@for devices in 1 4; do \
+	  PENSTOCK_TEST_DEVICES=$$devices build/release/bin/penstock_runtime_test --gtest_brief=1 --gtest_filter=-$(NOT_ON_DEVICES); \
+	  for carrier in staged direct; do for ranks in 1 2 4; do \
+	    PENSTOCK_GRID=whole PENSTOCK_TEST_DEVICES=$$devices PENSTOCK_TEST_CARRIER=$$carrier \
+	      build/release/bin/penstock_launch $$ranks build/release/bin/penstock_gloo_test --gtest_brief=1; \
+	  done; done; \
+	done
+	@PENSTOCK_GRID=whole build/release/bin/penstock_device_processes_test --gtest_brief=1
 	@scripts/setup hf
 	@build/hugging_face/venv/bin/python tests/program/hugging_face.py write build/hugging_face/zoo
 	@PENSTOCK_ZOO=build/hugging_face/zoo tests/settings \

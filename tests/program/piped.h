@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -22,6 +23,7 @@
 #include "penstock/runtime/pipeline.h"
 #include "penstock/schedule/generators.h"
 #include "penstock/tensor/nested.h"
+#include "tests/device/test_devices.h"
 #include "tests/tensor/values.h"
 
 namespace penstock::internal::testing {
@@ -51,18 +53,30 @@ inline PipelineOptions step_options(std::uint64_t seed = 0) {
   return options;
 }
 
-// Result of a step: outputs, losses by microbatch, and gradients and buffers by stage and name.
+// Result of a step in CPU memory: outputs, losses by microbatch, and gradients and buffers by stage and name.
 struct Outcome {
   TensorsByName outputs = {};
   std::vector<at::Tensor> losses = {};
   std::map<std::pair<int, std::string>, at::Tensor> gradients = {};
   std::map<std::string, at::Tensor> buffers = {};
+  // Parameters by name, to which some programs write.
+  std::map<std::string, at::Tensor> parameters = {};
 };
 
+// The device is that of the first stage, as random numbers and recurrent layers of a device are not those of the CPU.
 inline Outcome run_in_one_process(const Pipe& pipe, const Schedule& schedule, const TensorsByName& inputs,
-                                  std::uint64_t seed) {
-  const ReferenceRun run =
-      run_reference(pipe, schedule, split_arguments(pipe.program(), inputs, schedule.microbatches()), {.seed = seed});
+                                  std::uint64_t seed, at::Device device = test_device(0)) {
+  const std::vector<Arguments> microbatches = split_arguments(pipe.program(), inputs, schedule.microbatches());
+  const ReferenceRun run = run_reference(pipe, schedule, microbatches, {.seed = seed, .device = device});
+  bool has_buffers = true;
+  if (!device.is_cpu()) {
+    // A run on a device leaves the buffers of the program alone. Those of the CPU are the same unless they depend on
+    // random numbers.
+    const ReferenceRun on_cpu = run_reference(pipe, schedule, microbatches, {.seed = seed});
+    for (std::size_t i = 0; i < run.losses.size(); ++i) {
+      has_buffers = has_buffers && same_bits(run.losses[i], on_cpu.losses[i]);
+    }
+  }
   Outcome outcome{.outputs = outputs_by_name(run.outputs), .losses = run.losses};
   for (int stage = 0; stage < pipe.num_stages(); ++stage) {
     for (const auto& [name, parameter] : pipe.get_stage_module(stage).parameters) {
@@ -70,12 +84,33 @@ inline Outcome run_in_one_process(const Pipe& pipe, const Schedule& schedule, co
       if (gradient != run.gradients.end()) outcome.gradients.emplace(std::pair(stage, name), gradient->second);
     }
   }
-  for (const auto& [name, buffer] : pipe.program().buffers()) outcome.buffers.emplace(name, buffer);
+  for (const auto& [name, buffer] : pipe.program().buffers()) {
+    if (has_buffers) outcome.buffers.emplace(name, buffer);
+  }
+  for (const auto& [name, parameter] : pipe.program().parameters()) outcome.parameters.emplace(name, parameter);
   return outcome;
 }
 
 inline Outcome run_in_one_process(const Pipe& pipe, const Schedule& schedule, std::uint64_t seed = 0) {
   return run_in_one_process(pipe, schedule, inputs_of(pipe.program()), seed);
+}
+
+// Returns an output without its graph.
+inline c10::IValue on_host(const c10::IValue& output) {
+  return map_leaves(flatten_args_detach(output).value, [](const c10::IValue& leaf) {
+    return leaf.isTensor() && leaf.toTensor().defined() ? c10::IValue(leaf.toTensor().cpu()) : leaf;
+  });
+}
+
+inline void add_results_of_stages(const Pipeline& pipeline, Outcome& outcome) {
+  for (const PipelineStage& stage : pipeline.stages()) {
+    for (const auto& [name, parameter] : stage.module().parameters) {
+      outcome.parameters.emplace(name, parameter.detach().cpu());
+      if (!parameter.grad().defined()) continue;
+      outcome.gradients.emplace(std::pair(stage.stage_index(), name), parameter.grad().cpu());
+    }
+    for (const auto& [name, buffer] : stage.module().buffers) outcome.buffers.emplace(name, buffer.cpu());
+  }
 }
 
 inline Outcome run_in_stages(const Pipe& pipe, const Schedule& schedule, const TensorsByName& inputs,
@@ -86,22 +121,20 @@ inline Outcome run_in_stages(const Pipe& pipe, const Schedule& schedule, const T
   // The target of a microbatch is its index.
   options.loss = [&](const c10::IValue& output, const c10::IValue& target, const Kwargs&) {
     const std::scoped_lock lock(mutex);
-    outputs[static_cast<std::size_t>(target.toTensor().item<std::int64_t>())] = flatten_args_detach(output).value;
+    outputs[static_cast<std::size_t>(target.toTensor().item<std::int64_t>())] = on_host(output);
     return sum_of_means(output);
   };
-  Pipeline pipeline(pipe.build(), schedule, options);
+  Pipeline pipeline(pipe.build(test_device), schedule, options);
   const Arguments batch = arguments_from(pipe.program(), inputs);
   StepOptions step;
   step.return_outputs = false;
   const at::Tensor numbers = at::arange(schedule.microbatches(), at::kLong);
-  Outcome outcome{.losses = pipeline.step(batch.args, batch.kwargs, numbers, step).losses};
-  outcome.outputs = outputs_by_name(outputs);
-  for (int stage = 0; stage < pipe.num_stages(); ++stage) {
-    for (const auto& [name, parameter] : pipe.get_stage_module(stage).parameters) {
-      if (parameter.grad().defined()) outcome.gradients.emplace(std::pair(stage, name), parameter.grad());
-    }
-    for (const auto& [name, buffer] : pipe.get_stage_module(stage).buffers) outcome.buffers.emplace(name, buffer);
+  Outcome outcome;
+  for (const at::Tensor& loss : pipeline.step(batch.args, batch.kwargs, numbers, step).losses) {
+    outcome.losses.push_back(loss.cpu());
   }
+  outcome.outputs = outputs_by_name(outputs);
+  add_results_of_stages(pipeline, outcome);
   return outcome;
 }
 
@@ -134,6 +167,7 @@ inline void expect_same(const Outcome& expected, const Outcome& found, const Sha
           << name << "\nexpected: " << text(gradient) << "\nfound:    " << text(other->second);
     }
   }
+  if (expected.buffers.empty()) return;
   for (const auto& [name, buffer] : found.buffers) EXPECT_TRUE(same(expected.buffers.at(name), buffer)) << name;
 }
 

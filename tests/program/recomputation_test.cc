@@ -46,6 +46,22 @@ INSTANTIATE_TEST_SUITE_P(Threads, EveryScheduleOfAGpt, ::testing::ValuesIn(sched
                            return one.param.schedule + "_" + std::to_string(one.param.ranks) + "_ranks";
                          });
 
+TEST_P(EveryScheduleOfAGpt, GivesTheSameAndWaitsForNoDevice) {
+  const ZooModel model = zoo_model("gpt");
+  const TensorsByName inputs = tensors_of(model.path(".inputs.safetensors"));
+  const Schedule schedule =
+      generate(GetParam().schedule, {.ranks = GetParam().ranks, .microbatches = model.microbatches});
+  const auto make = [&] { return pipeline(model.program(), schedule.stages()); };
+  const Outcome expected = run_in_one_process(make(), schedule, inputs, /*seed=*/3);
+  const Pipe pipe = make();
+  expect_same(expected, run_in_stages(pipe, schedule, inputs, /*seed=*/3), pipe.shared_parameters());
+  Pipeline in_stages(pipe.build(test_device), schedule, step_options());
+  const Arguments batch = arguments_from(pipe.program(), inputs);
+  const std::uint64_t waits = host_waits();
+  in_stages.step(batch.args, batch.kwargs, at::Tensor());
+  EXPECT_EQ(host_waits(), waits);
+}
+
 TEST_P(EveryScheduleOfAGpt, GivesTheSameWhenItIsRecomputed) {
   const ZooModel model = zoo_model("gpt");
   const TensorsByName inputs = tensors_of(model.path(".inputs.safetensors"));
@@ -75,23 +91,20 @@ TEST_P(EveryScheduleOfAGpt, GivesTheSameWhenItIsRecomputed) {
   EXPECT_EQ(counted.recomputed(), counted.made());
 }
 
-at::Tensor tensor_of(const Pipe& pipe, const std::string& name) {
-  return by_name(pipe.program().parameters()).at(name);
-}
-
 TEST(RecomputedProgram, WritesIntoAParameterOnce) {
   for (const std::string name : {"written_parameter", "written_factor"}) {
     SCOPED_TRACE(name);
     const Schedule schedule = in_a_row("GPipe", 1);
     const Pipe plain_pipe = pipeline(exported(name), 1);
     const Outcome expected = run_in_one_process(plain_pipe, schedule);
-    EXPECT_TRUE(at::allclose(tensor_of(plain_pipe, "fading"), at::full({4}, 0.9 * 0.9 * 0.9 * 0.9)));
+    EXPECT_TRUE(at::allclose(expected.parameters.at("fading"), at::full({4}, 0.9 * 0.9 * 0.9 * 0.9)));
     const auto expect_the_same = [&](const std::vector<std::string>& modules, const Schedule& made) {
       const Pipe pipe = pipeline(exported(name), 1);
       Program program = pipe.program();
       program.recompute(modules);
-      expect_same(expected, run_in_stages(pipe, made, inputs_of(pipe.program()), /*seed=*/0));
-      EXPECT_TRUE(at::equal(tensor_of(plain_pipe, "fading"), tensor_of(pipe, "fading")));
+      const Outcome found = run_in_stages(pipe, made, inputs_of(pipe.program()), /*seed=*/0);
+      expect_same(expected, found);
+      EXPECT_TRUE(at::equal(expected.parameters.at("fading"), found.parameters.at("fading")));
     };
     expect_the_same({}, schedule);
     expect_the_same({}, add_recomputation(schedule));
@@ -119,16 +132,18 @@ TEST(RecomputedProgram, RestoresAWrittenParameterAfterAFailure) {
     if (++losses == 2) throw std::runtime_error("the loss is lost");
     return sum_of_means(output);
   };
-  Pipeline in_stages(pipe.build(), in_a_row("GPipe", 1), options);
+  Pipeline in_stages(pipe.build(test_device), in_a_row("GPipe", 1), options);
   const Arguments batch = batch_of(pipe.program());
   EXPECT_THROW(in_stages.step(batch.args, batch.kwargs, at::Tensor()), std::exception);
-  EXPECT_TRUE(at::equal(tensor_of(pipe, "fading"), at::ones({4})));
+  Outcome found;
+  add_results_of_stages(in_stages, found);
+  EXPECT_TRUE(at::equal(found.parameters.at("fading"), at::ones({4})));
 }
 
 TEST(RecomputedProgram, RefusesToShardAWrittenParameter) {
   const auto replicas = [] {
     std::vector<StagedModel> made;
-    for (int i = 0; i < 2; ++i) made.push_back(pipeline(exported("written_parameter"), 1).build());
+    for (int i = 0; i < 2; ++i) made.push_back(pipeline(exported("written_parameter"), 1).build(test_device));
     return made;
   };
   PipelineOptions options = step_options();

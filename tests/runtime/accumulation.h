@@ -56,10 +56,10 @@ class AddingModel {
   static constexpr std::array kNames = {"long", "late", "one", "tied"};
   static constexpr std::int64_t kColumns = 2 * kNames.size();
 
-  explicit AddingModel(bool tied_is_one_tensor) {
-    for (std::size_t stage = 0; stage < 2; ++stage) {
+  explicit AddingModel(bool tied_is_one_tensor, const StageDevices& devices = test_device) {
+    for (int stage = 0; stage < 2; ++stage) {
       auto& own = parameters_.emplace_back();
-      for (const char* name : kNames) own[name] = at::ones_like(pattern(name)).requires_grad_();
+      for (const char* name : kNames) own[name] = at::ones_like(pattern(name)).to(devices(stage)).requires_grad_();
     }
     if (tied_is_one_tensor) parameters_[1]["tied"] = parameters_[0]["tied"];
   }
@@ -75,7 +75,8 @@ class AddingModel {
     for (std::size_t i = 0; i < kNames.size(); ++i) {
       const auto factor = x[0][static_cast<std::int64_t>(stage * kNames.size() + i)].item<float>();
       if (factor == 0) continue;
-      y = y + (parameters_[stage].at(kNames[i]) * pattern(kNames[i])).sum() * factor;
+      const at::Tensor& parameter = parameters_[stage].at(kNames[i]);
+      y = y + (parameter * pattern(kNames[i]).to(parameter.device())).sum() * factor;
     }
     return y;
   }
@@ -85,7 +86,7 @@ class AddingModel {
     for (std::size_t stage = 0; stage < 2; ++stage) {
       model.stages[stage].forward = [self = *this, stage](const Args& args, const Kwargs&) -> c10::IValue {
         const at::Tensor x = tensor(args, 0);
-        const at::Tensor y = self.forward(stage, x, stage == 0 ? at::zeros({1}) : tensor(args, 1));
+        const at::Tensor y = self.forward(stage, x, stage == 0 ? at::zeros({1}, x.options()) : tensor(args, 1));
         if (stage == 1) return y;
         return c10::ivalue::Tuple::create({x, y});
       };
@@ -119,7 +120,7 @@ inline void expect_accumulation_of_one_process(const AccumulationCase& config, u
   std::mt19937 random(seed);
   const auto below = [&](unsigned limit) { return static_cast<int>(random() % limit); };
   const Schedule schedule = generate("1F1B", {.ranks = 2, .microbatches = kMicrobatches});
-  const AddingModel plain(/*tied_is_one_tensor=*/config.sharing != Sharing::None);
+  const AddingModel plain(/*tied_is_one_tensor=*/config.sharing != Sharing::None, on_cpu);
   const auto fails = std::make_shared<std::atomic<bool>>(false);
 
   PipelineOptions options{.transport = transport,
@@ -182,8 +183,8 @@ inline void expect_accumulation_of_one_process(const AccumulationCase& config, u
                          .narrow(0, member * parameter.numel(), parameter.numel());
         }
         const at::Tensor found = parameter.grad().defined() ? parameter.grad() : at::zeros_like(expected);
-        EXPECT_TRUE(at::equal(expected, found)) << "replica " << replica << ", stage " << stage << ", " << name
-                                                << "\nexpected " << expected << "\nfound " << found;
+        EXPECT_TRUE(same_tensor(expected, found)) << "replica " << replica << ", stage " << stage << ", " << name
+                                                  << "\nexpected " << expected << "\nfound " << found;
       });
       if (::testing::Test::HasFailure()) return;
     }

@@ -75,6 +75,7 @@ TEST(Construction, RefusesReplicasThatDifferInWiringOrSharedParameters) {
 }
 
 TEST(Construction, ThatFailsLeavesTheWeightsOfAllReplicas) {
+  PENSTOCK_ON_CPU_ALONE("stages on different devices cannot share a storage");
   struct Case {
     std::string error;
     // Changes the last stage of the second replica, or of both, so that it cannot be sharded.

@@ -1,8 +1,9 @@
-// Process ranks. Each process runs these tests, all at the same time: penstock_launch 4 penstock_gloo_test.
+// Process ranks, on the CPU or on simulated devices: see process_ranks.h. Each process runs these tests, all at the same
+// time: penstock_launch 4 penstock_gloo_test.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include <cstdlib>
+#include <cstdint>
 #include <iostream>
 #include <memory>
 #include <stdexcept>
@@ -16,34 +17,16 @@
 #include "penstock/transport/c10d.h"
 #include "tests/runtime/accumulation.h"
 #include "tests/runtime/models.h"
+#include "tests/runtime/process_ranks.h"
 
 namespace penstock::internal::testing {
 namespace {
 
-const Rendezvous& meeting_place() {
-  static const Rendezvous kPlace = rendezvous();
-  return kPlace;
-}
-
-// The transport of all tests: several pipelines may use it one after the other.
-const std::shared_ptr<Transport>& world() {
-  static const std::shared_ptr<Transport> kTransport = c10d_transport(meeting_place());
-  return kTransport;
-}
-
-class Gloo : public ::testing::Test {
- protected:
-  void TearDown() override {
-    // The other processes would wait for a rank that leaves a test early.
-    if (HasFailure()) world()->abort("a test has failed in rank " + std::to_string(world()->rank()));
-  }
-  int ranks() const { return world()->ranks(); }
-};
+using Gloo = ProcessRanks;
 
 std::vector<int> microbatch_counts() {
-  const char* grid = std::getenv("PENSTOCK_GRID");
-  if (grid != nullptr && grid == std::string("whole")) return {1, 2, 3, 4, 8};
-  return {3, 4};
+  if (runs_whole_grid()) return {1, 2, 3, 4, 8};
+  return is_on_devices() ? std::vector<int>{4} : std::vector<int>{3, 4};
 }
 
 TEST_F(Gloo, EveryScheduleGivesTheLossesOutputsAndGradientsOfOneProcess) {
@@ -90,7 +73,7 @@ TEST_F(Gloo, ShapesAreExchangedAgainWhenTheBatchChanges) {
            {Kind{8, false}, Kind{8, false}, Kind{32, false}, Kind{4, false}, Kind{4, false}, Kind{9, false},
             Kind{9, false}, Kind{8, false}, Kind{8, true}, Kind{8, true}, Kind{8, false}}) {
         SCOPED_TRACE(std::to_string(count) + (autocast ? ", bfloat16" : ""));
-        const AutocastScope scope(at::kCPU, at::kBFloat16, autocast);
+        const AutocastScope scope(test_device(0).type(), at::kBFloat16, autocast);
         const at::Tensor x = rows(count, "x");
         const at::Tensor y = rows(count, "y");
         const PlainOptions plain_options{.step = step};
@@ -99,8 +82,8 @@ TEST_F(Gloo, ShapesAreExchangedAgainWhenTheBatchChanges) {
         const StepResult result = pipeline.step({x}, {}, y, everywhere);
         ++step;
         ASSERT_EQ(result.losses.size(), 4U);
-        for (std::size_t i = 0; i < 4; ++i) EXPECT_TRUE(at::equal(expected[i].loss, result.losses[i]));
-        EXPECT_TRUE(at::equal(outputs_of(expected), result.output.toTensor()));
+        for (std::size_t i = 0; i < 4; ++i) EXPECT_TRUE(same_tensor(expected[i].loss, result.losses[i]));
+        EXPECT_TRUE(same_tensor(outputs_of(expected), result.output.toTensor()));
         const auto sums = added_up(pipeline.schedule(), expected);
         for (const PipelineStage& stage : pipeline.stages()) {
           const auto at = static_cast<std::size_t>(stage.stage_index());
@@ -174,7 +157,7 @@ TEST_F(Gloo, ReplicasGiveTheGradientsOfOneProcessOnTheWholeBatch) {
       for (const NamedModel& named : {kModels[0], kModels[3], kModels[5]}) {
         SCOPED_TRACE(std::string(generator.name) + (sharded ? ", sharded, " : ", replicated, ") + named.name);
         const Model model = named.make(schedule.stages());
-        const Model again = named.make(schedule.stages());
+        const Model again = named.make_on(schedule.stages(), on_first_device);
         PipelineOptions options{.transport = world(), .loss = squared_error, .sharded = sharded};
         Pipeline pipeline(own_stages(model, schedule), schedule, options);
         const at::Tensor x = rows(count, "x");
@@ -201,7 +184,7 @@ TEST_F(Gloo, ReplicasGiveTheGradientsOfOneProcessOnTheWholeBatch) {
                 found = found.narrow(0, 0, length);
               }
               if (expected.numel() == 0) continue;
-              EXPECT_LE((expected - found).abs().max().item<double>(),
+              EXPECT_LE((expected.cpu() - found.cpu()).abs().max().item<double>(),
                         1e-6 * std::max(whole[at][i].abs().max().item<double>() * 2, 1e-2))
                   << "stage " << at << ", " << name;
             }
@@ -213,10 +196,45 @@ TEST_F(Gloo, ReplicasGiveTheGradientsOfOneProcessOnTheWholeBatch) {
   }
 }
 
+// Bitwise, as the sums over members are formed in the same order.
+TEST_F(Gloo, ReplicasAndShardsHaveTheGradientsOfTheCpu) {
+  if (!is_on_devices()) GTEST_SKIP() << "compares devices with the CPU";
+  if (ranks() % 2 != 0) return;
+  const int replicas = ranks() / 2;
+  const at::Tensor x =
+      rows(std::int64_t{8} * replicas, "x").chunk(replicas)[static_cast<std::size_t>(world()->rank() / 2)];
+  for (const Generator& generator : generators()) {
+    const Schedule schedule = generate(generator.name, {.ranks = 2, .microbatches = 4});
+    if (!features_of(schedule).backward) continue;
+    for (const bool sharded : {false, true}) {
+      for (const NamedModel& named : {kModels[0], kModels[2], kModels[3], kModels[4]}) {
+        SCOPED_TRACE(std::string(generator.name) + (sharded ? ", sharded, " : ", replicated, ") + named.name);
+        const auto results_on = [&](const StageDevices& devices) {
+          const Model model = named.make_on(schedule.stages(), devices);
+          PipelineOptions options{.transport = world(), .loss = squared_error, .sharded = sharded};
+          Pipeline pipeline(own_stages(model, schedule), schedule, options);
+          StepOptions first;
+          first.reduce = false;
+          const std::uint64_t waits = host_waits();
+          pipeline.step({x}, {}, x, first);
+          std::vector<at::Tensor> found = pipeline.step({x * 2}, {}, x).losses;
+          EXPECT_EQ(host_waits(), waits);
+          for (const PipelineStage& stage : pipeline.stages()) {
+            for (const auto& [name, parameter] : stage.parameters()) found.push_back(parameter.grad());
+          }
+          return found;
+        };
+        expect_equal(results_on(on_cpu), results_on(test_device));
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
 TEST_F(Gloo, AccumulationGivesTheGradientsOfOneProcessWhateverIsCleared) {
   if (ranks() % 2 != 0) return;
   // Parameters that require a gradient change from step to step.
-  const std::shared_ptr<Transport> transport = c10d_transport(meeting_place(), {.dynamic_shapes = true});
+  const std::shared_ptr<Transport> transport = new_transport({.dynamic_shapes = true});
   for (const bool sharded : {false, true}) {
     for (const Sharing sharing : {Sharing::None, Sharing::Copies}) {
       for (unsigned seed = 0; seed < 4; ++seed) {
@@ -237,7 +255,7 @@ TEST_F(Gloo, OutputsThatCannotBeMergedFailTheStepOnAllRanks) {
   };
   // The transport cannot be used afterwards.
   PipelineOptions options{
-      .transport = c10d_transport(meeting_place()),
+      .transport = new_transport(),
       .loss = [](const c10::IValue& output, const c10::IValue&, const Kwargs&) { return output.toTensor(); }};
   Pipeline pipeline(own_stages(model, schedule), schedule, options);
   StepOptions without;
@@ -257,7 +275,7 @@ TEST_F(Gloo, OutputsThatCannotBeMergedFailTheStepOnAllRanks) {
   for (std::size_t i = 0; i < gradients.size(); ++i) {
     const at::Tensor& found = pipeline.stages()[0].parameters()[i].second.grad();
     EXPECT_TRUE(found.is_same(gradients[i])) << i;
-    EXPECT_TRUE(at::equal(found, before[i])) << i;
+    EXPECT_TRUE(same_tensor(found, before[i])) << i;
   }
 }
 
@@ -265,7 +283,7 @@ TEST_F(Gloo, OutputsThatCannotBeMergedFailTheStepOnAllRanks) {
 TEST_F(Gloo, AMergeThatFailsAfterTheBackwardsEndsThePipelineOnAllRanks) {
   const Schedule schedule = generate("1F1B", {.ranks = ranks(), .microbatches = 4});
   const Model model = perceptron(schedule.stages());
-  PipelineOptions options{.transport = c10d_transport(meeting_place()), .loss = squared_error};
+  PipelineOptions options{.transport = new_transport(), .loss = squared_error};
   options.output_merge_spec = CustomReducer(
       at::zeros({}), [](const c10::IValue&, const c10::IValue&) -> c10::IValue { throw std::runtime_error("no sum"); });
   Pipeline pipeline(own_stages(model, schedule), schedule, options);
@@ -295,7 +313,7 @@ TEST_F(Gloo, DynamicShapesMayChangeWithEveryMicrobatch) {
   };
   at::Tensor x = rows(20, "x");
   for (const bool dynamic : {true, false}) {
-    PipelineOptions options{.transport = c10d_transport(meeting_place(), {.dynamic_shapes = dynamic}),
+    PipelineOptions options{.transport = new_transport({.dynamic_shapes = dynamic}),
                             .loss = [](const c10::IValue& output, const c10::IValue&, const Kwargs&) {
                               return output.toTensor().square().sum();
                             }};

@@ -44,9 +44,8 @@ struct WholeBatch {
 // Runs the whole batch in one process, without microbatches.
 WholeBatch whole_batch(const Model& model, const at::Tensor& x, const at::Tensor& target, const LossFunction& loss) {
   zero_grad(model);
-  at::Tensor value = x;
-  for (const StageModule& stage : model.stages) value = stage.forward({value}, {}).toTensor();
-  const at::Tensor found = loss(value, target, {});
+  const at::Tensor value = forward_of(model, x);
+  const at::Tensor found = loss(value, target.to(value.device()), {});
   found.backward();
   WholeBatch whole{.loss = found.item<double>(), .gradients = clones(gradients_of(model))};
   zero_grad(model);
@@ -57,7 +56,7 @@ void expect_near(const std::vector<at::Tensor>& expected, const std::vector<at::
   ASSERT_EQ(expected.size(), found.size());
   for (std::size_t i = 0; i < expected.size(); ++i) {
     ASSERT_TRUE(found[i].defined()) << i;
-    const at::Tensor gradient = found[i].view(expected[i].sizes());
+    const at::Tensor gradient = found[i].cpu().view(expected[i].sizes());
     EXPECT_LE((expected[i] - gradient).abs().max().item<double>(), 1e-6)
         << i << "\nexpected " << expected[i] << "\nfound " << gradient;
   }
@@ -143,7 +142,7 @@ TEST(LossWeight, IsSharedByReplicas) {
       for (std::size_t i = 0; i < 2; ++i) {
         std::vector<at::Tensor> parts;
         for (int replica = 0; replica < (sharded ? 2 : 1); ++replica) {
-          parts.push_back(pipeline.stages(replica)[stage].parameters()[i].second.grad().reshape(-1));
+          parts.push_back(pipeline.stages(replica)[stage].parameters()[i].second.grad().cpu().reshape(-1));
         }
         found.push_back(at::cat(parts));
       }
@@ -181,11 +180,11 @@ TEST(LossWeight, IsSharedByProcesses) {
     const double weight = count_targets()(microbatches[i][1], {});
     total += weight;
     if (weight == 0) continue;
-    const at::Tensor middle = plain.stages[0].forward({microbatches[i][0]}, {}).toTensor();
-    const at::Tensor output = plain.stages[1].forward({middle}, {}).toTensor();
+    const at::Tensor middle = forward_of(plain, 0, microbatches[i][0].toTensor());
+    const at::Tensor output = forward_of(plain, 1, middle).cpu();
     const at::Tensor loss = cross_entropy(output, microbatches[i][1], {});
     expected_loss[i / 3] += weight * loss.item<double>();
-    sum = sum + weight * (loss + middle.square().mean());
+    sum = sum + weight * (loss + middle.square().mean().cpu());
   }
   sum.div(total).backward();
 

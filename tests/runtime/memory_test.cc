@@ -94,6 +94,8 @@ Model watched(int stages, Watch& watch) {
 
 class EveryScheduleWatched : public ::testing::TestWithParam<std::string> {
  protected:
+  void SetUp() override { PENSTOCK_ON_CPU_ALONE("a device's message lives until it has been copied"); }
+
   static constexpr int kMicrobatches = 4;
   static constexpr std::int64_t kRows = 8;
 

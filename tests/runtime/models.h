@@ -27,6 +27,7 @@
 #include "penstock/tensor/intra_op_threads.h"
 #include "penstock/tensor/microbatch.h"
 #include "penstock/tensor/random_scope.h"
+#include "tests/device/test_devices.h"
 
 namespace penstock::internal::testing {
 
@@ -36,8 +37,13 @@ inline at::Device on_cpu(int /*stage*/) {
   return at::kCPU;
 }
 
+// Places all stages on one device, where a model needs no copies of what its stages share.
+inline at::Device on_first_device(int /*stage*/) {
+  return test_device(0);
+}
+
 struct Model {
-  explicit Model(int count, StageDevices stage_devices = on_cpu)
+  explicit Model(int count, StageDevices stage_devices = test_device)
       : wiring(count), stages(static_cast<std::size_t>(count)), devices(std::move(stage_devices)) {}
 
   Wiring wiring;
@@ -88,7 +94,7 @@ inline std::string numbered(const char* name, int number) {
 }
 
 // y = tanh(x W + b)
-inline Model perceptron(int stages, const StageDevices& devices = on_cpu) {
+inline Model perceptron(int stages, const StageDevices& devices = test_device) {
   Model model(stages, devices);
   for (int i = 0; i < stages; ++i) {
     const at::Tensor w = weight(numbered("w", i), {kWide, kWide}, devices(i));
@@ -102,7 +108,7 @@ inline Model perceptron(int stages, const StageDevices& devices = on_cpu) {
 }
 
 // Rows as sequences of 4 tokens: attention and a small perceptron, both with dropout.
-inline Model transformer(int stages, const StageDevices& devices = on_cpu) {
+inline Model transformer(int stages, const StageDevices& devices = test_device) {
   Model model(stages, devices);
   for (int i = 0; i < stages; ++i) {
     const at::Tensor qkv = weight(numbered("qkv", i), {kWide, 3 * kWide}, devices(i));
@@ -127,7 +133,7 @@ inline Model transformer(int stages, const StageDevices& devices = on_cpu) {
 }
 
 // Stages that send several tensors: with and without a gradient, None, and integers.
-inline Model several_tensors(int stages, const StageDevices& devices = on_cpu) {
+inline Model several_tensors(int stages, const StageDevices& devices = test_device) {
   Model model(stages, devices);
   for (int i = 0; i < stages; ++i) {
     const at::Tensor w = weight(numbered("several", i), {kWide, kWide}, devices(i));
@@ -151,7 +157,7 @@ inline Model several_tensors(int stages, const StageDevices& devices = on_cpu) {
 }
 
 // The third and the last stage also take a second output of the first; every stage writes into its arguments.
-inline Model with_skips(int stages, const StageDevices& devices = on_cpu) {
+inline Model with_skips(int stages, const StageDevices& devices = test_device) {
   Model model(stages, devices);
   for (int i = 0; i < stages; ++i) {
     const at::Tensor w = weight(numbered("skip", i), {kWide, kWide}, devices(i));
@@ -176,7 +182,7 @@ inline Model with_skips(int stages, const StageDevices& devices = on_cpu) {
 }
 
 // A weight that is used twice in its stage.
-inline Model shared_inside(int stages, const StageDevices& devices = on_cpu) {
+inline Model shared_inside(int stages, const StageDevices& devices = test_device) {
   Model model(stages, devices);
   for (int i = 0; i < stages; ++i) {
     const at::Tensor w = weight(numbered("inside", i), {kWide, kWide}, devices(i));
@@ -189,7 +195,7 @@ inline Model shared_inside(int stages, const StageDevices& devices = on_cpu) {
 }
 
 // A weight that the first and the last stage have in common.
-inline Model shared_across(int stages, const StageDevices& devices = on_cpu) {
+inline Model shared_across(int stages, const StageDevices& devices = test_device) {
   Model model = perceptron(stages, devices);
   const at::Tensor tied = weight("tied", {kWide, kWide}, devices(0));
   // One tensor, or a copy of it on another device.
@@ -214,7 +220,7 @@ inline Model shared_across(int stages, const StageDevices& devices = on_cpu) {
 struct NamedModel {
   const char* name;
   Model (*make_on)(int stages, const StageDevices& devices);
-  Model make(int stages) const { return make_on(stages, on_cpu); }
+  Model make(int stages) const { return make_on(stages, test_device); }
 };
 inline constexpr NamedModel kModels[] = {{"perceptron", perceptron},           {"transformer", transformer},
                                          {"several_tensors", several_tensors}, {"with_skips", with_skips},
@@ -222,6 +228,16 @@ inline constexpr NamedModel kModels[] = {{"perceptron", perceptron},           {
 
 inline at::Tensor squared_error(const c10::IValue& output, const c10::IValue& target, const Kwargs&) {
   return at::mse_loss(output.toTensor(), target.toTensor());
+}
+
+// Runs one stage on its device.
+inline at::Tensor forward_of(const Model& model, std::size_t stage, const at::Tensor& x) {
+  return model.stages[stage].forward({x.to(model.devices(static_cast<int>(stage)))}, {}).toTensor();
+}
+// Runs all stages, one after the other.
+inline at::Tensor forward_of(const Model& model, at::Tensor x) {
+  for (std::size_t stage = 0; stage < model.stages.size(); ++stage) x = forward_of(model, stage, x);
+  return x;
 }
 
 // Result of the reference on one microbatch, with gradients by stage and parameter.
@@ -261,12 +277,16 @@ inline PlainMicrobatch plain_microbatch(const Model& model, const Args& args, co
         if (one.isTensor()) one = one.toTensor().clone();
       }
     }
+    for (c10::IValue& one : own) {
+      if (one.isTensor() && one.toTensor().defined()) one = one.toTensor().to(model.devices(static_cast<int>(i)));
+    }
     const RandomScope scope(options.seed, options.step, microbatch, static_cast<std::int64_t>(i));
     value = model.stages[i].forward(own, {});
     outputs.push_back(value.isTuple() ? value.toTupleRef().elements().vec() : std::vector<c10::IValue>{value});
   }
-  PlainMicrobatch result{
-      .output = value.toTensor().detach(), .loss = squared_error(value, target, {}), .gradients = {}};
+  PlainMicrobatch result{.output = value.toTensor().detach(),
+                         .loss = squared_error(value, target.to(value.toTensor().device()), {}),
+                         .gradients = {}};
   if (!options.backward) return result;
   std::vector<at::Tensor> parameters;
   for (const StageModule& stage : model.stages) {
@@ -310,6 +330,10 @@ inline bool same_tensor(const at::Tensor& one, const at::Tensor& other) {
   return one.defined() == other.defined() && (!one.defined() || at::equal(one.cpu(), other.cpu()));
 }
 
+inline at::Tensor on_host(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.cpu() : tensor;
+}
+
 // Returns rows for all microbatches, with a different number in the last.
 inline at::Tensor rows_for(int microbatches, const std::string& name) {
   return weight(name, {2 * microbatches + (microbatches > 1 ? 1 : 0), 4 * kWide}).detach();
@@ -343,10 +367,11 @@ inline at::Tensor rows(std::int64_t count, const char* name) {
   return weight(name, {count, kWide}).detach();
 }
 
+// Returns the gradients in CPU memory, undefined ones as they are.
 inline std::vector<at::Tensor> gradients_of(const Model& model) {
   std::vector<at::Tensor> gradients;
   for (const StageModule& stage : model.stages) {
-    for (const auto& [name, parameter] : stage.parameters) gradients.push_back(parameter.grad());
+    for (const auto& [name, parameter] : stage.parameters) gradients.push_back(on_host(parameter.grad()));
   }
   return gradients;
 }
@@ -369,14 +394,20 @@ inline void expect_equal(const std::vector<at::Tensor>& expected, const std::vec
 struct Setting {
   // Null for thread ranks.
   std::shared_ptr<Transport> transport = nullptr;
-  StageDevices devices = on_cpu;
-  // Device of the reference. On another one than that of the stages, random numbers differ.
-  at::Device reference = at::kCPU;
+  StageDevices devices = test_device;
+  // If false, other threads of this process may wait for devices meanwhile, so that waits in the step are not counted.
+  bool counts_host_waits = true;
 };
 
-// Expects that a step of the schedule has the losses, outputs and gradients of one process, bitwise, on thread ranks
-// or, with a transport, in the stages of this process. Gradients of a weight that several stages share are equal to
-// rounding, as the stages add to them in no fixed order.
+// Returns true if a model draws random numbers. Those of a device are not those of the CPU.
+inline bool is_random(const NamedModel& named) {
+  return std::string(named.name) == "transformer";
+}
+
+// Expects that a step of the schedule has the losses, outputs and gradients of one process on the CPU, bitwise, on thread
+// ranks or, with a transport, in the stages of this process, and that its host waits for no device. The process that a
+// model with random numbers is compared with computes on the device of the first stage. Gradients of a weight that
+// several stages share are equal to rounding, as the stages add to them in no fixed order.
 inline void expect_what_one_process_gives(const NamedModel& named, const Schedule& schedule,
                                           const Setting& setting = {}) {
   SCOPED_TRACE(named.name);
@@ -392,11 +423,15 @@ inline void expect_what_one_process_gives(const NamedModel& named, const Schedul
   Pipeline pipeline(std::move(staged), schedule, options);
   StepOptions everywhere;
   everywhere.results_everywhere = true;
+  const std::uint64_t waits = host_waits();
   const StepResult result = pipeline.step({x}, {}, y, everywhere);
+  if (setting.counts_host_waits) {
+    EXPECT_EQ(host_waits(), waits);
+  }
 
-  const Model again = named.make_on(schedule.stages(), [&](int) { return setting.reference; });
-  const std::vector<PlainMicrobatch> expected =
-      plain(again, x.to(setting.reference), y.to(setting.reference), schedule.microbatches(), {});
+  const at::Device device = is_random(named) ? setting.devices(0) : at::Device(at::kCPU);
+  const Model again = named.make_on(schedule.stages(), [&](int) { return device; });
+  const std::vector<PlainMicrobatch> expected = plain(again, x.to(device), y.to(device), schedule.microbatches(), {});
   EXPECT_TRUE(same_tensor(outputs_of(expected), result.output.toTensor()));
   ASSERT_EQ(expected.size(), result.losses.size());
   for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(same_tensor(expected[i].loss, result.losses[i])) << i;

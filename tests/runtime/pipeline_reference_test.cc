@@ -68,7 +68,7 @@ struct ReferenceRun {
 
 void expect_near(const at::Tensor& expected, const at::Tensor& found, const std::string& where) {
   ASSERT_TRUE(found.defined()) << where;
-  const auto worst = (expected - found).abs().max().item<double>();
+  const auto worst = (expected - found.cpu()).abs().max().item<double>();
   EXPECT_LE(worst, kTolerance * std::max(1.0, expected.abs().max().item<double>()))
       << where << "\nthe reference's " << expected << "\nours " << found;
 }
@@ -82,10 +82,10 @@ void expect_same_training(const ReferenceRun& reference) {
   for (int index = 0; index < schedule.stages(); ++index) {
     auto& own = weights.emplace_back();
     for (const c10::IValue& one : items(reference.stage(index).at("weights"))) {
-      own.push_back(one.toTensor().clone().requires_grad_());
+      own.push_back(one.toTensor().clone().to(test_device(index)).requires_grad_());
     }
     stages.emplace_back(stage_of(reference.at("model").toStringRef(), own, index == 0, index == schedule.stages() - 1),
-                        index, schedule.stages());
+                        index, schedule.stages(), StageOptions{.device = test_device(index)});
   }
   Pipeline pipeline(std::move(stages), schedule, {.loss = squared_error});
   const std::vector<c10::IValue> losses = reference.losses();

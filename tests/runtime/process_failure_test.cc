@@ -153,13 +153,13 @@ TEST_F(ProcessFailure, LeavesNothingToTheNextPipeline) {
   for (const auto& member : members_) {
     const auto at = static_cast<std::size_t>(member->rank);
     const at::Tensor& parameter = member->model.stages[at].parameters[0].second;
-    EXPECT_TRUE(at::equal(gradients[at], parameter.grad())) << at;
+    EXPECT_TRUE(same_tensor(gradients[at], parameter.grad())) << at;
     parameter.mutable_grad().reset();
   }
   EXPECT_EQ(step(), std::vector<std::string>(kRanks));
   for (const auto& member : members_) {
     const auto at = static_cast<std::size_t>(member->rank);
-    EXPECT_TRUE(at::equal(gradients[at], member->model.stages[at].parameters[0].second.grad())) << at;
+    EXPECT_TRUE(same_tensor(gradients[at], member->model.stages[at].parameters[0].second.grad())) << at;
   }
 }
 

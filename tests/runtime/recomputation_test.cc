@@ -116,7 +116,7 @@ TEST(Recomputation, IsAnOptionOfAStage) {
       std::vector<PipelineStage> stages;
       for (int i = 0; i < schedule.stages(); ++i) {
         stages.emplace_back(model.stages[static_cast<std::size_t>(i)], i, schedule.stages(),
-                            StageOptions{.recompute = recompute});
+                            StageOptions{.device = test_device(i), .recompute = recompute});
       }
       Pipeline pipeline(std::move(stages), schedule, {.loss = squared_error});
       pipeline.step({input_for(kModels[1], 4, "x")}, {}, input_for(kModels[1], 4, "y"));
@@ -134,10 +134,11 @@ TEST(Recomputation, IsAnOptionOfAStage) {
 }
 
 TEST(Recomputation, RefusesAStageWithADwBuilder) {
-  PipelineStage stage(perceptron(1).stages[0], 0, 1,
-                      {.dw_builder = [] { return std::function<void()>([] {}); }, .recompute = true});
+  PipelineStage stage(
+      perceptron(1).stages[0], 0, 1,
+      {.device = test_device(0), .dw_builder = [] { return std::function<void()>([] {}); }, .recompute = true});
   stage.begin(Wiring(1), 1, PipelineStage::Mode::Autograd);
-  EXPECT_EQ(message_of<StageError>([&] { stage.forward(0, {}, {rows(2, "x")}, {}); }),
+  EXPECT_EQ(message_of<StageError>([&] { stage.forward(0, {}, {rows(2, "x").to(test_device(0))}, {}); }),
             "stage 0 has a dw_builder, and cannot be recomputed.\n"
             "  Hint: leave out its R in the schedule, or StageOptions::recompute.");
 }
@@ -145,7 +146,7 @@ TEST(Recomputation, RefusesAStageWithADwBuilder) {
 TEST(Recomputation, GivesGradientsOfArgumentsAndKeywordArguments) {
   const auto gradients = [](const char* csv) {
     Model model(2);
-    const at::Tensor w = weight("w", {kWide, kWide});
+    const at::Tensor w = weight("w", {kWide, kWide}, test_device(0));
     model.stages[0] = {.forward = [w](const Args& args, const Kwargs& kwargs) -> c10::IValue {
                          return at::tanh(at::matmul(tensor(args, 0), w)) *
                                 kwargs.at("scales").toTupleRef().elements()[0].toTensor();
@@ -166,7 +167,7 @@ TEST(Recomputation, GivesGradientsOfArgumentsAndKeywordArguments) {
 TEST(Recomputation, DropsTheSavedActivations) {
   // The storage of what a forward saved ends with the forward.
   Model model(1);
-  const at::Tensor w = weight("w", {kWide, kWide});
+  const at::Tensor w = weight("w", {kWide, kWide}, test_device(0));
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> saved;
   model.stages[0] = {.forward = [&saved, w](const Args& args, const Kwargs&) -> c10::IValue {
                        const at::Tensor hidden = at::exp(at::matmul(tensor(args, 0), w));
@@ -194,10 +195,12 @@ TEST(Recomputation, DropsTheSavedActivations) {
 TEST(Recomputation, CheckpointsEveryNthModuleOfASequential) {
   const auto gradients = [](int every, std::int64_t& recomputed) {
     at::manual_seed(3);
-    const torch::nn::Sequential sequential(torch::nn::Linear(kWide, kWide), torch::nn::Dropout(0.5), torch::nn::Tanh(),
-                                           torch::nn::Linear(kWide, kWide));
+    torch::nn::Sequential sequential(torch::nn::Linear(kWide, kWide), torch::nn::Dropout(0.5), torch::nn::Tanh(),
+                                     torch::nn::Linear(kWide, kWide));
+    sequential->to(test_device(0));
     std::vector<PipelineStage> stages;
-    stages.emplace_back(stage_module(sequential, {.checkpoint_every = every}), 0, 1);
+    stages.emplace_back(stage_module(sequential, {.checkpoint_every = every}), 0, 1,
+                        StageOptions{.device = test_device(0)});
     const CountedParts counted;
     Pipeline pipeline(std::move(stages), generate("GPipe", {.ranks = 1, .microbatches = 2}), {.loss = squared_error});
     pipeline.step({rows(4, "x")}, {}, rows(4, "y"));
@@ -220,11 +223,11 @@ TEST(Recomputation, CheckpointsEveryNthModuleOfASequential) {
 TEST(Recomputation, WorksWithTorchScript) {
   const auto gradients = [](const char* csv) {
     torch::jit::Module module("scaled");
-    module.register_parameter("w", weight("w", {kWide, kWide}), /*is_buffer=*/false);
+    module.register_parameter("w", weight("w", {kWide, kWide}, test_device(0)), /*is_buffer=*/false);
     module.define(
         "def forward(self, x):\n  y = torch.matmul(x, self.w)\n  return torch.tanh(y) * y + torch.sigmoid(y)\n");
     std::vector<PipelineStage> stages;
-    stages.emplace_back(stage_module(module), 0, 1);
+    stages.emplace_back(stage_module(module), 0, 1, StageOptions{.device = test_device(0)});
     Pipeline pipeline(std::move(stages), parse_csv(csv), {.loss = squared_error});
     for (int step = 0; step < 4; ++step) pipeline.step({rows(4, "x")}, {}, rows(4, "y"));
     return std::vector<at::Tensor>{module.attr("w").toTensor().grad()};
@@ -248,7 +251,7 @@ TEST(Recomputation, LeavesBackwardsOfTheUserAlone) {
 TEST(Recomputation, CannotFollowItsStep) {
   at::Tensor aside;
   Model model(1);
-  const at::Tensor w = weight("w", {kWide, kWide});
+  const at::Tensor w = weight("w", {kWide, kWide}, test_device(0));
   model.stages[0] = {.forward = [&](const Args& args, const Kwargs&) -> c10::IValue {
                        const at::Tensor y = at::exp(at::matmul(tensor(args, 0), w));
                        aside = y;
@@ -343,7 +346,7 @@ TEST(Recomputation, IsNotDoneInEvaluation) {
 }
 
 TEST(Recomputation, CannotPrecedeItsForward) {
-  PipelineStage stage(perceptron(1).stages[0], 0, 1);
+  PipelineStage stage(perceptron(1).stages[0], 0, 1, StageOptions{.device = test_device(0)});
   stage.begin(Wiring(1), 1, PipelineStage::Mode::Autograd);
   EXPECT_EQ(message_of<StageError>([&] { stage.recompute(0); }),
             "stage 0, microbatch 0: its recomputation comes before its forward.");

@@ -24,10 +24,10 @@ INSTANTIATE_TEST_SUITE_P(Threads, EveryRecomputedScheduleOfBuffers, ::testing::V
 Model normalised(int count) {
   Model model(count);
   for (int i = 0; i < count; ++i) {
-    const at::Tensor w = weight(numbered("norm", i), {kWide, kWide});
-    const at::Tensor mean = at::zeros({kWide});
-    const at::Tensor variance = at::ones({kWide});
-    const at::Tensor batches = at::zeros({}, at::kLong);
+    const at::Tensor w = weight(numbered("norm", i), {kWide, kWide}, test_device(i));
+    const at::Tensor mean = at::zeros({kWide}, test_device(i));
+    const at::Tensor variance = at::ones({kWide}, test_device(i));
+    const at::Tensor batches = at::zeros({}, at::TensorOptions(test_device(i)).dtype(at::kLong));
     StageModule& stage = model.stages[static_cast<std::size_t>(i)];
     stage.forward = [=](const Args& args, const Kwargs&) -> c10::IValue {
       batches.add_(1);
@@ -92,8 +92,8 @@ TEST(RecomputedState, KeepsABufferThatTheBackwardNeedsAsItWasInTheForward) {
   const at::Tensor y = rows(4, "y");
   const auto gradients = [&](const char* csv, Model (*changed)(Model), bool copies) {
     Model model(1);
-    const at::Tensor w = weight("w", {kWide, kWide});
-    const at::Tensor count = at::zeros({});
+    const at::Tensor w = weight("w", {kWide, kWide}, test_device(0));
+    const at::Tensor count = at::zeros({}, test_device(0));
     model.stages[0] = {.forward = [=](const Args& args, const Kwargs&) -> c10::IValue {
                          count.add_(1);
                          return at::matmul(tensor(args, 0), w) * (copies ? count.clone() : count);
@@ -111,9 +111,10 @@ TEST(RecomputedState, KeepsABufferThatTheBackwardNeedsAsItWasInTheForward) {
 }
 
 TEST(RecomputedState, UpdatesASparseBufferOnce) {
+  PENSTOCK_ON_CPU_ALONE("the simulated device has no sparse tensors");
   const auto counted_rows = [](const char* csv) {
     Model model(1);
-    const at::Tensor w = weight("w", {kWide, kWide});
+    const at::Tensor w = weight("w", {kWide, kWide}, test_device(0));
     at::Tensor seen = at::zeros({kWide}).to_sparse();
     const at::Tensor one = at::ones({kWide}).to_sparse();
     model.stages[0] = {.forward = [=](const Args& args, const Kwargs&) mutable -> c10::IValue {
@@ -133,8 +134,8 @@ TEST(RecomputedState, WritesIntoAParameterOnce) {
   // A stage names the parameters that its forward writes to in `state` too.
   const auto train = [](const char* csv, Model (*changed)(Model)) {
     Model model(1);
-    const at::Tensor w = weight("w", {kWide, kWide});
-    const at::Tensor fading = at::ones({kWide});
+    const at::Tensor w = weight("w", {kWide, kWide}, test_device(0));
+    const at::Tensor fading = at::ones({kWide}, test_device(0));
     model.stages[0] = {.forward = [=](const Args& args, const Kwargs&) -> c10::IValue {
                          const at::NoGradGuard no_grad;
                          fading.mul_(0.9);
@@ -157,7 +158,7 @@ TEST(RecomputedState, WritesIntoAParameterOnce) {
 TEST(RecomputedState, WritesOnceIntoAParameterWithAGradient) {
   const auto train = [](const char* csv) {
     Model model(1);
-    const at::Tensor w = weight("w", {kWide, kWide});
+    const at::Tensor w = weight("w", {kWide, kWide}, test_device(0));
     model.stages[0] = {.forward = [=](const Args& args, const Kwargs&) -> c10::IValue {
                          {
                            const at::NoGradGuard no_grad;
@@ -178,7 +179,7 @@ TEST(RecomputedState, NamesAParameterThatWasModifiedMeanwhile) {
   // Autograd saves what was computed from the parameter, and not the parameter itself.
   for (const bool parts : {false, true}) {
     Model model(1);
-    const at::Tensor w = weight("w", {kWide});
+    const at::Tensor w = weight("w", {kWide}, test_device(0));
     model.stages[0] = {
         .forward = [=](const Args& args, const Kwargs&) -> c10::IValue { return tensor(args, 0) * w.exp(); },
         .parameters = {{"w", w}}};

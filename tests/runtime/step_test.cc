@@ -52,10 +52,9 @@ TEST(Step, GivesLaterStagesTheirOwnKeywordArguments) {
   StepOptions options;
   options.stage_kwargs[1] = {{"bias", rows(6, "bias")}, {"factor", 2.0}};
   const StepResult found = pipeline.step({rows(6, "x")}, {}, rows(6, "y"), options);
-  const at::Tensor middle =
-      before({perceptron(3).stages[0].forward({rows(6, "x")}, {})}, {}).toTensor() + rows(6, "bias") * 2.0;
-  const at::Tensor expected = model.stages[2].forward({middle}, {}).toTensor();
-  EXPECT_TRUE(at::allclose(expected, found.output.toTensor(), 1e-5, 1e-6));
+  const Model plain = perceptron(3);
+  const at::Tensor middle = forward_of(plain, 1, forward_of(plain, 0, rows(6, "x"))).cpu() + rows(6, "bias") * 2.0;
+  EXPECT_TRUE(at::allclose(forward_of(plain, 2, middle).cpu(), found.output.toTensor().cpu(), 1e-5, 1e-6));
 }
 
 TEST(Step, TakesTermsOfTheLossFromAnyStage) {
@@ -75,9 +74,9 @@ TEST(Step, TakesTermsOfTheLossFromAnyStage) {
   const Model plain = perceptron(3);
   const SplitArgs split = split_args_kwargs_into_chunks({rows(4, "x"), rows(4, "y")}, {}, 2);
   for (const Args& own : split.args) {
-    const at::Tensor middle = plain.stages[1].forward({plain.stages[0].forward({own[0]}, {})}, {}).toTensor();
-    const at::Tensor loss = at::mse_loss(plain.stages[2].forward({middle}, {}).toTensor(), own[1].toTensor());
-    ((loss + middle.square().mean()) * 0.5).backward();
+    const at::Tensor middle = forward_of(plain, 1, forward_of(plain, 0, own[0].toTensor()));
+    const at::Tensor loss = at::mse_loss(forward_of(plain, 2, middle).cpu(), own[1].toTensor());
+    ((loss + middle.square().mean().cpu()) * 0.5).backward();
   }
   const auto expected = gradients_of(plain);
   const auto found = gradients_of(model);
@@ -135,11 +134,11 @@ TEST(Step, RunsUnderTheCallersAutocast) {
   const at::Tensor full = pipeline.eval({x}, {}, y).output.toTensor();
   for (int step = 0; step < 2; ++step) {
     zero_grad(model);
-    const AutocastScope autocast(at::kCPU, at::kBFloat16);
+    const AutocastScope autocast(test_device(0).type(), at::kBFloat16);
     const at::Tensor found = pipeline.step({x}, {}, y).output.toTensor();
     const auto expected = plain(model, x, y, 3, {.step = step});
-    EXPECT_TRUE(at::equal(found, outputs_of(expected)));
-    EXPECT_FALSE(at::equal(found, full));
+    EXPECT_TRUE(same_tensor(found, outputs_of(expected)));
+    EXPECT_FALSE(same_tensor(found, full));
     const auto gradients = added_up(pipeline.schedule(), expected);
     for (std::size_t i = 0; i < model.stages.size(); ++i) {
       const auto& parameters = model.stages[i].parameters;
@@ -158,7 +157,7 @@ TEST(Step, EvaluatesForACallerInInferenceMode) {
   const at::Tensor expected = pipeline.eval({rows(4, "x")}).output.toTensor();
   {
     const c10::InferenceMode inference;
-    EXPECT_TRUE(at::equal(pipeline.eval({rows(4, "x")}).output.toTensor(), expected));
+    EXPECT_TRUE(same_tensor(pipeline.eval({rows(4, "x")}).output.toTensor(), expected));
   }
   pipeline.step({rows(4, "x")}, {}, rows(4, "y"));
   EXPECT_TRUE(gradients_of(model).front().defined());
@@ -173,7 +172,8 @@ TEST(Step, LeavesTheBackwardToTheUserIfAsked) {
     ++backwards;
     std::vector<Message> gradients = context.take_gradients(action.stage, action.microbatch);
     context.give_gradients(action.stage, action.microbatch,
-                           action.stage == 0 ? std::vector<Message>{} : std::vector<Message>{{at::ones({2, kWide})}});
+                           action.stage == 0 ? std::vector<Message>{}
+                                             : std::vector<Message>{{at::ones({2, kWide}, test_device(action.stage))}});
   };
   Schedule1F1B pipeline(model.build(), 2, options);
   pipeline.step({rows(4, "x")}, {}, rows(4, "y"));
@@ -184,7 +184,7 @@ TEST(Step, LeavesTheBackwardToTheUserIfAsked) {
 TEST(Step, LetsAModuleSupplyItsWeightGradients) {
   // The module's backward computes no gradient of its weight; the function of dw_builder does.
   Model model = perceptron(2);
-  const at::Tensor w = weight("supplied", {kWide, kWide});
+  const at::Tensor w = weight("supplied", {kWide, kWide}, test_device(1));
   const auto inputs = std::make_shared<std::vector<at::Tensor>>();
   const auto outputs = std::make_shared<std::vector<at::Tensor>>();
   model.stages[1] = {.forward = [=](const Args& args, const Kwargs&) -> c10::IValue {
@@ -205,8 +205,8 @@ TEST(Step, LetsAModuleSupplyItsWeightGradients) {
     };
   };
   std::vector<PipelineStage> stages;
-  stages.emplace_back(model.stages[0], 0, 2);
-  StageOptions options;
+  stages.emplace_back(model.stages[0], 0, 2, StageOptions{.device = test_device(0)});
+  StageOptions options{.device = test_device(1)};
   options.dw_builder = build;
   stages.emplace_back(model.stages[1], 1, 2, options);
   Pipeline pipeline(std::move(stages), parse_csv("0F0,0F1,0B0,0B1\n1F0,1I0,1W0,1F1,1I1,1W1\n"),
@@ -215,11 +215,10 @@ TEST(Step, LetsAModuleSupplyItsWeightGradients) {
 
   const at::Tensor expected_weight = weight("supplied", {kWide, kWide});
   const Model plain = perceptron(2);
-  const at::Tensor middle = plain.stages[0].forward({rows(4, "x")}, {}).toTensor();
+  const at::Tensor middle = forward_of(plain, 0, rows(4, "x")).cpu();
   at::mse_loss(at::matmul(middle, expected_weight), rows(4, "y")).backward();
-  EXPECT_TRUE(at::allclose(expected_weight.grad(), w.grad(), 1e-5, 1e-7));
-  EXPECT_TRUE(at::allclose(plain.stages[0].parameters[0].second.grad(), model.stages[0].parameters[0].second.grad(),
-                           1e-5, 1e-7));
+  EXPECT_TRUE(at::allclose(expected_weight.grad(), w.grad().cpu(), 1e-5, 1e-7));
+  EXPECT_TRUE(at::allclose(gradients_of(plain)[0], gradients_of(model)[0], 1e-5, 1e-7));
 }
 
 TEST(Step, KeepsNothingOfItsMicrobatches) {
@@ -265,6 +264,7 @@ TEST(Step, TakesLossesOfDifferentForms) {
 }
 
 TEST(Record, HasAllActionsInTheirOrder) {
+  PENSTOCK_ON_CPU_ALONE("the messages of a device run beside its computations");
   const Model model = perceptron(4);
   Pipeline pipeline = get_schedule_class("ZBVZeroBubble")(model.build(), 4, {.loss = squared_error});
   pipeline.step({rows(8, "x")}, {}, rows(8, "y"));

@@ -196,7 +196,7 @@ class Draw {
 // The forward sets `seen` to the features of its graph.
 Stage random_stage(Random random, const std::shared_ptr<Counts>& seen) {
   Stage stage;
-  stage.received = {numbers({4, 4}, 1), numbers({4, 4}, 2), at::tensor({3, 0, 1, 0}, at::kLong).to(stage_device()),
+  stage.received = {numbers({4, 4}, 1), numbers({4, 4}, 2), at::tensor({3, 0, 1, 0}, at::kLong).to(test_device(0)),
                     numbers({4, 4}, 3) > 0};
   stage.parameters = {numbers({4, 4}, 4),     numbers({4, 4}, 5),  numbers({4, 4}, 6), numbers({4}, 7),
                       numbers({16, 4}, 8),    numbers({16, 4}, 9), numbers({16}, 10),  numbers({16}, 11),

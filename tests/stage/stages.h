@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "penstock/stage/backward.h"
+#include "tests/device/test_devices.h"
 #include "tests/tensor/values.h"
 
 namespace penstock::internal::testing {
@@ -27,22 +28,16 @@ namespace penstock::internal::testing {
 using Tensors = std::vector<at::Tensor>;
 using Operators = std::map<std::string, int>;
 
-// Device on which the stages compute. A program for another device sets it before its tests.
-inline at::Device& stage_device() {
-  static at::Device device = at::kCPU;
-  return device;
-}
-
 // Returns numbers in [-1, 1] that differ for each seed.
 inline at::Tensor numbers(at::IntArrayRef shape, std::int64_t seed = 1, at::ScalarType dtype = at::kFloat) {
   const at::Tensor steps = at::arange(c10::multiply_integers(shape), at::kDouble);
   const at::Tensor sines = (steps * (1.7 + 0.013 * static_cast<double>(seed)) + static_cast<double>(seed)).sin();
-  return sines.to(dtype).view(shape).to(stage_device());
+  return sines.to(dtype).view(shape).to(test_device(0));
 }
 
-// Counts the operators that this thread calls while it lives: none of a backward on a device, which other threads run. It does not count operators called by operators, nor
-// those by which a parameter gets its first gradient: whether autograd steals or copies it depends on other references
-// to it, which differ between a whole backward and its halves.
+// Counts the operators that this thread calls while it lives: none of a backward on a device, which other threads run.
+// It does not count operators called by operators, nor those by which a parameter gets its first gradient: whether
+// autograd steals or copies it depends on other references to it, which differ between a whole backward and its halves.
 class OperatorCount {
  public:
   OperatorCount()
@@ -303,7 +298,7 @@ inline Gradients expect_same_in_halves(const Stage& stage) {
   SCOPED_TRACE("the halves against the whole");
   Gradients halves = by_halves(stage);
   expect_same(whole, halves);
-  if (stage_device().is_cpu()) {
+  if (test_device(0).is_cpu()) {
     EXPECT_EQ(whole.first, halves.first + halves.second);
   }
   return halves;

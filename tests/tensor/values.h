@@ -87,8 +87,8 @@ inline std::string text(const c10::IValue& value) {
 }
 
 inline bool same_bits(const at::Tensor& one, const at::Tensor& other) {
-  const at::Tensor a = one.detach().clone(at::MemoryFormat::Contiguous);
-  const at::Tensor b = other.detach().clone(at::MemoryFormat::Contiguous);
+  const at::Tensor a = one.detach().cpu().clone(at::MemoryFormat::Contiguous);
+  const at::Tensor b = other.detach().cpu().clone(at::MemoryFormat::Contiguous);
   return a.nbytes() == b.nbytes() && (a.nbytes() == 0 || std::memcmp(a.data_ptr(), b.data_ptr(), a.nbytes()) == 0);
 }
 

@@ -12,8 +12,10 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/device/device_list.h"
 #include "penstock/schedule/generators.h"
 #include "penstock/train/trainer.h"
+#include "tests/device/test_devices.h"
 #include "tests/tensor/folder.h"
 #include "tests/tensor/values.h"
 
@@ -26,9 +28,9 @@ class Products final : public Model {
   int num_stages() const override { return 2; }
   WeightBytes weight_bytes(std::span<const int> /*stages*/) const override { return {.weights = 40, .gradients = 36}; }
   using Model::build_stage;
-  PipelineStage build_stage(int stage, at::Device /*device*/) const override {
-    const at::Tensor weight = at::full({3, 3}, 0.1).fill_diagonal_(0.5 + stage).requires_grad_();
-    const at::Tensor count = at::zeros({});
+  PipelineStage build_stage(int stage, at::Device device) const override {
+    const at::Tensor weight = at::full({3, 3}, 0.1).fill_diagonal_(0.5 + stage).to(device).requires_grad_();
+    const at::Tensor count = at::zeros({}, device);
     StageModule module;
     module.forward = [weight, count](const Args& args, const Kwargs&) -> c10::IValue {
       count.add_(1);
@@ -36,7 +38,7 @@ class Products final : public Model {
     };
     module.parameters = {{name_of(stage), weight}};
     if (stage == 0) module.buffers = {{"count", count}};
-    return {module, stage, 2};
+    return {module, stage, 2, StageOptions{.device = device}};
   }
   std::vector<std::string> parameter_names() const override { return {name_of(0), name_of(1)}; }
   std::string description() const override { return "products"; }
@@ -97,6 +99,7 @@ std::unique_ptr<Trainer> trainer_of(const GivenRows& data, const RunCase& setup)
   options.max_skipped = setup.max_skipped;
   options.sharded = setup.sharded;
   options.timeout = std::chrono::seconds(60);
+  if (is_on_devices()) options.devices = parse_devices("sim").complete();
   return std::make_unique<Trainer>(
       std::move(models), data, generate("1F1B", {.ranks = 2, .microbatches = 4 / setup.replicas}), std::move(options));
 }
@@ -295,6 +298,7 @@ TEST(DataErrors, NameAStepInWhichNothingCounts) {
   models.push_back(std::make_unique<Products>());
   TrainerOptions skips;
   skips.on_nonfinite = OnNonFinite::Skip;
+  if (is_on_devices()) skips.devices = parse_devices("sim").complete();
   Trainer skipping(std::move(models), data, generate("1F1B", {.ranks = 2, .microbatches = 4}), skips);
   const StepReport report = skipping.step();
   EXPECT_EQ(report.skipped, "step 1, some.file: there is no target that counts: all of them are ignored.");

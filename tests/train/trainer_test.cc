@@ -17,11 +17,13 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/device/device_list.h"
 #include "penstock/runtime/error.h"
 #include "penstock/schedule/generators.h"
 #include "penstock/train/checkpoint_writer.h"
 #include "penstock/train/data.h"
 #include "penstock/train/model.h"
+#include "tests/device/test_devices.h"
 #include "tests/tensor/folder.h"
 #include "tests/tensor/values.h"
 
@@ -62,6 +64,7 @@ std::unique_ptr<Trainer> trainer_of(const Case& setup, const Data& data = sums()
   options.sharded = setup.sharded;
   options.seed = 5;
   options.timeout = std::chrono::seconds(60);
+  if (is_on_devices()) options.devices = parse_devices("sim").complete();
   return std::make_unique<Trainer>(std::move(replicas), data, schedule, std::move(options));
 }
 
@@ -248,6 +251,7 @@ TEST(Trainer, ReportsTheNormOfGradientsThatAreNotClipped) {
     models.push_back(gpt_model({.layers = 2, .width = 16, .heads = 2, .length = sums().length()}, /*seed=*/5, 2));
     TrainerOptions options;
     options.clip = clip;
+    if (is_on_devices()) options.devices = parse_devices("sim").complete();
     return Trainer(std::move(models), sums(), generate("1F1B", {.ranks = 2, .microbatches = 8}), options)
         .step()
         .gradient_norm;
@@ -330,6 +334,7 @@ double memory_tolerance(const Case& setup) {
 }
 
 TEST(Trainer, PredictsTheMemoryOfRanks) {
+  PENSTOCK_ON_CPU_ALONE("memory is not predicted on devices");
   for (const Case& setup : {Case{.schedule = "GPipe", .ranks = 2}, Case{.schedule = "1F1B", .ranks = 2},
                             Case{.schedule = "Interleaved1F1B", .ranks = 2, .stages_per_rank = 2},
                             Case{.schedule = "ZBVZeroBubble", .ranks = 2, .stages_per_rank = 2},
@@ -376,6 +381,7 @@ TEST(Trainer, RecordsTheMemoryOfEachAction) {
 
 // The ranks of each replica are measured separately: their memory does not include that of other replicas.
 TEST(Trainer, MeasuresTheMemoryOfEachReplicaSeparately) {
+  PENSTOCK_ON_CPU_ALONE("memory is not predicted on devices");
   const auto alone = trainer_of({.schedule = "GPipe", .ranks = 2});
   const auto trainer = trainer_of({.schedule = "GPipe", .ranks = 2, .replicas = 2});
   losses_of(*alone, 3);

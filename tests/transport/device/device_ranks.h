@@ -47,7 +47,10 @@ inline C10dOptions options_of(DeviceCarrier carrier, C10dOptions options = {}) {
 // Installs the simulated devices before the first test, and fails each test that has a race.
 class Simulation : public ::testing::EmptyTestEventListener {
  public:
-  void OnTestProgramStart(const ::testing::UnitTest& /*unit_test*/) override { sim::install({.devices = 4}); }
+  void OnTestProgramStart(const ::testing::UnitTest& /*unit_test*/) override {
+    // The race detector looks at the order of calls, so that it needs no long delays.
+    sim::install({.devices = 4, .max_delay_us = 20});
+  }
   void OnTestEnd(const ::testing::TestInfo& /*info*/) override {
     for (const std::string& race : sim::take_races()) ADD_FAILURE() << race;
   }
