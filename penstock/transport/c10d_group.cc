@@ -98,13 +98,15 @@ void C10dGroup::tear_down() noexcept {
   const MutexLock lock(mutex_);
   std::erase_if(in_flight_, [](const auto& work) { return work->isCompleted(); });
   if (in_flight_.empty()) return;
-  try {
-    // A receive that times out closes all connections of its group, and so ends the operations that use them.
-    std::vector<at::Tensor> unused{at::empty({1}, at::kByte)};
-    unprofiled([&] {
-      return backend_->recv(unused, member() == 0 ? 1 : 0, kTearDownTag);
-    })->wait(std::chrono::milliseconds(1));
-  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the timeout is intended
+  // A receive that times out closes all connections of its group, and so ends the operations that use them. One from a
+  // member that has closed its connection already throws at once, and leaves the others open.
+  for (int from = 0; from < size(); ++from) {
+    if (from == member()) continue;
+    try {
+      std::vector<at::Tensor> unused{at::empty({1}, at::kByte)};
+      unprofiled([&] { return backend_->recv(unused, from, kTearDownTag); })->wait(std::chrono::milliseconds(1));
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the timeout is intended
+    }
   }
 }
 

@@ -245,5 +245,19 @@ TEST(C10dGroup, CanBeDestroyedWithACollectiveInFlight) {
   groups.clear();
 }
 
+// The connection to the member that has left is closed, and the one to the member that never joins is not.
+TEST(C10dGroup, CanBeDestroyedAfterAMemberHasLeftACollectiveThatAnotherNeverJoins) {
+  World world(Carrier::Gloo, 3);
+  std::vector<std::shared_ptr<Group>> groups(3);
+  world.run(
+      [&](Transport& transport) { groups[static_cast<std::size_t>(transport.rank())] = transport.group({0, 1, 2}); });
+  auto own = groups[0]->all_reduce({at::zeros({5})});
+  groups[1]->all_reduce({at::zeros({5})});
+  groups[1].reset();
+  EXPECT_TRUE(thrown_by([&] { own->wait(soon()); }).threw);
+  own.reset();
+  groups[0].reset();
+}
+
 }  // namespace
 }  // namespace penstock::internal::testing
