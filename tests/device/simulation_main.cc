@@ -4,7 +4,10 @@
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <string>
+
+#include "tests/device/test_devices.h"
 
 namespace {
 
@@ -23,6 +26,9 @@ int main(int argc, char** argv) {
   penstock::sim::install({.devices = 4, .max_delay_us = 20});
   // As the kernels of the device, so that results on the CPU are bitwise the same.
   at::set_num_threads(1);
+  penstock::internal::testing::host_waits_function() = []() -> std::uint64_t {
+    return penstock::sim::counters().host_waits;
+  };
   penstock::internal::testing::begin_on_simulation();
   ::testing::UnitTest::GetInstance()->listeners().Append(new Races);
   return RUN_ALL_TESTS();

@@ -26,9 +26,15 @@ inline bool is_on_devices() {
   return test_device_count() > 0;
 }
 
-// Returns the device of a stage, as a function that a model takes.
+// True once the simulation has been installed, which is after the constructors of static objects.
+inline bool& has_devices() {
+  static bool installed = false;
+  return installed;
+}
+
+// Returns the device of a stage, as a function that a model takes. Static objects get the CPU.
 inline at::Device test_device(int stage) {
-  if (!is_on_devices()) return at::kCPU;
+  if (!has_devices()) return at::kCPU;
   return {c10::kPrivateUse1, static_cast<c10::DeviceIndex>(stage % test_device_count())};
 }
 

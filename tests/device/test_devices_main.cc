@@ -24,6 +24,7 @@ class Races : public ::testing::EmptyTestEventListener {
 
 void begin_on_devices() {
   sim::install({.devices = test_device_count(), .max_delay_us = kMaxDelayUs});
+  has_devices() = true;
   // As the kernels of the device, so that results on the CPU are bitwise the same.
   at::set_num_threads(1);
   host_waits_function() = []() -> std::uint64_t { return sim::counters().host_waits; };

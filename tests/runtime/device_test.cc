@@ -83,8 +83,10 @@ std::vector<at::Tensor> results_of_step(const NamedModel& named, const Schedule&
   const std::int64_t rows_in_batch = 2 * replicas * schedule.microbatches();
   StepOptions not_reduced;
   not_reduced.reduce = false;
+  const std::uint64_t waits = host_waits();
   pipeline.step({rows(rows_in_batch, "x")}, {}, rows(rows_in_batch, "y"), not_reduced);
   StepResult result = pipeline.step({rows(rows_in_batch, "z")}, {}, rows(rows_in_batch, "y"));
+  EXPECT_EQ(host_waits(), waits);
   std::vector<at::Tensor> found = std::move(result.losses);
   for (int replica = 0; replica < replicas; ++replica) {
     for (const PipelineStage& stage : pipeline.stages(replica)) {

@@ -175,6 +175,7 @@ TEST(Checkpoint, MakesNoPartWithoutAutograd) {
 }
 
 TEST(Checkpoint, KnowsNestedTensors) {
+  PENSTOCK_ON_CPU_ALONE("the simulated device has no nested tensors");
   const at::Tensor w = leaf({4, 4});
   expect_the_same_with_a_checkpoint(
       [=](const at::Tensor& x) {
@@ -249,6 +250,7 @@ TEST(Checkpoint, KeepsTheTypesOfNestedContainers) {
 }
 
 TEST(Checkpoint, RefusesARandomScopeAroundItsBackwardAlone) {
+  PENSTOCK_ON_CPU_ALONE("the engine's threads for devices refuse to draw in it already");
   const at::Tensor x = leaf({4});
   const at::Tensor y = checkpoint([](const at::Tensor& input) { return at::dropout(input.exp(), 0.5, true); }, x);
   const RandomScope scope(/*seed=*/0, /*step=*/0, /*microbatch=*/0, /*place=*/0);

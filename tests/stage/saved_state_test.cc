@@ -128,6 +128,7 @@ TEST(SavedState, RestoresTheSameTensorForWhoeverRefersToIt) {
 
 // The owner of the memory sees the sums, although nothing but .grad refers to the tensor.
 TEST(SavedState, AddsIntoMemoryThatTheCallerOwns) {
+  PENSTOCK_ON_CPU_ALONE("the memory is that of the host");
   std::vector<float> memory(kColumns * kColumns, 1.0F);
   const at::Tensor weight = parameter_with_gradient();
   const at::Tensor first = weight.grad().clone();
@@ -160,10 +161,10 @@ TEST(SavedState, TakesAnIncomingGradientThatIsExpanded) {
   saved.add_accumulated_gradient(weight);
   weight.sum().backward();
   weight.sum().backward();
-  EXPECT_TRUE(at::equal(weight.grad(), at::full({4}, 3.0)));
+  EXPECT_TRUE(at::equal(weight.grad(), at::full({4}, 3.0, test_device(0))));
   EXPECT_TRUE(weight.grad().is_contiguous());
   saved.restore();
-  EXPECT_TRUE(at::equal(weight.grad(), at::ones({4})));
+  EXPECT_TRUE(at::equal(weight.grad(), at::ones({4}, test_device(0))));
 }
 
 TEST(SavedState, LeavesAnIncomingGradientThatSomebodyElseHas) {

@@ -126,7 +126,9 @@ struct Stage {
 
 inline Tensors copies(const Tensors& tensors) {
   Tensors result;
-  for (const at::Tensor& tensor : tensors) result.push_back(tensor.defined() ? tensor.detach().clone() : tensor);
+  for (const at::Tensor& tensor : tensors) {
+    result.push_back(tensor.defined() ? tensor.detach().to(test_device(0)).clone() : tensor);
+  }
   return result;
 }
 
