@@ -78,7 +78,7 @@ TEST(Reductions, OfAListGetTheSumsOfSharedParametersThatItLacks) {
   const Schedule given = parse_csv("0F0,0B0,0REDUCE_GRAD\n1F0,1B0,1REDUCE_GRAD\n", {.shared = {{0, 1}}});
   const Schedule lowered = lower(given, {.sharding = false});
   EXPECT_EQ(to_csv(lowered),
-            "0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0SUM_SHARED\n1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD,1SUM_SHARED\n");
+            "0F0,0RECV_B0,0SEND_F0,0B0,0REDUCE_GRAD,0SUM_SHARED\n1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD,1SUM_SHARED\n");
   EXPECT_FALSE(verify(lowered));
 }
 
