@@ -80,6 +80,7 @@ TEST_F(ProgramGloo, ReplicasAndShardsOfAGptHaveTheGradientsOfTheCpu) {
         return run_own_stages(pipeline(model.program(), schedule.stages()), schedule, inputs, devices, options);
       };
       const Outcome expected = run_on([](int) { return at::Device(at::kCPU); });
+      ASSERT_FALSE(expected.gradients.empty());
       expect_same(expected, run_on(test_device), pipe.shared_parameters());
       if (HasFailure()) return;
     }

@@ -102,9 +102,10 @@ inline c10::IValue on_host(const c10::IValue& output) {
   });
 }
 
+// Sharded parameters are those of this rank.
 inline void add_results_of_stages(const Pipeline& pipeline, Outcome& outcome) {
   for (const PipelineStage& stage : pipeline.stages()) {
-    for (const auto& [name, parameter] : stage.module().parameters) {
+    for (const auto& [name, parameter] : stage.parameters()) {
       outcome.parameters.emplace(name, parameter.detach().cpu());
       if (!parameter.grad().defined()) continue;
       outcome.gradients.emplace(std::pair(stage.stage_index(), name), parameter.grad().cpu());
