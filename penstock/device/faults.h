@@ -12,6 +12,9 @@ enum class Fault {
   UseBeforeCopy,
   // The memory of a source is reused while it is being copied.
   EarlyFree,
+  // Buffers are written to while a checkpoint copies them, or parameters and optimizer state are.
+  ForwardDuringCopy,
+  UpdateDuringCopy,
   // Bytes are sent from a staging buffer before they have been copied there.
   EarlySend,
 };

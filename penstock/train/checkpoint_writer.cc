@@ -84,6 +84,14 @@ void CheckpointWriter::write_part(int part, const NamedTensors& weights, const N
   });
 }
 
+bool CheckpointWriter::has_parts(int parts) const {
+  const fs::path unfinished = unfinished_path();
+  for (int part = 0; part < parts; ++part) {
+    if (!fs::exists(unfinished / part_name(part))) return false;
+  }
+  return true;
+}
+
 void CheckpointWriter::finish(const CheckpointInfo& info, int parts, int keep) const {
   const fs::path unfinished = unfinished_path();
   format::with_checkpoint_errors(unfinished.string(), "written", [&] {

@@ -25,6 +25,8 @@ class CheckpointWriter {
   // Creates the directories, and removes what killed runs have left.
   void begin() const;
   void write_part(int part, const NamedTensors& weights, const NamedTensors& optimizer) const;
+  // Returns true if the parts 0 to `parts` - 1 are on disk.
+  bool has_parts(int parts) const;
   // Writes the manifest of the parts 0 to `parts` - 1 and renames the checkpoint. Then removes the run's oldest
   // checkpoints so that `keep` remain, this one included; those of later steps and of other runs are kept. An existing
   // checkpoint of this step is replaced if it belongs to the same run, and otherwise is an error.

@@ -31,7 +31,7 @@ struct LoopEvents {
   std::function<void(const StepReport& report)> stepped;
   // Called after every evaluation of the held-out batches.
   std::function<void(std::int64_t step, const Trainer::Evaluation& evaluation)> evaluated;
-  // Called after every checkpoint.
+  // Called when a checkpoint is complete on disk. On devices that is some steps after its own.
   std::function<void(std::int64_t step, const std::string& path)> saved;
   // Called on all processes after the trial evaluation and before the first step. An exception ends the run.
   std::function<void()> starting;
@@ -43,7 +43,8 @@ struct LoopEvents {
 
 // Trains until `steps` are done, counted from the beginning of the run, and returns 0; or returns the stop code that
 // ended it. One held-out batch is evaluated before the first step, so that a batch that cannot be evaluated is reported
-// early. Throws what the members of Trainer throw.
+// early. A checkpoint is complete before the next one begins, and before this returns. If a step fails while one is in
+// flight, it is completed if the processes still can. Throws what the members of Trainer throw.
 int train(Trainer& trainer, std::int64_t steps, const std::vector<Batch>& held_out, const LoopOptions& options,
           const LoopEvents& events);
 

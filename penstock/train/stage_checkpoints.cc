@@ -1,181 +1,74 @@
 #include "penstock/train/stage_checkpoints.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
-#include <cmath>
-#include <exception>
-#include <map>
+#include <chrono>
 #include <optional>
 #include <utility>
-#include <vector>
 
 #include "penstock/base/deadline.h"
-#include "penstock/base/text.h"
-#include "penstock/device/host_copies.h"
-#include "penstock/runtime/error.h"
 #include "penstock/tensor/safetensors.h"
 #include "penstock/tensor/state_dict.h"
-#include "penstock/train/checkpoint_writer.h"
-#include "penstock/train/gradients.h"
 
 namespace penstock::internal {
 namespace {
 
-// Appends the tensors whose names are new: stages of one rank may share a parameter.
-void add_new(const NamedTensors& tensors, NamedTensors& all) {
-  for (const auto& named : tensors) {
-    const auto has_name = [&](const auto& other) { return other.first == named.first; };
-    if (std::ranges::none_of(all, has_name)) all.push_back(named);
-  }
-}
+// Longest time that a run which has failed waits for copies from devices, which may be what has failed.
+constexpr std::chrono::seconds kCopyTimeAfterFailure{5};
 
 }  // namespace
 
 StageCheckpoints::StageCheckpoints(const Schedule& schedule, const Model& model, TrainedStages& stages,
                                    const TrainingProcesses& processes, MemoryWatch& memory, bool sharded)
-    : schedule_(schedule), model_(model), stages_(stages), processes_(processes), memory_(memory), sharded_(sharded) {}
+    : stages_(stages),
+      memory_(memory),
+      source_{.schedule = schedule, .model = model, .stages = stages, .processes = processes, .sharded = sharded} {}
 
-std::vector<StageCheckpoints::HostTensors> StageCheckpoints::copy_to_host(const std::string& path) const {
-  HostCopies copies;
-  const auto copied = [&](const NamedTensors& tensors) {
-    NamedTensors result;
-    for (const auto& [name, tensor] : tensors) result.emplace_back(name, copies.start(tensor.detach()));
-    return result;
-  };
-  std::vector<HostTensors> on_host;
-  for (const TrainedStage& stage : std::as_const(stages_)) {
-    on_host.push_back({.parameters = copied(stage.stage->parameters()),
-                       .optimizer = copied(stage.optimizer.state()),
-                       .buffers = copied(stage.stage->module().buffers)});
-  }
-  if (!copies.wait(deadline_after(processes_.timeout()))) {
-    throw CheckpointError(path + ": is not written, because a device has not sent its tensors within the timeout.");
-  }
-  return on_host;
+void StageCheckpoints::start(const std::string& directory, int keep, CheckpointInfo info) {
+  const auto use = memory_.has_devices() ? StageSnapshot::Use::BesideTraining : StageSnapshot::Use::BeforeTraining;
+  in_flight_ = std::make_unique<CheckpointSave>(source_, streams_, directory, keep, std::move(info), use);
 }
 
-void StageCheckpoints::require_finite_parameters(const std::string& path,
-                                                 const std::vector<HostTensors>& on_host) const {
-  for (const TrainedStage& stage : std::as_const(stages_)) {
-    for (const auto& [name, parameter] : on_host[stage.index].parameters) {
-      if (std::isfinite(sum_of_squares(parameter))) continue;
-      throw CheckpointError(concat(path, ": is not written, because parameter ", name, " of stage ",
-                                   stage.stage->stage_index(),
-                                   " is not finite; earlier checkpoints remain.\n  Hint: lower the learning rate or "
-                                   "lower the clipping norm, and resume from the last of them."));
-    }
-  }
+std::optional<SavedCheckpoint> StageCheckpoints::advance(const std::function<bool(CheckpointSave&)>& act) {
+  if (!in_flight_) return std::nullopt;
+  const auto release = c10::make_scope_exit([this] {
+    if (in_flight_->has_ended()) in_flight_.reset();
+  });
+  if (!act(*in_flight_)) return std::nullopt;
+  return SavedCheckpoint{.step = in_flight_->step(), .path = in_flight_->path()};
 }
 
-at::Tensor StageCheckpoints::local_shards(const TrainedStage& stage, const std::string& name,
-                                          const std::vector<HostTensors>& on_host,
-                                          NamedTensors HostTensors::* kind) const {
-  std::vector<at::Tensor> shards;
-  for (const TrainedStage& other : std::as_const(stages_)) {
-    if (other.stage->stage_index() != stage.stage->stage_index()) continue;
-    for (const auto& [other_name, shard] : on_host[other.index].*kind) {
-      if (other_name == name) shards.push_back(shard);
-    }
-  }
-  return at::cat(shards);
+std::optional<SavedCheckpoint> StageCheckpoints::poll() {
+  return advance([](CheckpointSave& save) { return save.poll(); });
 }
 
-NamedTensors StageCheckpoints::unsharded(const TrainedStage& stage, const std::vector<HostTensors>& on_host,
-                                         NamedTensors HostTensors::* kind) const {
-  std::map<std::string, at::Tensor> parameters;
-  for (const auto& [name, parameter] : stage.stage->module().parameters) parameters.emplace(name, parameter);
-  NamedTensors result;
-  for (const auto& [full_name, tensor] : on_host[stage.index].*kind) {
-    // "NAME" of a parameter, or "NAME.exp_avg" of optimizer state.
-    std::string name = full_name;
-    std::string suffix;
-    if (!parameters.contains(name) && name.rfind('.') != std::string::npos) {
-      suffix = name.substr(name.rfind('.'));
-      name.resize(name.size() - suffix.size());
-    }
-    at::Tensor value = tensor;
-    const auto parameter = parameters.find(name);
-    const bool is_shard = sharded_ && parameter != parameters.end() && value.dim() > 0 &&
-                          value.sizes() != parameter->second.sizes() && processes_.replicas() > 1;
-    if (is_shard) {
-      const at::Tensor gathered =
-          processes_.are_threads() ? local_shards(stage, full_name, on_host, kind) : processes_.gather_shards(value);
-      value = gathered.narrow(0, 0, parameter->second.numel()).view(parameter->second.sizes());
-    }
-    for (const std::string& alias : parameter == parameters.end() ? std::vector{name} : model_.names_of(name)) {
-      result.emplace_back(alias + suffix, value);
-    }
-  }
-  return result;
+std::optional<SavedCheckpoint> StageCheckpoints::finish() {
+  return advance([](CheckpointSave& save) {
+    save.finish();
+    return true;
+  });
 }
 
-std::string StageCheckpoints::save(const std::string& directory, int keep, CheckpointInfo info) const {
-  const CheckpointWriter writer(directory, info.step);
-  std::exception_ptr failure;
-  // Runs one phase on all processes. All of them take part in the collective at its end, even if one has failed.
-  const auto run_phase = [&](const auto& act) {
-    if (!failure) {
-      try {
-        act();
-      } catch (...) {
-        failure = std::current_exception();
-      }
-    }
-    bool any_failed = false;
-    try {
-      any_failed = processes_.sum({failure ? 1.0 : 0.0}).front() > 0;
-    } catch (const PipelineError&) {
-      if (!failure) throw;
-    }
-    // All ranks have completed this phase, so none still writes to the checkpoint.
-    if ((failure || any_failed) && processes_.is_coordinator()) writer.discard();
-    if (failure) std::rethrow_exception(failure);
-    if (any_failed) throw CheckpointError(writer.path() + ": another rank could not write its part.");
-  };
-  std::vector<HostTensors> on_host;
-  run_phase([&] {
-    on_host = copy_to_host(writer.path());
-    require_finite_parameters(writer.path(), on_host);
-  });
-  // Every replica takes part in gathering shards; the first replica writes.
-  struct Part {
-    NamedTensors weights;
-    NamedTensors optimizer;
-  };
-  std::map<int, Part> parts;
-  for (const TrainedStage& stage : std::as_const(stages_)) {
-    NamedTensors weights = unsharded(stage, on_host, &HostTensors::parameters);
-    const NamedTensors optimizer = unsharded(stage, on_host, &HostTensors::optimizer);
-    if (stage.replica != 0) continue;
-    for (const auto& [name, buffer] : on_host[stage.index].buffers) {
-      for (const std::string& alias : model_.names_of(name)) weights.emplace_back(alias, buffer);
-    }
-    Part& part = parts[stage.rank];
-    add_new(weights, part.weights);
-    add_new(optimizer, part.optimizer);
-  }
-  run_phase([&] {
-    if (processes_.is_coordinator()) writer.begin();
-  });
-  run_phase([&] {
-    for (const auto& [rank, part] : parts) writer.write_part(rank, part.weights, part.optimizer);
-  });
-  run_phase([&] {
-    if (!processes_.is_coordinator()) return;
-    info.model = model_.description();
-    info.non_persistent_buffers = model_.non_persistent_buffers();
-    writer.finish(info, schedule_.ranks(), keep);
-  });
-  return writer.path();
+std::optional<SavedCheckpoint> StageCheckpoints::finish_after_failure() {
+  return advance([](CheckpointSave& save) { return save.finish_after_failure(deadline_after(kCopyTimeAfterFailure)); });
+}
+
+void StageCheckpoints::block_forwards() const {
+  if (in_flight_) in_flight_->snapshot().block_forwards();
+}
+
+void StageCheckpoints::block_updates() const {
+  if (in_flight_) in_flight_->snapshot().block_updates();
 }
 
 std::int64_t StageCheckpoints::estimate_bytes(const OptimizerOptions& optimizer) const {
   double bytes = 0;
-  for (const TrainedStage& stage : std::as_const(stages_)) {
+  for (const TrainedStage& stage : source_.stages) {
     if (stage.replica != 0) continue;
     const auto add = [&](const std::string& name, std::int64_t size) {
-      bytes += static_cast<double>(size) * static_cast<double>(model_.names_of(name).size());
+      bytes += static_cast<double>(size) * static_cast<double>(source_.model.names_of(name).size());
     };
     for (const auto& [name, parameter] : stage.stage->module().parameters) {
       const std::int64_t size = parameter.numel() * static_cast<std::int64_t>(parameter.element_size());
@@ -185,7 +78,7 @@ std::int64_t StageCheckpoints::estimate_bytes(const OptimizerOptions& optimizer)
       add(name, static_cast<std::int64_t>(buffer.nbytes()));
     }
   }
-  return static_cast<std::int64_t>(processes_.sum({bytes}).front());
+  return static_cast<std::int64_t>(source_.processes.sum({bytes}).front());
 }
 
 at::Tensor StageCheckpoints::stored_part(const TrainedStage& stage, const std::string& name, const at::Tensor& whole) {
@@ -202,9 +95,9 @@ at::Tensor StageCheckpoints::stored_part(const TrainedStage& stage, const std::s
 }
 
 void StageCheckpoints::load(const Checkpoint& checkpoint) {
-  ModelTensors tensors{.description = model_.description()};
-  for (const std::string& name : model_.parameter_names()) tensors.names.insert(name);
-  for (const std::string& name : model_.buffer_names()) tensors.names.insert(name);
+  ModelTensors tensors{.description = source_.model.description()};
+  for (const std::string& name : source_.model.parameter_names()) tensors.names.insert(name);
+  for (const std::string& name : source_.model.buffer_names()) tensors.names.insert(name);
   for (const TrainedStage& stage : stages_) {
     for (const auto& [name, parameter] : stage.stage->module().parameters) tensors.needed[name] = parameter;
     for (const auto& [name, buffer] : stage.stage->module().buffers) tensors.needed[name] = buffer;

@@ -96,6 +96,7 @@ StepReport Trainer::step(int stop_code) {
   const IntraOpThreads threads(options_.intra_op_threads);
   // Tensors that are allocated here may be freed by a rank, and belong to none.
   const MemoryWatch::Scope no_rank(memory_, -1);
+  checkpoints_.block_forwards();
   StepReport report{.step = steps_done_ + 1};
   SavedState buffers = stages_.save_written_tensors();
   try {
@@ -122,6 +123,7 @@ StepReport Trainer::step(int stop_code) {
   if (scaler_) report.loss_scale = scaler_->scale();
   if (report.skipped.empty()) {
     gradients_.clip(report.gradient_norm, options_.clip, scaler_ ? scaler_->unscale() : 1);
+    checkpoints_.block_updates();
     stages_.step_optimizers(report.learning_rate);
   } else {
     gradients_.discard();
@@ -230,6 +232,7 @@ Trainer::Evaluation Trainer::evaluate(const std::vector<Batch>& batches, bool re
     if (was_training) set_training(true);
   });
   const MemoryWatch::Scope no_rank(memory_, -1);
+  checkpoints_.block_forwards();
   const Schedule& schedule = pipeline_->schedule();
   Evaluation evaluation;
   DeviceNumbers numbers;
@@ -278,12 +281,17 @@ Trainer::Evaluation Trainer::evaluate(const std::vector<Batch>& batches, bool re
   return evaluation;
 }
 
+void Trainer::start_save(const std::string& directory, int keep, const std::string& configuration) {
+  checkpoints_.start(directory, keep,
+                     {.step = steps_done_,
+                      .run = run_,
+                      .configuration = configuration,
+                      .grad_scaler = scaler_ ? std::optional(scaler_->state()) : std::nullopt});
+}
+
 std::string Trainer::save(const std::string& directory, int keep, const std::string& configuration) {
-  return checkpoints_.save(directory, keep,
-                           {.step = steps_done_,
-                            .run = run_,
-                            .configuration = configuration,
-                            .grad_scaler = scaler_ ? std::optional(scaler_->state()) : std::nullopt});
+  start_save(directory, keep, configuration);
+  return finish_save()->path;
 }
 
 void Trainer::load(const Checkpoint& checkpoint) {

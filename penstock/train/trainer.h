@@ -104,9 +104,22 @@ class Trainer {
   // Throws NonFiniteError for an evaluation that is not finite, unless on_nonfinite is Skip.
   void require_finite(const Evaluation& evaluation) const { nonfinite_.require_finite(evaluation.nonfinite); }
 
-  // Writes a checkpoint into `directory`, keeps the last `keep` of the run, and returns its path. `configuration` is a
-  // JSON object. Throws CheckpointError on all processes when one of them cannot write its part, or has a parameter
-  // that is not finite. A collective.
+  // Begins a checkpoint of the current step in `directory`; the last `keep` of the run remain. `configuration` is a JSON
+  // object. On devices it is copied and written beside the steps and evaluations that follow. At most one is in flight:
+  // call finish_save() before the next one, and on the CPU before the next step.
+  void start_save(const std::string& directory, int keep, const std::string& configuration);
+  // True if steps may follow while a checkpoint is in flight: on devices.
+  bool saves_beside_steps() const { return !options_.devices.is_cpu(); }
+  // Advances the checkpoint in flight, if there is one, without waiting for files. Call it after each step. Returns the
+  // checkpoint when it is on disk. Throws CheckpointError on all processes when one of them cannot write its part, or
+  // has a parameter that is not finite. A collective.
+  std::optional<SavedCheckpoint> poll_save() { return checkpoints_.poll(); }
+  // Blocks until the checkpoint in flight, if there is one, is on disk. Throws as poll_save(). A collective.
+  std::optional<SavedCheckpoint> finish_save() { return checkpoints_.finish(); }
+  // Completes the checkpoint in flight as far as that is possible after an exception that other processes may not have
+  // thrown. Returns the checkpoint if it is on disk.
+  std::optional<SavedCheckpoint> finish_save_after_failure() { return checkpoints_.finish_after_failure(); }
+  // Writes a checkpoint, and returns its path when it is on disk. There must be none in flight. A collective.
   std::string save(const std::string& directory, int keep, const std::string& configuration);
   // Returns the estimated size of a checkpoint. A collective.
   std::int64_t checkpoint_bytes() const { return checkpoints_.estimate_bytes(options_.optimizer); }

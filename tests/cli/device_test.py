@@ -3,14 +3,17 @@ PENSTOCK_PROGRAMS that of models.py, and REFERENCE_PYTHON a Python with torch.""
 
 import json
 import os
+import re
+import resource
 import shutil
+import signal
 import socket
 import subprocess
 import unittest
 
 from command_case import PENSTOCK
 from safetensors_files import read_tensors
-from train_case import PROGRAMS, Case
+from train_case import PROGRAMS, Case, children_of
 
 ZOO = os.path.abspath(os.environ["PENSTOCK_ZOO"])
 # Few seconds for each run.
@@ -81,6 +84,72 @@ class Devices(Case):
             self.assertIn("resuming after step 3", self.penstock("train", *words, "--steps", 6, "--resume", "--device", second,
                                                                  "--checkpoint-every", 3).stdout)
             self.assertEqual(self.losses(f"run-{second}"), expected)
+
+    def test_writes_checkpoints_beside_training(self):
+        # Thread ranks, and process ranks with shards.
+        for words in (["--keep", 2], ["--keep", 2, "--transport", "gloo", "--ranks", 2, "--data-parallel", 2, "--shard"]):
+            with self.subTest(words=words):
+                words = [*QUICK, "--steps", 7, "--checkpoint-every", 2, "--eval-every", 3, *words]
+                self.train(*words, "--checkpoint", "cpu")
+                expected = self.losses()
+                text = self.train(*words, "--checkpoint", "sim", "--device", "sim", output="sim-run")
+                self.assertEqual(re.findall(r"step (\d): checkpoint sim/step-0000000\1\n", text), ["2", "4", "6", "7"])
+                self.assertEqual(self.losses("sim-run"), expected)
+                self.assertEqual(self.names_in("sim"), self.names_in("cpu"))
+                for name in ("step-00000006", "step-00000007"):
+                    files = self.names_in(f"cpu/{name}")
+                    self.assertEqual(self.names_in(f"sim/{name}"), files)
+                    for file in files:
+                        if file == "manifest.json":
+                            continue
+                        self.assertEqual((self.folder / "sim" / name / file).read_bytes(),
+                                         (self.folder / "cpu" / name / file).read_bytes(), file)
+
+    def test_an_interrupted_run_leaves_a_complete_checkpoint(self):
+        words = [*QUICK, "--steps", 100000, "--checkpoint", "kept", "--checkpoint-every", 3, "--overwrite", "--device", "sim:0,1"]
+        for transport in ("threads", "gloo"):
+            with self.subTest(transport=transport):
+                shutil.rmtree(self.folder / "run", ignore_errors=True)
+                process = self.begun([*words, "--transport", transport], after=4)
+                process.send_signal(signal.SIGTERM)
+                text, _ = process.communicate(timeout=120)
+                self.assertEqual(process.returncode, 143, text)
+                done = int(re.search(r"stopped after step (\d+); continue with --resume\.\n", text)[1])
+                self.assertIn(f"step {done}: checkpoint kept/step-{done:08}\n", text)
+                self.assertEqual(self.names_in("kept")[-1], f"step-{done:08}")
+                self.assertEqual([name for name in self.names_in("kept") if name.startswith(".unfinished")], [])
+                resumed = self.penstock("train", *words[2:-3], "--steps", done, "--resume", "--transport", transport)
+                self.assertIn(f"nothing to do: step {done} of {done} is done.", resumed.stdout)
+
+    def test_a_run_that_is_killed_beside_a_checkpoint_resumes_to_the_same_losses(self):
+        common = [*QUICK, "--steps", 40, "--device", "sim:0,1"]
+        self.train(*common, output="whole")
+        expected = self.losses("whole")
+        words = [*common, "--checkpoint", "kept", "--checkpoint-every", 1, "--resume"]
+        for steps in (3, 12, 25):
+            process = self.begun(words, after=steps)
+            process.kill()
+            process.communicate(timeout=60)
+            for checkpoint in (self.folder / "kept").glob("step-*"):
+                self.assertTrue((checkpoint / "manifest.json").exists())
+        self.train(*words)
+        self.assertEqual(self.losses(), expected)
+        self.assertEqual([name for name in self.names_in("kept") if name.startswith(".unfinished")], [])
+
+    def test_a_disk_that_becomes_full_leaves_no_part_of_a_checkpoint(self):
+        words = [*QUICK, "--steps", 100000, "--checkpoint", "kept", "--checkpoint-every", 4, "--device", "sim:0,1"]
+        for transport in ("threads", "gloo"):
+            with self.subTest(transport=transport):
+                shutil.rmtree(self.folder / "run", ignore_errors=True)
+                shutil.rmtree(self.folder / "kept", ignore_errors=True)
+                process = self.begun([*words, "--transport", transport], after=2, stderr=subprocess.PIPE)
+                # A limit on the size of files acts like a full disk.
+                for rank in [process.pid, *children_of(process.pid)]:
+                    resource.prlimit(rank, resource.RLIMIT_FSIZE, (16384, 16384))
+                _, error = process.communicate(timeout=120)
+                self.assertEqual(process.returncode, 2, error)
+                self.assertRegex(error, r"kept/\.unfinished-step-\d+/weights-\d\.safetensors: could not be written: File too large")
+                self.assertEqual([name for name in self.names_in("kept") if name.startswith(".unfinished")], [])
 
     def test_scales_the_loss_of_float16(self):
         text = self.train(*QUICK, "--steps", 4, "--device", "sim:0,1", "--dtype", "float16", "--checkpoint", "kept")
