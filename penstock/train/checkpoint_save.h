@@ -30,7 +30,7 @@
 
 namespace penstock::internal {
 
-// What checkpoints are made of. All of it outlives them.
+// Names what checkpoints are made of. All of it outlives them.
 struct CheckpointSource {
   const Schedule& schedule;
   const Model& model;
@@ -117,7 +117,7 @@ class CheckpointSave {
   StageSnapshot::Use use_;
   StageSnapshot snapshot_;
   State state_ = State::Copying;
-  // By rank. Constant while the thread runs.
+  // Parts by rank. Constant while the thread runs.
   std::map<int, Part> parts_;
   // Set before is_written_, and read after it.
   std::exception_ptr write_failure_;

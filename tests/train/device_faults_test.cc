@@ -32,7 +32,6 @@ TEST(DeviceCheckpointFaults, AreRaces) {
     EXPECT_EQ(races_with(Fault::None, setup), std::vector<std::string>());
     EXPECT_FALSE(races_with(Fault::ForwardDuringCopy, setup).empty());
     EXPECT_FALSE(races_with(Fault::UpdateDuringCopy, setup).empty());
-    EXPECT_FALSE(races_with(Fault::CopyWithoutEvent, setup).empty());
   }
 }
 
