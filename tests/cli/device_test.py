@@ -106,11 +106,11 @@ class Devices(Case):
                                          (self.folder / "cpu" / name / file).read_bytes(), file)
 
     def test_an_interrupted_run_leaves_a_complete_checkpoint(self):
-        words = [*QUICK, "--steps", 100000, "--checkpoint", "kept", "--checkpoint-every", 3, "--overwrite", "--device", "sim:0,1"]
         for transport in ("threads", "gloo"):
             with self.subTest(transport=transport):
                 shutil.rmtree(self.folder / "run", ignore_errors=True)
-                process = self.begun([*words, "--transport", transport], after=4)
+                words = [*QUICK, "--checkpoint", "kept", "--checkpoint-every", 3, "--device", "sim:0,1", "--transport", transport]
+                process = self.begun([*words, "--steps", 100000, "--overwrite"], after=4)
                 process.send_signal(signal.SIGTERM)
                 text, _ = process.communicate(timeout=120)
                 self.assertEqual(process.returncode, 143, text)
@@ -118,8 +118,7 @@ class Devices(Case):
                 self.assertIn(f"step {done}: checkpoint kept/step-{done:08}\n", text)
                 self.assertEqual(self.names_in("kept")[-1], f"step-{done:08}")
                 self.assertEqual([name for name in self.names_in("kept") if name.startswith(".unfinished")], [])
-                resumed = self.penstock("train", *words[2:-3], "--steps", done, "--resume", "--transport", transport)
-                self.assertIn(f"nothing to do: step {done} of {done} is done.", resumed.stdout)
+                self.assertIn(f"nothing to do: step {done} of {done} is done.", self.train(*words, "--steps", done, "--resume"))
 
     def test_a_run_that_is_killed_beside_a_checkpoint_resumes_to_the_same_losses(self):
         common = [*QUICK, "--steps", 40, "--device", "sim:0,1"]
@@ -145,10 +144,10 @@ class Devices(Case):
                 process = self.begun([*words, "--transport", transport], after=2, stderr=subprocess.PIPE)
                 # A limit on the size of files acts like a full disk.
                 for rank in [process.pid, *children_of(process.pid)]:
-                    resource.prlimit(rank, resource.RLIMIT_FSIZE, (16384, 16384))
+                    resource.prlimit(rank, resource.RLIMIT_FSIZE, (8192, 8192))
                 _, error = process.communicate(timeout=120)
                 self.assertEqual(process.returncode, 2, error)
-                self.assertRegex(error, r"kept/\.unfinished-step-\d+/weights-\d\.safetensors: could not be written: File too large")
+                self.assertRegex(error, r"kept/\.unfinished-step-\d+/\w+-\d\.safetensors: could not be written: File too large")
                 self.assertEqual([name for name in self.names_in("kept") if name.startswith(".unfinished")], [])
 
     def test_scales_the_loss_of_float16(self):
