@@ -15,6 +15,7 @@
 //   timeline.bubble;  // fraction of the ranks' time that is idle
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <vector>
@@ -30,6 +31,16 @@ namespace penstock {
 struct Span {
   double start = 0;
   double end = 0;
+};
+
+// The transfer of a message, which runs beside the computation of a rank.
+struct Transfer {
+  // Index of the rank's action, which is a send or a receive.
+  std::size_t action = 0;
+  Span span;
+  // Rank at the other end; -1 if it is not known.
+  int peer = -1;
+  double bytes = 0;
 };
 
 struct RankTimes {
@@ -50,6 +61,8 @@ struct RankTimes {
   int peak_activations = 0;
   // Measured memory over time; empty for a simulation.
   std::vector<MemoryStep> memory;
+  // Measured transfers, in the order of their actions; empty for a simulation, and where they were not measured.
+  std::vector<Transfer> transfers;
 };
 
 struct Timeline {

@@ -42,7 +42,7 @@ before(async () => {
     execFileSync(process.env.PENSTOCK, ['schedule', 'show', ...words, '--format', 'html', '-o', file]);
   }
   const html = readFileSync(TEMPLATE, 'utf8').replace('@PENSTOCK_TITLE@', 'by hand');
-  const pages = { hand: byHand(), curve: { ...byHand(), title: 'with a curve', curve: CURVE }, memories: twice('memory') };
+  const pages = { hand: byHand(), moved: withTransfers('memory'), curve: { ...byHand(), title: 'with a curve', curve: CURVE }, memories: twice('memory') };
   for (const [name, data] of Object.entries(pages)) {
     const json = JSON.stringify(data).replaceAll('<', '\\u003c');
     writeFileSync(join(folder, `${name}.html`), html.replace('@PENSTOCK_DATA@', () => json));
@@ -66,6 +66,19 @@ function twice(name) {
   const [measured] = structuredClone(data.timelines);
   for (const rank of measured.ranks) rank.memory.bytes = rank.memory.bytes.map((bytes) => bytes / 2);
   return { ...data, timelines: [{ ...measured, name: 'measured' }, { ...data.timelines[0], name: 'simulated' }] };
+}
+
+// The data of a page of two timelines, of which the first was measured on devices: rank 0 sends its two first outputs beside its
+// next forward, and rank 1 receives them, and its first gradient later.
+function withTransfers(name) {
+  const data = twice(name), [measured] = data.timelines, kind = (word) => data.kinds.indexOf(word);
+  const moved = (...all) => Object.fromEntries(['kind', 'stage', 'microbatch', 'other', 'peer', 'start', 'end', 'bytes'].map(
+    (key, at) => [key, all.map((one) => one[at])]));
+  measured.ranks[0].transfers = moved(
+    [kind('SEND_F'), 0, 0, 1, 1, 1, 1.75, 4096], [kind('SEND_F'), 0, 1, 1, 1, 2, 2.75, 4096]);
+  measured.ranks[1].transfers = moved(
+    [kind('RECV_F'), 1, 0, 0, 0, 1, 1.9, 4096], [kind('RECV_F'), 1, 1, 0, 0, 2, 2.9, 4096]);
+  return data;
 }
 
 // Two ranks in two timelines. Stage 0 has a skip connection to stage 2.
@@ -492,6 +505,70 @@ describe('The keyboard', () => {
     if (shots) await page.screenshot({ path: join(shots, 'keys.png') });
     await press(page, 'Escape');
     assert.ok(!(await keys.isVisible()));
+  });
+});
+
+describe('Transfers that were measured', () => {
+  // Index of a rank's first transfer, after its actions.
+  const first = (page, rank) => page.evaluate((at) => penstock.data.timelines[0].ranks[at].kind.length, rank);
+
+  test('are drawn under the computations beside which they ran', async (t) => {
+    const page = await open(t, 'moved'), at = await first(page, 1);
+    if (shots) await page.screenshot({ path: join(shots, 'transfers.png') });
+    const computed = await boxOf(page, 1, 0), received = await boxOf(page, 1, at), sent = await boxOf(page, 0, await first(page, 0));
+    assert.ok(received.y >= computed.y + computed.height, JSON.stringify([computed, received]));
+    // Sends are above receives, and a lane of the same height is free on each rank.
+    const shift = (await boxOf(page, 1, 0)).y - (await boxOf(page, 0, 0)).y;
+    assert.ok(received.y - shift >= sent.y + sent.height, JSON.stringify([sent, received]));
+    const { palette } = await page.evaluate(() => ({ palette: penstock.palette }));
+    const shade = palette.find(({ group, stage }) => group === 'copy' && stage === 0).fill;
+    for (const box of [received, sent]) {
+      const [red, green, blue] = await pixel(page, 0, box.x + box.width / 2, box.y + box.height / 2);
+      assert.equal(`rgb(${red} ${green} ${blue})`, shade);
+    }
+    // Rows of the simulated timeline have no such lane, so their blocks are taller.
+    assert.ok((await boxOf(page, 1, 0, 1)).height > computed.height);
+    assert.match(await page.textContent('#legend'), /Transfers of activations, gradients: sent above, received below/);
+  });
+
+  test('have cards with their size, and the part that ran beside computations', async (t) => {
+    const page = await open(t, 'moved'), at = await first(page, 1);
+    await hover(page, 1, at + 1);
+    const found = await card(page);
+    assert.equal(found.title, '1RECV_F1');
+    assert.equal(found.words, 'Transfer: receives the input of stage 1, microbatch 1, from stage 0 on rank 0');
+    assert.equal(found.From, 'rank 0');
+    assert.equal(found.Size, '4\u00a0KiB');
+    assert.equal(found.Duration, '0.9');
+    // Rank 1 computes microbatch 0 from 1 to 2, and microbatch 1 from then on.
+    assert.equal(found['Beside computation'], '100\u00a0%');
+    const box = await boxOf(page, 0, await first(page, 0)), area = await page.locator('#chart').boundingBox();
+    await hover(page, 0, await first(page, 0));
+    assert.equal((await card(page)).To, 'rank 1');
+    await page.mouse.move(area.x + 10, box.y);
+    await settled(page);
+    assert.equal((await card(page)).Transfers, '2, 8\u00a0KiB in 1.5');
+  });
+
+  test('are reached by keyboard, below their rank', async (t) => {
+    const page = await open(t, 'moved');
+    await page.locator('#chart').focus();
+    await press(page, 'Escape', 'ArrowRight');
+    assert.equal(await focused(page), '0F0');
+    await press(page, 'ArrowRight', 'ArrowDown');
+    assert.equal(await focused(page), '0SEND_F0');
+    await press(page, 'ArrowRight', 'ArrowRight');
+    assert.equal(await focused(page), '0SEND_F1');
+    await press(page, 'ArrowDown');
+    assert.equal(await focused(page), '1F1');
+    // 0SEND_F1 ends when 0F2 runs.
+    await press(page, 'ArrowUp', 'ArrowUp');
+    assert.equal(await focused(page), '0F2');
+  });
+
+  test('are in the legend of no other page', async (t) => {
+    const page = await open(t, 'memories');
+    assert.doesNotMatch(await page.textContent('#legend'), /Transfers/);
   });
 });
 

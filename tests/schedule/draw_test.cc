@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -106,6 +107,73 @@ TEST(TraceDrawing, PairsTheFlowOfEachMessage) {
     }
   }
   for (const auto& [id, balance] : flows) EXPECT_EQ(balance, 0) << id;
+}
+
+// Two ranks, of which the second has received two messages at overlapping times.
+struct WithTransfers {
+  Schedule schedule = lower(gpipe(2, 2));
+  Costs costs = {};
+  Timeline timeline = simulate(schedule);
+
+  WithTransfers() {
+    add(0, "0SEND_F0", {.span = {1, 1.5}, .peer = 1, .bytes = 64});
+    add(1, "1RECV_F0", {.span = {1.5, 3.5}, .peer = 0, .bytes = 64});
+    add(1, "1RECV_F1", {.span = {2.5, 4}, .peer = 0, .bytes = 32});
+  }
+  std::string drawn(const Draw& draw) const {
+    std::ostringstream out;
+    draw(out, {.schedule = schedule, .timeline = timeline, .costs = costs, .title = "measured"});
+    return out.str();
+  }
+
+ private:
+  void add(int rank, const std::string& name, Transfer transfer) {
+    const auto actions = schedule.actions(rank);
+    transfer.action = static_cast<std::size_t>(std::ranges::find(actions, parse_action(name)) - actions.begin());
+    timeline.ranks[static_cast<std::size_t>(rank)].transfers.push_back(transfer);
+  }
+};
+
+TEST(TraceDrawing, HasTransfersOnThreadsOfTheirOwn) {
+  const auto trace = nlohmann::json::parse(WithTransfers().drawn(draw_trace));
+  std::map<int, std::string> threads;
+  std::map<std::string, nlohmann::json> found;
+  for (const auto& event : trace["traceEvents"]) {
+    if (event["name"] == "thread_name") threads[event["tid"]] = event["args"]["name"];
+    if (event.value("cat", "") == "transfer") found[event["name"]] = event;
+  }
+  ASSERT_EQ(found.size(), 3U);
+  EXPECT_EQ(found["1RECV_F0"]["ts"], 1500);
+  EXPECT_EQ(found["1RECV_F0"]["dur"], 2000);
+  EXPECT_EQ(found["1RECV_F0"]["pid"], 1);
+  EXPECT_EQ(found["1RECV_F0"]["args"]["peer"], 0);
+  EXPECT_EQ(found["1RECV_F0"]["args"]["bytes"], 64);
+  EXPECT_EQ(threads[found["0SEND_F0"]["tid"]], "transfers sent");
+  EXPECT_EQ(threads[found["1RECV_F0"]["tid"]], "transfers received");
+  // The threads of a rank's actions have the numbers of the ranks. Events of a thread do not overlap.
+  std::set<int> tids;
+  for (const auto& [name, event] : found) tids.insert(event["tid"].get<int>());
+  EXPECT_EQ(tids, (std::set<int>{2, 3, 4}));
+}
+
+TEST(SvgDrawing, HasALineForEachTransfer) {
+  const WithTransfers measured;
+  const std::string svg = measured.drawn(draw_svg);
+  EXPECT_EQ(count_of(svg, R"(<rect class="t")"), 3U);
+  EXPECT_EQ(count_of(svg, "<title>1RECV_F0 from rank 0, 1.5 to 3.5, 64 bytes</title>"), 1U) << svg;
+  EXPECT_EQ(count_of(svg, "<title>0SEND_F0 to rank 1, 1 to 1.5, 64 bytes</title>"), 1U) << svg;
+  EXPECT_EQ(count_of(svg, "transfers, sent (upper) and received (lower)"), 1U);
+  const std::string simulated = drawn(measured.schedule, draw_svg);
+  EXPECT_EQ(simulated.find("transfers"), std::string::npos);
+}
+
+TEST(HtmlDrawing, HasTheTransfersThatWereMeasured) {
+  const WithTransfers measured;
+  EXPECT_NE(measured.drawn(draw_html).find(
+                R"("transfers":{"bytes":[64.0,32.0],"end":[3.5,4.0],"kind":[9,9],"microbatch":[0,1],)"
+                R"("other":[0,0],"peer":[0,0],"stage":[1,1],"start":[1.5,2.5]})"),
+            std::string::npos);
+  EXPECT_EQ(drawn(measured.schedule, draw_html).find(R"("transfers":{)"), std::string::npos);
 }
 
 TEST(SvgDrawing, HasABlockForEachComputationAndEscapesItsTitle) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <numeric>
 #include <vector>
 
 #include "penstock/base/text.h"
@@ -21,10 +22,45 @@ constexpr std::array<std::array<Colour, 2>, 5> kPalette = {{
 
 }  // namespace
 
+bool has_transfers(const Timeline& timeline) {
+  return std::ranges::any_of(timeline.ranks, [](const RankTimes& times) { return !times.transfers.empty(); });
+}
+
+std::string transfer_text(const Action& message, const Transfer& transfer) {
+  if (transfer.peer < 0) return to_string(message);
+  return concat(to_string(message), message.is_send() ? " to rank " : " from rank ", transfer.peer);
+}
+
+std::vector<int> transfer_lanes(const Drawing& drawing, int rank) {
+  const auto actions = drawing.schedule.actions(rank);
+  const std::vector<Transfer>& transfers = drawing.timeline.ranks[static_cast<std::size_t>(rank)].transfers;
+  std::vector<std::size_t> order(transfers.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::ranges::stable_sort(order, {}, [&](std::size_t i) { return transfers[i].span.start; });
+  std::vector<int> lanes(transfers.size());
+  // Times at which the lanes of receives and of sends become free.
+  std::array<std::vector<double>, 2> ends;
+  for (const std::size_t i : order) {
+    const Span& span = transfers[i].span;
+    std::vector<double>& free = ends[actions[transfers[i].action].is_send() ? 1 : 0];
+    const auto found = std::ranges::find_if(free, [&](double end) { return end <= span.start; });
+    lanes[i] = static_cast<int>(found - free.begin());
+    if (found == free.end()) {
+      free.push_back(span.end);
+    } else {
+      *found = span.end;
+    }
+  }
+  return lanes;
+}
+
 Colour colour_of(const Drawing& drawing, const Action& part) {
   const auto local = drawing.schedule.placement().stages_of(drawing.schedule.placement().rank_of(part.stage));
   const auto position = std::ranges::lower_bound(local, part.stage) - local.begin();
-  return kPalette[static_cast<std::size_t>(part.computation) % kPalette.size()][static_cast<std::size_t>(position % 2)];
+  const Computation computation = !part.is_message()          ? part.computation
+                                  : part.carries_activation() ? Computation::Forward
+                                                              : Computation::FullBackward;
+  return kPalette[static_cast<std::size_t>(computation) % kPalette.size()][static_cast<std::size_t>(position % 2)];
 }
 
 std::vector<Computation> legend_of(const Schedule& schedule) {

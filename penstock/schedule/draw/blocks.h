@@ -38,12 +38,22 @@ void for_each_block(const Drawing& drawing, int rank, Visit&& visit) {
   }
 }
 
+// Returns true if transfers were measured on any rank.
+bool has_transfers(const Timeline& timeline);
+
+// Returns what a transfer is, with its action: "1RECV_F0 from rank 0".
+std::string transfer_text(const Action& message, const Transfer& transfer);
+
+// Returns for each transfer of a rank, in their order, the first lane in which it overlaps no other one. Sends have
+// lanes of their own, and so have receives.
+std::vector<int> transfer_lanes(const Drawing& drawing, int rank);
+
 // Colour of a computation, for SVG and for a terminal (an index of the 256-colour palette).
 struct Colour {
   std::string_view hex;
   int terminal;
 };
-// Returns the colour of F, I, W, B or R. The palette is safe for the colour-blind. Each has two shades, which alternate
+// Returns the colour of F, I, W, B or R; of a message, that of F for activations and that of B for gradients. The palette is safe for the colour-blind. Each has two shades, which alternate
 // over the stages of a rank.
 Colour colour_of(const Drawing& drawing, const Action& part);
 

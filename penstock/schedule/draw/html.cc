@@ -17,6 +17,25 @@ using internal::Block;
 using internal::for_each_block;
 using nlohmann::json;
 
+json transfer_data(const Drawing& drawing, int rank) {
+  json data = json::object();
+  for (const char* const name : {"kind", "stage", "microbatch", "start", "end", "other", "peer", "bytes"}) {
+    data[name] = json::array();
+  }
+  for (const Transfer& transfer : drawing.timeline.ranks[static_cast<std::size_t>(rank)].transfers) {
+    const Action& message = drawing.schedule.actions(rank)[transfer.action];
+    data["kind"].push_back(static_cast<int>(message.computation));
+    data["stage"].push_back(message.stage);
+    data["microbatch"].push_back(message.microbatch);
+    data["start"].push_back(transfer.span.start);
+    data["end"].push_back(transfer.span.end);
+    data["other"].push_back(message.other_stage);
+    data["peer"].push_back(transfer.peer);
+    data["bytes"].push_back(transfer.bytes);
+  }
+  return data;
+}
+
 json rank_data(const Drawing& drawing, int rank) {
   const RankTimes& times = drawing.timeline.ranks[static_cast<std::size_t>(rank)];
   json kind = json::array();
@@ -66,6 +85,7 @@ json rank_data(const Drawing& drawing, int rank) {
     if (capacity > 0) data["capacity"] = capacity;
   }
   if (has_pairs) data["pair"] = std::move(pair);
+  if (!times.transfers.empty()) data["transfers"] = transfer_data(drawing, rank);
   return data;
 }
 

@@ -1,7 +1,10 @@
 #include <algorithm>
 #include <cmath>
 #include <ostream>
+#include <string>
+#include <vector>
 
+#include "penstock/base/text.h"
 #include "penstock/schedule/draw/blocks.h"
 #include "penstock/schedule/draw/xml.h"
 
@@ -21,6 +24,8 @@ constexpr double kRow = 26;
 constexpr double kBlock = 20;
 constexpr double kLetter = 6.2;
 constexpr double kWidest = 16000;
+// Height of a line of transfers. A rank has one for sends, and one for receives below it.
+constexpr double kTransfer = 4;
 
 // Returns the width of the timeline in pixels: enough for a label on the shortest computation, but at most kWidest.
 double pixels_of(const Drawing& drawing) {
@@ -45,6 +50,38 @@ double tick_step(double makespan, double pixels) {
   return 10 * power;
 }
 
+class TransferLines {
+ public:
+  explicit TransferLines(const Drawing& drawing)
+      : drawing_(drawing), shown_(internal::has_transfers(drawing.timeline)) {}
+
+  // Returns the height that a row has in addition.
+  double height() const { return shown_ ? 2 * kTransfer + 5 : 0; }
+
+  // Draws the transfers of a rank from `y` on.
+  template <class XOf>
+  void draw(std::ostream& out, int rank, double y, const XOf& x_of) const {
+    for (const Transfer& transfer : drawing_.timeline.ranks[static_cast<std::size_t>(rank)].transfers) {
+      const Action& message = drawing_.schedule.actions(rank)[transfer.action];
+      const double x = x_of(transfer.span.start);
+      out << R"(<rect class="t" x=")" << number_text(x) << R"(" y=")" << y + (message.is_send() ? 0 : kTransfer + 1)
+          << R"(" width=")" << number_text(std::max(x_of(transfer.span.end) - x, 0.5)) << R"(" height=")" << kTransfer
+          << R"(" fill=")" << colour_of(drawing_, message).hex << R"("><title>)"
+          << internal::transfer_text(message, transfer) << ", " << number_text(transfer.span.start) << " to "
+          << number_text(transfer.span.end) << ", " << number_text(transfer.bytes) << " bytes</title></rect>\n";
+    }
+  }
+
+  // Returns the text of the legend; empty without transfers.
+  std::string legend() const {
+    return shown_ ? "lines below a rank: transfers, sent (upper) and received (lower)" : "";
+  }
+
+ private:
+  const Drawing& drawing_;
+  bool shown_;
+};
+
 }  // namespace
 
 void draw_svg(std::ostream& out, const Drawing& drawing) {
@@ -54,7 +91,9 @@ void draw_svg(std::ostream& out, const Drawing& drawing) {
   const auto x_of = [&](double time) { return makespan > 0 ? time / makespan * pixels : 0; };
   const double left =
       kMargin + kLetter * static_cast<double>(("rank " + std::to_string(schedule.ranks() - 1)).size()) + 16;
-  const double axis = kHead + kRow * schedule.ranks();
+  const TransferLines transfers(drawing);
+  const double row = kRow + transfers.height();
+  const double axis = kHead + row * schedule.ranks();
   const double width = std::max(left + pixels + kMargin, 720.0);
   const double height = axis + 76;
 
@@ -82,7 +121,7 @@ void draw_svg(std::ostream& out, const Drawing& drawing) {
   }
 
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
-    const double top = kHead + kRow * rank + (kRow - kBlock) / 2;
+    const double top = kHead + row * rank + (kRow - kBlock) / 2;
     out << R"(<text class="q" x=")" << kMargin << R"(" y=")" << top + 14 << R"(">rank )" << rank << "</text>\n"
         << R"(<rect class="r" x=")" << number_text(left) << R"(" y=")" << top << R"(" width=")" << number_text(pixels)
         << R"(" height=")" << kBlock << R"("/><g class="b">)" << "\n";
@@ -116,6 +155,7 @@ void draw_svg(std::ostream& out, const Drawing& drawing) {
       out << "\n";
     });
     out << "</g>\n";
+    transfers.draw(out, rank, top + kBlock + 2, [&](double time) { return left + x_of(time); });
   }
 
   double x = kMargin;
@@ -126,7 +166,9 @@ void draw_svg(std::ostream& out, const Drawing& drawing) {
         << axis + 49 << R"(">)" << label << "</text>\n";
     x += 44 + 7 * static_cast<double>(label.size());
   }
-  const std::string extras = xml_text(internal::graph_text(schedule));
+  std::vector<std::string> notes = {internal::graph_text(schedule), transfers.legend()};
+  std::erase(notes, "");
+  const std::string extras = xml_text(internal::join(notes, "   "));
   if (!extras.empty())
     out << R"(<text class="q" x=")" << kMargin << R"(" y=")" << axis + 68 << R"(">)" << extras << "</text>\n";
   out << "</svg>\n";

@@ -1,7 +1,10 @@
 // Writes the trace event format of Chrome's tracing and Perfetto: a process for each rank, a complete event for each
-// action, and a flow from each send to the computation that uses the message.
+// action, and a flow from each send to the computation that uses the message. Measured transfers are complete events on
+// further threads of the process.
+#include <map>
 #include <nlohmann/json.hpp>
 #include <ostream>
+#include <utility>
 #include <vector>
 
 #include "penstock/schedule/draw/blocks.h"
@@ -35,6 +38,44 @@ struct UseTimes {
   }
 };
 
+// Calls write(text) with the events of a rank's transfers. Events of a thread must not overlap, so there are as many
+// threads as are needed for that. Thread ids are distinct across ranks: those from `first_thread` on are used, and the
+// next free one is returned.
+template <class Write>
+int write_transfers(const Drawing& drawing, int rank, int first_thread, const Write& write) {
+  const std::vector<Transfer>& transfers = drawing.timeline.ranks[static_cast<std::size_t>(rank)].transfers;
+  const std::vector<int> lanes = internal::transfer_lanes(drawing, rank);
+  std::map<std::pair<bool, int>, int> threads;
+  for (std::size_t i = 0; i < transfers.size(); ++i) {
+    threads.try_emplace({drawing.schedule.actions(rank)[transfers[i].action].is_send(), lanes[i]}, 0);
+  }
+  for (auto& [lane, thread] : threads) {
+    thread = first_thread++;
+    write({{"name", "thread_name"},
+           {"ph", "M"},
+           {"pid", rank},
+           {"tid", thread},
+           {"args", {{"name", lane.first ? "transfers sent" : "transfers received"}}}});
+  }
+  for (std::size_t i = 0; i < transfers.size(); ++i) {
+    const Transfer& transfer = transfers[i];
+    const Action& message = drawing.schedule.actions(rank)[transfer.action];
+    write({{"name", to_string(message)},
+           {"cat", "transfer"},
+           {"ph", "X"},
+           {"ts", transfer.span.start * kMicrosecondsPerUnit},
+           {"dur", (transfer.span.end - transfer.span.start) * kMicrosecondsPerUnit},
+           {"pid", rank},
+           {"tid", threads.at({message.is_send(), lanes[i]})},
+           {"args",
+            {{"stage", message.stage},
+             {"microbatch", message.microbatch},
+             {"peer", transfer.peer},
+             {"bytes", transfer.bytes}}}});
+  }
+  return first_thread;
+}
+
 std::string_view category_of(const Action& action) {
   if (action.is_compute()) return "computation";
   return action.is_message() ? "communication" : "parameters";
@@ -51,6 +92,8 @@ void draw_trace(std::ostream& out, const Drawing& drawing) {
     out << R"({"name":"process_name","ph":"M","pid":)" << rank << R"(,"args":{"name":"rank )" << rank << "\"}},\n"
         << R"({"name":"process_sort_index","ph":"M","pid":)" << rank << R"(,"args":{"sort_index":)" << rank << "}},\n";
   }
+  // The thread of a rank's actions has the number of the rank.
+  int next_thread = schedule.ranks();
   const UseTimes uses(drawing);
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     for_each_block(drawing, rank, [&](const Block& block) {
@@ -74,6 +117,8 @@ void draw_trace(std::ostream& out, const Drawing& drawing) {
           << nlohmann::json(action.is_send() ? start : used).dump() << R"(,"pid":)" << rank << R"(,"tid":)" << rank
           << "},\n";
     });
+    next_thread =
+        write_transfers(drawing, rank, next_thread, [&](const nlohmann::json& event) { out << event.dump() << ",\n"; });
   }
   // A final event, so that every event before it can end in a comma.
   out << R"({"name":"end","ph":"i","s":"g","ts":)"
