@@ -9,7 +9,7 @@
 namespace penstock::internal {
 namespace {
 
-thread_local CopyLog* current_log = nullptr;
+thread_local TransferLog* current_log = nullptr;
 
 }  // namespace
 
@@ -29,15 +29,15 @@ void DeviceSpan::end(const c10::Stream& stream) {
   ended_ = timed_event(stream);
 }
 
-CopyLog::CopyLog() {
+TransferLog::TransferLog() {
   current_log = this;
 }
 
-CopyLog::~CopyLog() {
+TransferLog::~TransferLog() {
   current_log = nullptr;
 }
 
-void CopyLog::add(const DeviceSpan& span) {
+void TransferLog::add(const DeviceSpan& span) {
   if (current_log != nullptr) current_log->spans_.push_back(span);
 }
 

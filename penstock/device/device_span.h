@@ -41,14 +41,15 @@ class DeviceSpan {
   TimedEvent ended_;
 };
 
-// Collects the spans of the copies between devices that the calling thread starts, until it is destroyed on the same
-// thread. Logs do not nest.
-class CopyLog {
+// Collects the spans of the transfers that the calling thread starts, until it is destroyed on the same thread: copies
+// between devices, or between a device and the host, and messages that a device backend sends or receives. Logs do not
+// nest.
+class TransferLog {
  public:
-  CopyLog();
-  ~CopyLog();
-  CopyLog(const CopyLog&) = delete;
-  CopyLog& operator=(const CopyLog&) = delete;
+  TransferLog();
+  ~TransferLog();
+  TransferLog(const TransferLog&) = delete;
+  TransferLog& operator=(const TransferLog&) = delete;
 
   // Returns what was collected since the last call.
   std::vector<DeviceSpan> take() { return std::exchange(spans_, {}); }

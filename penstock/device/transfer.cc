@@ -42,7 +42,7 @@ DeviceCopy::DeviceCopy(const at::Tensor& source, at::Device target, const Stream
   const at::Tensor given = keeps_history ? source : source.detach();
   tensor_ = given.to(given.options().device(target), /*non_blocking=*/true);
   span.end(used.front());
-  CopyLog::add(span);
+  TransferLog::add(span);
   for (const c10::Stream& stream : used) done_.add(StreamPoint::after(stream));
   if (!keeps_history && source.requires_grad()) tensor_.set_requires_grad(true);
 }

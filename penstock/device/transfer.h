@@ -39,7 +39,7 @@ class DeviceCopy {
   // Starts the copy when `ready` is reached, the point at which the source has its values. A meta tensor stays what it is. The memory of the source may
   // be freed at once: its allocator knows that the copy uses it. A host tensor must not be written to before the copy
   // has ended. The result requires a gradient if the source does; it has no history, unless it is to keep that of the
-  // source. The thread's CopyLog gets the span of the copy.
+  // source. The thread's TransferLog gets the span of the copy.
   DeviceCopy(const at::Tensor& source, at::Device target, const StreamPoint& ready, CopyStreams& streams,
              bool keeps_history = false);
 

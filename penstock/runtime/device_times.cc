@@ -43,25 +43,27 @@ void DeviceTimes::end(std::size_t action, at::Device device) {
   actions_[action].ended = timed_event(current_stream(device));
 }
 
-void DeviceTimes::set_copies(std::size_t action, std::vector<DeviceSpan> copies) {
-  actions_[action].copies = std::move(copies);
+void DeviceTimes::set_transfers(std::size_t action, std::vector<DeviceSpan> transfers, std::int64_t bytes) {
+  actions_[action].transfers = std::move(transfers);
+  actions_[action].bytes = bytes;
 }
 
 void DeviceTimes::resolve(std::vector<ActionRecord>& record, Clock::time_point began) {
   DeviceClocks clocks(began);
   for (std::size_t i = 0; i < std::min(actions_.size(), record.size()); ++i) {
     const ActionEvents& events = actions_[i];
-    if (!events.began || !events.ended) continue;
     ActionRecord& action = record[i];
+    for (const DeviceSpan& transfer : events.transfers) {
+      const std::int64_t start = clocks.time_of(*transfer.began());
+      const std::int64_t end = clocks.time_of(*transfer.ended());
+      action.transfer_start = action.has_transfer() ? std::min(action.transfer_start, start) : start;
+      action.transfer_end = std::max(action.transfer_end, end);
+      action.bytes = events.bytes;
+    }
+    if (!events.began || !events.ended) continue;
     action.start = clocks.time_of(*events.began);
     action.end = clocks.time_of(*events.ended);
     action.waited = events.end_of_wait ? clocks.time_of(*events.end_of_wait) - action.start : 0;
-    if (events.copies.empty()) continue;
-    action.start = clocks.time_of(*events.copies.front().began());
-    for (const DeviceSpan& copy : events.copies) {
-      action.start = std::min(action.start, clocks.time_of(*copy.began()));
-      action.end = std::max(action.end, clocks.time_of(*copy.ended()));
-    }
   }
   actions_.clear();
 }

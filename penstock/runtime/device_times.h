@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <vector>
 
@@ -25,9 +26,8 @@ class DeviceTimes {
   void begin(std::size_t action, at::Device device);
   void end_wait(std::size_t action, at::Device device);
   void end(std::size_t action, at::Device device);
-  // Takes the copies that a send or a receive has started. They are the time of the action, as the host returns from
-  // it at once.
-  void set_copies(std::size_t action, std::vector<DeviceSpan> copies);
+  // Takes the spans of the transfers of a send's or a receive's message, and its bytes.
+  void set_transfers(std::size_t action, std::vector<DeviceSpan> transfers, std::int64_t bytes);
 
   // Returns the event at which the device has ended the action.
   const TimedEvent& end_of(std::size_t action) const { return actions_[action].ended; }
@@ -41,7 +41,8 @@ class DeviceTimes {
     TimedEvent began;
     TimedEvent end_of_wait;
     TimedEvent ended;
-    std::vector<DeviceSpan> copies;
+    std::vector<DeviceSpan> transfers;
+    std::int64_t bytes = 0;
   };
   std::vector<ActionEvents> actions_;
 };

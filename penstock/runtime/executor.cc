@@ -271,13 +271,15 @@ std::vector<Message> Executor::collect(int stage, int microbatch, Direction dire
       continue;
     }
     const auto start = Clock::now();
-    CopyLog copies;
+    TransferLog transfers;
     messages.push_back(transport_->receive(from, tag_of(direction, edge, microbatch), deadline()));
     current_->waited += nanoseconds(Clock::now() - start);
     current_->peer = from - first_rank_;
     if (times_ != nullptr) {
       const auto posted = posted_.find(slot_index(edge, microbatch) * 2 + (direction == Direction::Forward ? 0 : 1));
-      if (posted != posted_.end()) times_->set_copies(posted->second, copies.take());
+      if (posted != posted_.end()) {
+        times_->set_transfers(posted->second, transfers.take(), bytes_of(std::span(&messages.back(), 1)));
+      }
     }
   }
   current_->bytes += bytes_of(messages);
@@ -311,14 +313,14 @@ void Executor::send(const Action& action) {
   Message message = std::exchange(slot(direction, edge, action.microbatch), {});
   current_->bytes = bytes_of(std::span(&message, 1));
   current_->peer = inputs_->schedule->placement().rank_of(action.other_stage);
-  CopyLog copies;
+  TransferLog transfers;
   try {
     transport_->send(rank_of(action.other_stage), tag_of(direction, edge, action.microbatch), std::move(message),
                      deadline());
   } catch (const UnsendableTensor& error) {
     throw StageError(concat(name_of_value(ends, direction, error.index()), " is ", error.why()));
   }
-  if (times_ != nullptr) times_->set_copies(current_index_, copies.take());
+  if (times_ != nullptr) times_->set_transfers(current_index_, transfers.take(), current_->bytes);
 }
 
 std::string Executor::name_of_value(const Edge& edge, Direction direction, std::size_t index) const {

@@ -7,39 +7,40 @@
 namespace penstock::internal {
 namespace {
 
-// Sends of a record, by direction, edge and microbatch.
-class Sends {
- public:
-  Sends(const Schedule& schedule, const Record& record)
-      : schedule_(schedule),
-        sends_(2 * schedule.graph().edges().size() * static_cast<std::size_t>(schedule.microbatches())) {
-    for (int rank = 0; rank < schedule.ranks(); ++rank) {
-      const auto actions = schedule.actions(rank);
-      const std::vector<ActionRecord>& recorded = record.at(static_cast<std::size_t>(rank));
-      for (std::size_t i = 0; i < recorded.size(); ++i) {
-        if (!actions[i].is_send()) continue;
-        const Edge edge = edge_under(actions[i]);
-        const Direction direction = actions[i].carries_activation() ? Direction::Forward : Direction::Backward;
-        find(schedule.graph().edge_index(edge.from, edge.to), direction, actions[i].microbatch) = &recorded[i];
-      }
-    }
-  }
-
-  const ActionRecord*& find(int edge, Direction direction, int microbatch) {
-    const auto row = 2 * static_cast<std::size_t>(edge) + (direction == Direction::Forward ? 0 : 1);
-    return sends_[row * static_cast<std::size_t>(schedule_.microbatches()) + static_cast<std::size_t>(microbatch)];
-  }
-
- private:
-  const Schedule& schedule_;
-  std::vector<const ActionRecord*> sends_;
-};
+Direction direction_of(const Action& message) {
+  return message.carries_activation() ? Direction::Forward : Direction::Backward;
+}
 
 }  // namespace
 
+Sends::Sends(const Schedule& schedule, const Record& record)
+    : schedule_(schedule),
+      sends_(2 * schedule.graph().edges().size() * static_cast<std::size_t>(schedule.microbatches())) {
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    const auto actions = schedule.actions(rank);
+    const std::vector<ActionRecord>& recorded = record.at(static_cast<std::size_t>(rank));
+    for (std::size_t i = 0; i < recorded.size(); ++i) {
+      if (!actions[i].is_send()) continue;
+      const Edge edge = edge_under(actions[i]);
+      sends_[index_of(schedule.graph().edge_index(edge.from, edge.to), direction_of(actions[i]),
+                      actions[i].microbatch)] = &recorded[i];
+    }
+  }
+}
+
+const ActionRecord* Sends::of(const Action& receive) const {
+  const Edge edge = edge_under(receive);
+  return find(schedule_.graph().edge_index(edge.from, edge.to), direction_of(receive), receive.microbatch);
+}
+
+std::size_t Sends::index_of(int edge, Direction direction, int microbatch) const {
+  const auto row = 2 * static_cast<std::size_t>(edge) + (direction == Direction::Forward ? 0 : 1);
+  return row * static_cast<std::size_t>(schedule_.microbatches()) + static_cast<std::size_t>(microbatch);
+}
+
 void for_each_receive(const Schedule& schedule, const Record& record,
                       const std::function<void(const ReceivedMessage&)>& visit) {
-  Sends sends(schedule, record);
+  const Sends sends(schedule, record);
   const StageGraph& graph = schedule.graph();
   const Placement& placement = schedule.placement();
   for (int rank = 0; rank < schedule.ranks(); ++rank) {

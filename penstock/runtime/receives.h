@@ -1,8 +1,10 @@
 // Messages of a record: when each was sent, and when the computation that needed it received it.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <vector>
 
 #include "penstock/runtime/record.h"
 
@@ -27,6 +29,24 @@ struct ReceivedMessage {
   // receiver's clock.
   std::int64_t awaited = 0;
   std::int64_t received = 0;
+};
+
+// Finds the sends of a record by their receives. Refers to the schedule and the record, which must outlive it.
+class Sends {
+ public:
+  Sends(const Schedule& schedule, const Record& record);
+
+  // Return the record of a send by its edge, direction and microbatch, or by its receive; null if the record has none.
+  const ActionRecord* find(int edge, Direction direction, int microbatch) const {
+    return sends_[index_of(edge, direction, microbatch)];
+  }
+  const ActionRecord* of(const Action& receive) const;
+
+ private:
+  std::size_t index_of(int edge, Direction direction, int microbatch) const;
+
+  const Schedule& schedule_;
+  std::vector<const ActionRecord*> sends_;
 };
 
 // Calls visit(message) for each message between two ranks of which the record has both. If a computation needs several

@@ -11,10 +11,33 @@
 namespace penstock {
 
 using internal::for_each_receive;
+using internal::kMillisecond;
 using internal::ReceivedMessage;
+using internal::Sends;
 using internal::working_span;
 
+namespace {
+
+Transfer transfer_of(const Action& action, std::size_t index, const ActionRecord& recorded, const Sends& sends) {
+  std::int64_t start = recorded.transfer_start;
+  // A device backend begins to receive when the receive is posted, but nothing arrives before the sender has begun.
+  if (action.is_recv()) {
+    const ActionRecord* const send = sends.of(action);
+    if (send != nullptr && send->has_transfer()) {
+      start = std::clamp(send->transfer_start, start, std::max(start, recorded.transfer_end));
+    }
+  }
+  return {.action = index,
+          .span = {.start = static_cast<double>(start) / kMillisecond,
+                   .end = static_cast<double>(recorded.transfer_end) / kMillisecond},
+          .peer = recorded.peer,
+          .bytes = static_cast<double>(recorded.bytes)};
+}
+
+}  // namespace
+
 Timeline timeline_of(const Schedule& schedule, const Record& record) {
+  const Sends sends(schedule, record);
   Timeline timeline;
   double work = 0;
   double first = -1;
@@ -28,6 +51,7 @@ Timeline timeline_of(const Schedule& schedule, const Record& record) {
     for (std::size_t i = 0; i < recorded.size(); ++i) {
       const Span span = working_span(recorded[i]);
       times.spans.push_back(span);
+      if (recorded[i].has_transfer()) times.transfers.push_back(transfer_of(actions[i], i, recorded[i], sends));
       if (recorded[i].peak_allocated > 0) {
         times.memory.push_back({.time = span.start, .bytes = static_cast<double>(recorded[i].peak_allocated)});
         times.memory.push_back({.time = span.end, .bytes = static_cast<double>(recorded[i].allocated)});
@@ -91,6 +115,9 @@ Record with_common_clock(const Schedule& schedule, Record record) {
     for (ActionRecord& action : record[rank]) {
       action.start += began_first - ahead[rank];
       action.end += began_first - ahead[rank];
+      if (!action.has_transfer()) continue;
+      action.transfer_start += began_first - ahead[rank];
+      action.transfer_end += began_first - ahead[rank];
     }
   }
   return record;

@@ -22,13 +22,21 @@ struct ActionRecord {
   std::int64_t end = 0;
   // Part of that time that was spent waiting for other ranks.
   std::int64_t waited = 0;
-  // Bytes of the message, or of the messages that a computation received.
+  // Bytes of the message, or of the messages that a computation received; 0 for a receive whose transfer was not
+  // measured.
   std::int64_t bytes = 0;
   // Other rank of a message, or the rank that a computation waited for last; -1 for none.
   int peer = -1;
   // Bytes of the rank's tensors after the action, and at most while it ran; 0 if they were not measured.
   std::int64_t allocated = 0;
   std::int64_t peak_allocated = 0;
+  // Time at which this rank's devices began to transfer the message of a send or a receive, and at which they had
+  // transferred it, beside what they computed; both are 0 if it was not measured, as on the CPU. The transfer is a copy
+  // that the rank has made, or the operation of a device backend, which waits for its other end.
+  std::int64_t transfer_start = 0;
+  std::int64_t transfer_end = 0;
+
+  bool has_transfer() const { return transfer_end != 0; }
 };
 
 // One record for each action, by rank.
@@ -40,7 +48,8 @@ using Record = std::vector<std::vector<ActionRecord>>;
 // that does not both send to and receive from another one, directly or through other ranks, keeps its own time.
 Record with_common_clock(const Schedule& schedule, Record record);
 
-// Returns the record as a timeline in milliseconds. Computations are drawn without the time that they waited.
+// Returns the record as a timeline in milliseconds. Computations are drawn without the time that they waited. A receive
+// is drawn from when its transfer had also begun on the sender, if that was measured too: before, it waited.
 Timeline timeline_of(const Schedule& schedule, const Record& record);
 
 // Returns the costs, in milliseconds, with which the simulator repeats what ran: the time of each stage's actions, when

@@ -10,7 +10,7 @@ namespace penstock::internal {
 namespace {
 
 // Number of fields of an ActionRecord, which are sent as int64.
-constexpr std::int64_t kFields = 7;
+constexpr std::int64_t kFields = 9;
 
 }  // namespace
 
@@ -38,6 +38,8 @@ std::vector<Record> StepRecords::gather(const Schedule& schedule, const Training
         row[4] = actions[i].peer;
         row[5] = actions[i].allocated;
         row[6] = actions[i].peak_allocated;
+        row[7] = actions[i].transfer_start;
+        row[8] = actions[i].transfer_end;
       }
     }
     processes.broadcast(numbers, rank);
@@ -52,7 +54,9 @@ std::vector<Record> StepRecords::gather(const Schedule& schedule, const Training
                       .bytes = row[3],
                       .peer = static_cast<int>(row[4]),
                       .allocated = row[5],
-                      .peak_allocated = row[6]};
+                      .peak_allocated = row[6],
+                      .transfer_start = row[7],
+                      .transfer_end = row[8]};
       }
     }
   }

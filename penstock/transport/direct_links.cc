@@ -1,6 +1,7 @@
 #include "penstock/transport/direct_links.h"
 
 #include <ATen/ops/zeros.h>
+#include <c10/core/StreamGuard.h>
 
 #include <stdexcept>
 
@@ -29,6 +30,25 @@ std::size_t DirectLink::place_of(Tag tag) const {
   const auto found = places.find({tag.channel, tag.number});
   if (found != places.end()) return found->second;
   throw std::logic_error(name_of(tag, is_sender ? "to" : "from", peer) + " is not in the order of messages.");
+}
+
+DeviceSpan DirectLink::begin_span(const c10::Stream& stream) const {
+  if (!watch) return {};
+  StreamPoint::after(stream).block(*watch);
+  return DeviceSpan::begin(*watch);
+}
+
+DeviceSpan DirectLink::end_span(DeviceSpan span, const Works& works) const {
+  if (span.empty() || works.empty()) return {};
+  try {
+    const c10::StreamGuard guard(*watch);
+    for (const auto& work : works) work->synchronize();
+  } catch (const std::exception&) {
+    // Whoever needs the operation finds its error.
+    return {};
+  }
+  span.end(*watch);
+  return span;
 }
 
 DirectLink* DirectLinks::find(const ByChannel& links, int peer, Tag tag) {
@@ -86,6 +106,8 @@ void DirectLinks::connect() {
     link.backend = create_(concat("direct/", key.from, '-', key.to, '/', key.kind == 0 ? "activations" : "gradients",
                                   '/', key.from_device, '-', key.to_device),
                            link.is_sender ? DirectLink::kSender : DirectLink::kReceiver, link.device);
+    // A stream in which the rank computes or copies must never be this one: it would wait for other ranks.
+    link.watch = priority_stream_of_pool(link.device);
     warm_up(link);
   }
 }

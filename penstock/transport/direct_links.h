@@ -11,12 +11,14 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
 #include <vector>
 
 #include "penstock/transport/device_operations.h"
+#include "penstock/device/device_span.h"
 #include "penstock/transport/message_order.h"
 
 namespace penstock::internal {
@@ -26,14 +28,24 @@ struct DirectLink {
   static constexpr int kSender = 0;
   static constexpr int kReceiver = 1;
 
+  using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
+
   // Returns the place of a message in the order. Throws std::logic_error if it is not there.
   std::size_t place_of(Tag tag) const;
+
+  // Measures when the operations of a message run: from when everything that is in `stream` and all earlier operations of
+  // the link have ended, until these have. The backend's own stream cannot be looked at, so the link's `watch` stream
+  // waits for what it waits for. Nothing ever waits for that one. The span is empty without such a stream, or if an
+  // operation has failed.
+  DeviceSpan begin_span(const c10::Stream& stream) const;
+  DeviceSpan end_span(DeviceSpan span, const Works& works) const;
 
   bool is_sender = false;
   int peer = 0;
   // Device of this end.
   at::Device device = at::kCPU;
   c10::intrusive_ptr<c10d::Backend> backend;
+  std::optional<c10::Stream> watch;
   // The messages of a step, and a digest of them.
   std::vector<Tag> order;
   std::uint64_t digest = 0;

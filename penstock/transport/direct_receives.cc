@@ -89,6 +89,7 @@ void DirectReceives::post_next(DirectLink& link, Deadline deadline) {
 void DirectReceives::post_tensors(const DirectLink& link, Incoming& incoming, const Metas& metas) {
   const c10::AutoGradMode no_grad(false);
   const c10::StreamGuard stream(streams_.incoming(link.device));
+  DeviceSpan span = link.begin_span(streams_.incoming(link.device));
   for (const std::optional<TensorMeta>& meta : metas) {
     at::Tensor& tensor = incoming.tensors.emplace_back();
     if (!meta) continue;
@@ -103,6 +104,7 @@ void DirectReceives::post_tensors(const DirectLink& link, Incoming& incoming, co
     }
     if (meta->requires_grad) tensor.set_requires_grad(true);
   }
+  incoming.span = link.end_span(std::move(span), incoming.works);
 }
 
 Message DirectReceives::receive(DirectLink& link, Tag tag, Deadline deadline) {
@@ -133,6 +135,7 @@ Message DirectReceives::receive(DirectLink& link, Tag tag, Deadline deadline) {
     control_.throw_connection_lost(link.peer, error);
   }
   for (const at::Tensor& tensor : incoming.tensors) use_on_stream(tensor);
+  if (!incoming.span.empty()) TransferLog::add(incoming.span);
   return std::move(incoming.tensors);
 }
 

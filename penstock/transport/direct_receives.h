@@ -41,7 +41,8 @@ class DirectReceives {
     HeaderReceive header;
     // Set when the receives are posted.
     Message tensors;
-    std::vector<c10::intrusive_ptr<c10d::Work>> works;
+    DirectLink::Works works;
+    DeviceSpan span;
   };
   struct Channel {
     Headers headers = Headers::Unknown;

@@ -9,7 +9,9 @@
 #include <stdexcept>
 
 #include "penstock/base/text.h"
+#include "penstock/device/device_span.h"
 #include "penstock/device/host_copies.h"
+#include "penstock/device/streams.h"
 #include "penstock/transport/start_thread.h"
 #include "penstock/transport/unprofiled.h"
 
@@ -201,6 +203,7 @@ void SendQueue::send_directly(DirectLink& link, Tag tag, std::vector<Packed> par
     require_expected(parts, channel.shapes.next(tag.number), link.peer, tag);
   }
   DeviceOperation sent{.peer = link.peer, .what = no_receive_on(link.peer), .tag = tag};
+  DeviceSpan span = link.begin_span(current_stream(link.device));
   for (const Packed& part : parts) {
     if (!part.tensor.defined() || part.tensor.numel() == 0) continue;
     std::vector<at::Tensor> bytes{bytes_of(part.tensor)};
@@ -213,7 +216,10 @@ void SendQueue::send_directly(DirectLink& link, Tag tag, std::vector<Packed> par
     sent.tensors.push_back(part.tensor);
   }
   ++link.position;
-  if (!sent.works.empty()) operations_.add(std::move(sent));
+  if (sent.works.empty()) return;
+  span = link.end_span(std::move(span), sent.works);
+  if (!span.empty()) TransferLog::add(span);
+  operations_.add(std::move(sent));
 }
 
 void SendQueue::send_parts(const std::vector<Packed>& parts, int to, Tag tag, MessageKind kind) {

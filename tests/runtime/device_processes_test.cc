@@ -20,16 +20,26 @@
 #include "penstock/transport/c10d.h"
 #include "tests/device/sim/sim_device.h"
 #include "tests/runtime/models.h"
+#include "tests/runtime/overlap.h"
 #include "tests/runtime/process_ranks.h"
 #include "tests/transport/device/device_ranks.h"
 
 namespace penstock::internal::testing {
 namespace {
 
-using Transports = std::vector<std::shared_ptr<Transport>>;
+// The transports of all ranks, which leave at the same time, as processes do.
+class Transports : public std::vector<std::shared_ptr<Transport>> {
+ public:
+  explicit Transports(int ranks) : vector(static_cast<std::size_t>(ranks)) {}
+  Transports(Transports&&) = default;
+  Transports& operator=(Transports&&) = delete;
+  ~Transports() {
+    on_threads(static_cast<int>(size()), [this](int rank) { (*this)[static_cast<std::size_t>(rank)].reset(); });
+  }
+};
 
 Transports connected(int ranks, const C10dOptions& options) {
-  Transports transports(static_cast<std::size_t>(ranks));
+  Transports transports(ranks);
   const auto store = c10::make_intrusive<c10d::HashStore>();
   on_threads(ranks, [&](int rank) {
     transports[static_cast<std::size_t>(rank)] = c10d_transport(store, rank, ranks, options);
@@ -151,6 +161,63 @@ TEST_P(EveryScheduleOnProcesses, GivesWhatTheCpuGivesInStepsOfOtherSizes) {
     });
     if (HasFailure()) return;
   }
+}
+
+// Sends and receives of a rank are measured by its own device.
+TEST_P(EveryScheduleOnProcesses, TellsWhenMessagesWereTransferred) {
+  const Schedule given = schedule(/*ranks=*/2);
+  const Transports all = transports(2);
+  const NamedModel& named = kModels[0];
+  const Model model = named.make_on(given.stages(), devices_of(given));
+  const at::Tensor x = input_for(named, given.microbatches(), "x");
+  const at::Tensor y = input_for(named, given.microbatches(), "y");
+  run(all, [&](const std::shared_ptr<Transport>& transport) {
+    const int rank = transport->rank();
+    const auto own = given.placement().stages_of(rank);
+    Pipeline pipeline(model.build({own.begin(), own.end()}), given, {.transport = transport, .loss = squared_error});
+    for (int step = 0; step < 3; ++step) {
+      pipeline.step({x}, {}, y);
+      const std::vector<ActionRecord>& record = pipeline.record()[static_cast<std::size_t>(rank)];
+      const auto actions = pipeline.recorded_schedule().actions(rank);
+      ASSERT_EQ(record.size(), actions.size());
+      std::int64_t end_of_last = 0;
+      for (std::size_t i = 0; i < actions.size(); ++i) {
+        SCOPED_TRACE(to_string(actions[i]) + " of rank " + std::to_string(rank) + " in step " + std::to_string(step));
+        EXPECT_EQ(record[i].has_transfer(), actions[i].is_message());
+        if (actions[i].is_message()) {
+          EXPECT_EQ(record[i].peer, 1 - rank);
+          EXPECT_GT(record[i].bytes, 0);
+          EXPECT_LE(record[i].transfer_start, record[i].transfer_end);
+        }
+        // Messages are sent after the computation that made them.
+        if (actions[i].is_send()) {
+          EXPECT_GE(record[i].transfer_start, end_of_last);
+        }
+        if (actions[i].is_compute()) end_of_last = record[i].end;
+      }
+    }
+  });
+}
+
+class DeviceProcesses : public ::testing::TestWithParam<DeviceCarrier> {};
+INSTANTIATE_TEST_SUITE_P(Device, DeviceProcesses, ::testing::Values(DeviceCarrier::Staged, DeviceCarrier::Direct),
+                         [](const auto& one) { return name_of(one.param); });
+
+TEST_P(DeviceProcesses, ShowATransferBesideAComputation) {
+  const Transports all = connected(2, options_of(GetParam()));
+  const OverlappedTransfer overlapped;
+  const Schedule schedule = gpipe(/*ranks=*/2, /*microbatches=*/2);
+  run(all, [&](const std::shared_ptr<Transport>& transport) {
+    const int rank = transport->rank();
+    const at::Device device = sim_device(rank);
+    std::vector<PipelineStage> stages;
+    stages.emplace_back(rank == 0 ? overlapped.first(device) : overlapped.second(device), rank, 2,
+                        StageOptions{.device = device});
+    Pipeline pipeline(std::move(stages), schedule, {.transport = transport, .loss = squared_error});
+    pipeline.step({overlapped.input()}, {}, at::zeros({OverlappedTransfer::kRows, kWide}));
+    const Record record = pipeline.record();
+    if (rank == 1) overlapped.expect_overlap(pipeline.recorded_schedule(), record[1]);
+  });
 }
 
 // All ranks throw the same error, with their gradients from before, and continue with new transports.

@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -18,6 +19,7 @@
 #include "penstock/schedule/passes.h"
 #include "tests/device/simulation_main.h"
 #include "tests/runtime/models.h"
+#include "tests/runtime/overlap.h"
 
 namespace penstock::internal::testing {
 namespace {
@@ -192,6 +194,64 @@ TEST(DeviceRecord, TellsWhenTheDevicesComputed) {
   }
   ASSERT_NE(first, nullptr);
   EXPECT_GE(first->start + first->waited, busy);
+}
+
+// Thread ranks copy what they receive from another device, in streams of the device that it lies on.
+TEST(DeviceRecord, TellsWhenMessagesWereCopied) {
+  const Schedule schedule = generate("1F1B", {.ranks = 2, .microbatches = 4});
+  std::vector<PipelineStage> stages;
+  for (int i = 0; i < 2; ++i) {
+    stages.emplace_back(busy_stage(i, sim_device(i)), i, 2, StageOptions{.device = sim_device(i)});
+  }
+  Pipeline pipeline(std::move(stages), schedule, {.loss = squared_error});
+  for (int step = 0; step < 2; ++step) pipeline.step({rows(8, "x")}, {}, rows(8, "y"));
+  const Record& record = pipeline.record();
+  const Schedule& recorded = pipeline.recorded_schedule();
+  const auto end_of = [&](int rank, const Action& action) {
+    const auto actions = recorded.actions(rank);
+    const auto found = std::ranges::find(actions, action);
+    return record[static_cast<std::size_t>(rank)].at(static_cast<std::size_t>(found - actions.begin())).end;
+  };
+  int received = 0;
+  for (int rank = 0; rank < 2; ++rank) {
+    const auto actions = recorded.actions(rank);
+    for (std::size_t i = 0; i < actions.size(); ++i) {
+      const ActionRecord& found = record[static_cast<std::size_t>(rank)][i];
+      SCOPED_TRACE(to_string(actions[i]) + " of rank " + std::to_string(rank));
+      EXPECT_EQ(found.has_transfer(), actions[i].is_recv());
+      if (!found.has_transfer()) continue;
+      ++received;
+      EXPECT_EQ(found.peer, 1 - rank);
+      EXPECT_EQ(found.bytes, 2 * kWide * 4);
+      EXPECT_LE(found.transfer_start, found.transfer_end);
+      const Computation produced = actions[i].carries_activation() ? Computation::Forward : Computation::FullBackward;
+      EXPECT_GE(found.transfer_start, end_of(1 - rank, compute(1 - rank, produced, actions[i].microbatch)));
+    }
+  }
+  EXPECT_EQ(received, 8);
+  EXPECT_EQ(timeline_of(recorded, record).ranks[0].transfers.size(), 4U);
+}
+
+TEST(DeviceRecord, ShowsACopyBesideAComputation) {
+  const OverlappedTransfer overlapped;
+  std::vector<PipelineStage> stages;
+  stages.emplace_back(overlapped.first(sim_device(0)), 0, 2, StageOptions{.device = sim_device(0)});
+  stages.emplace_back(overlapped.second(sim_device(1)), 1, 2, StageOptions{.device = sim_device(1)});
+  Pipeline pipeline(std::move(stages), gpipe(/*ranks=*/2, /*microbatches=*/2), {.loss = squared_error});
+  pipeline.step({overlapped.input()}, {}, at::zeros({OverlappedTransfer::kRows, kWide}));
+  const Record record = pipeline.record();
+  overlapped.expect_overlap(pipeline.recorded_schedule(), record[1]);
+}
+
+TEST(DeviceRecord, HasNoTransfersOnOneDeviceAndOnTheCpu) {
+  for (const at::Device device : {sim_device(0), at::Device(at::kCPU)}) {
+    const Model model = perceptron(2, [&](int) { return device; });
+    Pipeline pipeline(model.build(), gpipe(/*ranks=*/2, /*microbatches=*/2), {.loss = squared_error});
+    pipeline.step({rows(4, "x")}, {}, rows(4, "y"));
+    for (const auto& rank : pipeline.record()) {
+      EXPECT_TRUE(std::ranges::none_of(rank, &ActionRecord::has_transfer)) << device;
+    }
+  }
 }
 
 TEST(DeviceStep, ComesAfterWhatTheCallerHasStartedAndBeforeWhatItStartsNext) {

@@ -200,13 +200,23 @@ TEST(CommonClock, RemovesTheDifferencesBetweenClocks) {
     Costs costs = uneven_costs(schedule.stages(), 3);
     for (auto& [ends, link] : costs.links) link.latency = 1.5;
     costs.starts.clear();
-    const Record expected = recorded(schedule, costs);
+    Record expected = recorded(schedule, costs);
+    for (std::size_t rank = 0; rank < 3; ++rank) {
+      for (std::size_t i = 0; i < expected[rank].size(); ++i) {
+        if (!schedule.actions(static_cast<int>(rank))[i].is_message()) continue;
+        expected[rank][i].transfer_start = expected[rank][i].start + 10;
+        expected[rank][i].transfer_end = expected[rank][i].end + 20;
+      }
+    }
     Record shifted = expected;
     const std::vector<std::int64_t> ahead = {0, nanoseconds(-40), nanoseconds(1000)};
     for (std::size_t rank = 0; rank < 3; ++rank) {
       for (ActionRecord& own : shifted[rank]) {
         own.start += ahead[rank];
         own.end += ahead[rank];
+        if (!own.has_transfer()) continue;
+        own.transfer_start += ahead[rank];
+        own.transfer_end += ahead[rank];
       }
     }
     const Record found = with_common_clock(schedule, shifted);
@@ -217,10 +227,47 @@ TEST(CommonClock, RemovesTheDifferencesBetweenClocks) {
       for (std::size_t i = 0; i < found[rank].size(); ++i) {
         EXPECT_NEAR(static_cast<double>(found[rank][i].start - zero), static_cast<double>(expected[rank][i].start), 2)
             << name << ", rank " << rank << ", action " << i;
+        EXPECT_EQ(found[rank][i].has_transfer(), expected[rank][i].has_transfer());
+        if (!found[rank][i].has_transfer()) continue;
+        EXPECT_EQ(found[rank][i].transfer_start - found[rank][i].start, 10);
+        EXPECT_EQ(found[rank][i].transfer_end - found[rank][i].end, 20);
       }
     }
     EXPECT_NEAR(timeline_of(schedule, found).makespan - 1000, timeline_of(schedule, expected).makespan, 1e-3);
   }
+}
+
+// A device backend begins to receive when the receive is posted, long before there is something to receive.
+TEST(RecordedTransfers, AreDrawnFromWhenTheirSenderHasBegun) {
+  const Schedule schedule = parse_csv("0F0,0SEND_F0\n1RECV_F0,1F0\n");
+  const auto timeline_with = [&](const ActionRecord& send, const ActionRecord& receive) {
+    const ActionRecord forward{.start = nanoseconds(0), .end = nanoseconds(1)};
+    return timeline_of(schedule, {{forward, send}, {receive, forward}});
+  };
+  const auto transferred = [](double start, double end, int peer) {
+    return ActionRecord{
+        .bytes = 64, .peer = peer, .transfer_start = nanoseconds(start), .transfer_end = nanoseconds(end)};
+  };
+  const Timeline direct = timeline_with(transferred(2, 4, 1), transferred(1, 5, 0));
+  ASSERT_EQ(direct.ranks[0].transfers.size(), 1U);
+  ASSERT_EQ(direct.ranks[1].transfers.size(), 1U);
+  const Transfer& sent = direct.ranks[0].transfers[0];
+  EXPECT_EQ(sent.action, 1U);
+  EXPECT_EQ(sent.peer, 1);
+  EXPECT_EQ(sent.bytes, 64);
+  EXPECT_EQ(sent.span.start, 2);
+  EXPECT_EQ(sent.span.end, 4);
+  const Transfer& received = direct.ranks[1].transfers[0];
+  EXPECT_EQ(received.action, 0U);
+  EXPECT_EQ(received.peer, 0);
+  EXPECT_EQ(received.span.start, 2);
+  EXPECT_EQ(received.span.end, 5);
+  // A copy to the device begins later, and one whose sender did not copy is all that was measured.
+  EXPECT_EQ(timeline_with(transferred(2, 4, 1), transferred(6, 7, 0)).ranks[1].transfers[0].span.start, 6);
+  EXPECT_EQ(timeline_with({.peer = 1}, transferred(6, 7, 0)).ranks[1].transfers[0].span.start, 6);
+  // Clocks of ranks that differ do not make it end before it begins.
+  EXPECT_EQ(timeline_with(transferred(8, 9, 1), transferred(6, 7, 0)).ranks[1].transfers[0].span.start, 7);
+  EXPECT_TRUE(timeline_with({.peer = 1}, {.peer = 0}).ranks[1].transfers.empty());
 }
 
 TEST(CommonClock, LeavesRanksAloneThatOnlySend) {
