@@ -1,5 +1,8 @@
 #include "penstock/device/device_span.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+
 #include <chrono>
 #include <map>
 #include <mutex>
@@ -27,6 +30,14 @@ DeviceSpan DeviceSpan::begin(const c10::Stream& stream) {
 
 void DeviceSpan::end(const c10::Stream& stream) {
   ended_ = timed_event(stream);
+}
+
+std::optional<c10::Stream> observing_stream(at::Device device) {
+  try {
+    return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+  } catch (const c10::Error&) {
+    return std::nullopt;
+  }
 }
 
 TransferLog::TransferLog() {

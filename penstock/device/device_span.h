@@ -13,6 +13,7 @@
 #include <c10/core/Stream.h>
 
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -40,6 +41,10 @@ class DeviceSpan {
   TimedEvent began_;
   TimedEvent ended_;
 };
+
+// Returns a stream that only waits, to measure when other streams come so far. It has high priority, so it is never one of
+// stream_of_pool(), and no work waits with it. Returns nullopt if the device has no pool of such streams.
+std::optional<c10::Stream> observing_stream(at::Device device);
 
 // Collects the spans of the transfers that the calling thread starts, until it is destroyed on the same thread: copies
 // between devices, or between a device and the host, and messages that a device backend sends or receives. Logs do not

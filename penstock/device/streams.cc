@@ -49,14 +49,6 @@ c10::Stream stream_of_pool(at::Device device) {
   }
 }
 
-std::optional<c10::Stream> priority_stream_of_pool(at::Device device) {
-  try {
-    return VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true);
-  } catch (const c10::Error&) {
-    return std::nullopt;
-  }
-}
-
 void synchronize_device(at::Device device) {
   if (has_streams(device)) VirtualGuardImpl(device.type()).synchronizeDevice(with_index(device).index());
 }

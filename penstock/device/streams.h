@@ -39,10 +39,6 @@ c10::Stream default_stream(at::Device device);
 // Returns a stream of the device's pool; its default stream if it has no pool. Two streams of a pool may be the same.
 c10::Stream stream_of_pool(at::Device device);
 
-// Returns a stream of the device's pool of streams with high priority, which is never one of stream_of_pool(); nullopt if
-// it has no such pool.
-std::optional<c10::Stream> priority_stream_of_pool(at::Device device);
-
 // Blocks the host until the device has ended all work of all of its streams.
 void synchronize_device(at::Device device);
 

@@ -106,8 +106,7 @@ void DirectLinks::connect() {
     link.backend = create_(concat("direct/", key.from, '-', key.to, '/', key.kind == 0 ? "activations" : "gradients",
                                   '/', key.from_device, '-', key.to_device),
                            link.is_sender ? DirectLink::kSender : DirectLink::kReceiver, link.device);
-    // A stream in which the rank computes or copies must never be this one: it would wait for other ranks.
-    link.watch = priority_stream_of_pool(link.device);
+    link.watch = observing_stream(link.device);
     warm_up(link);
   }
 }
