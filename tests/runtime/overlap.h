@@ -10,7 +10,6 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <thread>
 #include <vector>
 
@@ -111,7 +110,7 @@ class OverlappedTransfer {
   // Returns a stage that passes its input on. Calls prepare(microbatch, input) before.
   template <class Prepare>
   static StageModule stage(at::Device device, Prepare prepare) {
-    const at::Tensor w = at::eye(kWide, at::TensorOptions(device)).requires_grad_();
+    const at::Tensor w = at::eye(kWide).to(device).requires_grad_();
     return {.forward = [w, prepare, calls = std::make_shared<int>(0)](const Args& args, const Kwargs&) -> c10::IValue {
               prepare((*calls)++, args[0].toTensor());
               return at::matmul(args[0].toTensor(), w);
