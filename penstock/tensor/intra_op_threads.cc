@@ -36,6 +36,12 @@ int set_mkl_for_this_thread(int threads) {
 
 }  // namespace
 
+void set_intra_op_threads(int threads) {
+  at::get_num_threads();
+  set_mkl_for_this_thread(threads);
+  set_for_this_thread(threads);
+}
+
 // The first call of at::get_num_threads on a thread sets the number to libtorch's default, so it has to come before
 // set_for_this_thread.
 IntraOpThreads::IntraOpThreads(int threads)

@@ -3,6 +3,9 @@
 
 namespace penstock::internal {
 
+// Sets the number for the rest of the calling thread's life.
+void set_intra_op_threads(int threads);
+
 // Sets the number of threads that operators use when they are called on this thread, and restores it in the destructor,
 // which must run on the same thread. Unlike at::set_num_threads, does not change the default of other threads.
 class IntraOpThreads {

@@ -99,7 +99,8 @@ void StreamQueue::serve() {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::AutoGradMode no_grad(false);
   // Sums of the CPU's kernels depend on the number of threads, and a device's results on no setting of the host.
-  const internal::IntraOpThreads one_thread(1);
+  // The thread may end when the process exits, and so restores nothing.
+  internal::set_intra_op_threads(1);
   for (;;) {
     Item item;
     {
