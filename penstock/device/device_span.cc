@@ -52,24 +52,25 @@ void TransferLog::add(const DeviceSpan& span) {
   if (current_log != nullptr) current_log->spans_.push_back(span);
 }
 
-DeviceClock::DeviceClock(at::Device device) : now_(timed_event(current_stream(device))) {
-  now_->synchronize();
-  host_now_ = Clock::now();
-}
-
-std::shared_ptr<const DeviceClock> DeviceClock::recent(at::Device device) {
+std::shared_ptr<const DeviceClock> DeviceClock::recent(at::Device device, Deadline deadline) {
   // An event tells milliseconds as a float, which is precise to a microsecond for some ten seconds.
   constexpr std::chrono::seconds kLife{10};
   static std::mutex mutex;
   static auto& clocks = *new std::map<std::pair<at::DeviceType, at::DeviceIndex>, std::shared_ptr<const DeviceClock>>;
+  const std::pair key{device.type(), device.index()};
+  {
+    const std::lock_guard lock(mutex);
+    const auto found = clocks.find(key);
+    if (found != clocks.end() && Clock::now() - found->second->host_now_ <= kLife) return found->second;
+  }
+  TimedEvent now = timed_event(current_stream(device));
+  if (!wait_for(*now, deadline)) return nullptr;
+  const std::shared_ptr<const DeviceClock> clock(new DeviceClock(std::move(now), Clock::now()));
   const std::lock_guard lock(mutex);
-  std::shared_ptr<const DeviceClock>& clock = clocks[{device.type(), device.index()}];
-  if (!clock || Clock::now() - clock->host_now_ > kLife) clock = std::make_shared<const DeviceClock>(device);
-  return clock;
+  return clocks[key] = clock;
 }
 
 Clock::time_point DeviceClock::time_of(const c10::Event& event, bool is_later) const {
-  if (!event.query()) event.synchronize();
   const std::chrono::duration<double, std::milli> between(is_later ? now_->elapsedTime(event)
                                                                    : event.elapsedTime(*now_));
   const auto difference = std::chrono::duration_cast<Clock::duration>(between);

@@ -4,8 +4,8 @@
 //   DeviceSpan span = DeviceSpan::begin(stream);
 //   …                                         // appends work to the stream
 //   span.end(stream);
-//   const DeviceClock clock(stream.device());  // waits for the device
-//   Clock::time_point began = clock.time_of(*span.began());
+//   const auto clock = DeviceClock::recent(stream.device(), deadline);  // waits for the device
+//   Clock::time_point began = clock->time_of(*span.began());
 #pragma once
 
 #include <c10/core/Device.h>
@@ -66,23 +66,23 @@ class TransferLog {
   std::vector<DeviceSpan> spans_;
 };
 
-// Tells the host's time of the events of one device. The constructor waits until the device has reached an event of its
-// own. Clocks of a device and of the host drift apart by some microseconds in a second.
+// Tells the host's time of the events of one device, by comparison with an event of its own. Clocks of a device and of the host drift apart by some microseconds in a second.
 class DeviceClock {
  public:
-  explicit DeviceClock(at::Device device);
   // Returns a clock that was made in the last ten seconds, by any thread, or makes one: so that the host does not wait
-  // for the device each time.
-  static std::shared_ptr<const DeviceClock> recent(at::Device device);
+  // for the device each time. Returns null if the device has not reached the clock's event at the deadline.
+  static std::shared_ptr<const DeviceClock> recent(at::Device device, Deadline deadline);
 
   // Returns the time at which the clock was made.
   Clock::time_point made() const { return host_now_; }
 
-  // Returns the time at which the device reached an event. Waits if it has not yet. `is_later` tells that the event was
+  // Returns the time at which the device reached an event, which it has reached. `is_later` tells that the event was
   // recorded after the clock was made: not every type of device can tell negative times.
   Clock::time_point time_of(const c10::Event& event, bool is_later = false) const;
 
  private:
+  DeviceClock(TimedEvent now, Clock::time_point host_now) : now_(std::move(now)), host_now_(host_now) {}
+
   TimedEvent now_;
   Clock::time_point host_now_;
 };

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "penstock/device/streams.h"
@@ -14,18 +15,32 @@ namespace {
 // One clock for each device.
 class DeviceClocks {
  public:
-  explicit DeviceClocks(Clock::time_point began) : began_(began) {}
+  DeviceClocks(Clock::time_point began, Deadline deadline) : began_(began), deadline_(deadline) {}
 
-  // Returns the nanoseconds from the beginning of the step to the event.
-  std::int64_t time_of(const c10::Event& event) {
+  // Returns the nanoseconds from the beginning of the step to the event, or nullopt if the device has not reached it at
+  // the deadline.
+  std::optional<std::int64_t> time_of(const c10::Event& event) {
     std::shared_ptr<const DeviceClock>& clock = clocks_[event.device().index()];
-    if (!clock) clock = DeviceClock::recent(event.device());
+    if (!clock) clock = DeviceClock::recent(event.device(), deadline_);
+    if (!clock || !wait_for(event, deadline_)) return std::nullopt;
     return std::chrono::duration_cast<std::chrono::nanoseconds>(clock->time_of(event, clock->made() < began_) - began_)
         .count();
   }
+  struct Span {
+    std::int64_t start = 0;
+    std::int64_t end = 0;
+  };
+  std::optional<Span> span_of(const TimedEvent& began, const TimedEvent& ended) {
+    if (!began || !ended) return std::nullopt;
+    const std::optional<std::int64_t> start = time_of(*began);
+    const std::optional<std::int64_t> end = time_of(*ended);
+    return start && end ? std::optional(Span{.start = *start, .end = *end}) : std::nullopt;
+  }
+  std::optional<Span> span_of(const DeviceSpan& span) { return span_of(span.began(), span.ended()); }
 
  private:
   Clock::time_point began_;
+  Deadline deadline_;
   std::map<c10::DeviceIndex, std::shared_ptr<const DeviceClock>> clocks_;
 };
 
@@ -33,10 +48,6 @@ class DeviceClocks {
 
 void DeviceTimes::begin(std::size_t action, at::Device device) {
   actions_[action].began = timed_event(current_stream(device));
-}
-
-void DeviceTimes::end_wait(std::size_t action, at::Device device) {
-  actions_[action].end_of_wait = timed_event(current_stream(device));
 }
 
 void DeviceTimes::end(std::size_t action, at::Device device) {
@@ -48,22 +59,26 @@ void DeviceTimes::set_transfers(std::size_t action, std::vector<DeviceSpan> tran
   actions_[action].bytes = bytes;
 }
 
-void DeviceTimes::resolve(std::vector<ActionRecord>& record, Clock::time_point began) {
-  DeviceClocks clocks(began);
+void DeviceTimes::resolve(std::vector<ActionRecord>& record, Clock::time_point began, Deadline deadline) {
+  DeviceClocks clocks(began, deadline);
   for (std::size_t i = 0; i < std::min(actions_.size(), record.size()); ++i) {
     const ActionEvents& events = actions_[i];
     ActionRecord& action = record[i];
     for (const DeviceSpan& transfer : events.transfers) {
-      const std::int64_t start = clocks.time_of(*transfer.began());
-      const std::int64_t end = clocks.time_of(*transfer.ended());
-      action.transfer_start = action.has_transfer() ? std::min(action.transfer_start, start) : start;
-      action.transfer_end = std::max(action.transfer_end, end);
+      const auto found = clocks.span_of(transfer);
+      if (!found) continue;
+      action.transfer_start = action.has_transfer() ? std::min(action.transfer_start, found->start) : found->start;
+      action.transfer_end = std::max(action.transfer_end, found->end);
       action.bytes = events.bytes;
     }
-    if (!events.began || !events.ended) continue;
-    action.start = clocks.time_of(*events.began);
-    action.end = clocks.time_of(*events.ended);
-    action.waited = events.end_of_wait ? clocks.time_of(*events.end_of_wait) - action.start : 0;
+    const auto found = clocks.span_of(events.began, events.ended);
+    if (!found) continue;
+    action.start = found->start;
+    action.end = found->end;
+    action.waited = 0;
+    for (const DeviceSpan& wait : events.waits) {
+      if (const auto waited = clocks.span_of(wait)) action.waited += waited->end - waited->start;
+    }
   }
   actions_.clear();
 }

@@ -262,12 +262,15 @@ std::size_t Executor::slot_index(int edge, int microbatch) const {
 std::vector<Message> Executor::collect(int stage, int microbatch, Direction direction) {
   const StageGraph& graph = inputs_->schedule->graph();
   std::vector<Message> messages;
+  const at::Device device = stages_.at(stage)->device();
+  DeviceSpan wait;
+  if (times_ != nullptr && has_streams(device)) wait = DeviceSpan::begin(current_stream(device));
   for (const int edge : direction == Direction::Forward ? graph.in_edges(stage) : graph.out_edges(stage)) {
     const Edge& ends = graph.edges()[static_cast<std::size_t>(edge)];
     const int from = rank_of(direction == Direction::Forward ? ends.from : ends.to);
     if (from == transport_->rank()) {
       messages.push_back(std::exchange(slot(direction, edge, microbatch), {}));
-      hand_over(messages.back(), stages_.at(stage)->device());
+      hand_over(messages.back(), device);
       continue;
     }
     const auto start = Clock::now();
@@ -283,8 +286,9 @@ std::vector<Message> Executor::collect(int stage, int microbatch, Direction dire
     }
   }
   current_->bytes += bytes_of(messages);
-  if (const auto device = stages_.at(stage)->device(); times_ != nullptr && has_streams(device)) {
-    times_->end_wait(current_index_, device);
+  if (!wait.empty()) {
+    wait.end(current_stream(device));
+    times_->add_wait(current_index_, std::move(wait));
   }
   return messages;
 }

@@ -44,7 +44,7 @@ Tag tag_of(Direction direction, int edge, int microbatch) {
 }
 
 int position_of(const Schedule& schedule, int rank, Tag tag, bool is_receive) {
-  const Edge& edge = schedule.graph().edges().at(tag.channel / 2);
+  const Edge& edge = schedule.graph().edges()[tag.channel / 2];
   const auto takes = [&](const Action& part) {
     if (!part.is_compute() || part.microbatch != static_cast<int>(tag.number)) return false;
     if (tag.channel % 2 == 0) return part.stage == edge.to && is_forward(part);

@@ -182,7 +182,7 @@ const std::vector<PipelineStage>& Pipeline::stages(int replica) const {
 }
 const Record& Pipeline::record(int replica) const {
   // A cancelled step may still run.
-  if (state_->runner.is_idle()) state_->last->resolve_times();
+  if (state_->runner.is_idle()) state_->last->resolve_times(deadline_after(state_->options.timeout));
   return state_->last->replicas.at(static_cast<std::size_t>(replica)).record;
 }
 const Schedule& Pipeline::recorded_schedule() const {

@@ -116,7 +116,8 @@ class Pipeline {
   // Returns the number of replicas in this process, which share a batch.
   int replicas() const;
   // Return the record of the last step or evaluation, and the schedule that it ran. The lists of other processes' ranks
-  // are empty.
+  // are empty. On devices, record() waits until they have ended the step, at most for the timeout; actions that they have
+  // not ended have the host's times.
   const Record& record(int replica = 0) const;
   const Schedule& recorded_schedule() const;
 

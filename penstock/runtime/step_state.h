@@ -104,11 +104,11 @@ struct Step {
   Clock::time_point began = {};
   FailureLog failures;
 
-  // Completes the records with the times of devices, for which it waits. Called while no rank runs.
-  void resolve_times() {
+  // Completes the records with the times of devices, for which it waits until the deadline. Called while no rank runs.
+  void resolve_times(Deadline deadline) {
     for (ReplicaStep& replica : replicas) {
       for (std::size_t rank = 0; rank < replica.device_times.size(); ++rank) {
-        replica.device_times[rank].resolve(replica.record[rank], began);
+        replica.device_times[rank].resolve(replica.record[rank], began, deadline);
       }
     }
   }

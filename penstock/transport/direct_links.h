@@ -17,8 +17,8 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/transport/device_operations.h"
 #include "penstock/device/device_span.h"
+#include "penstock/transport/device_operations.h"
 #include "penstock/transport/message_order.h"
 
 namespace penstock::internal {

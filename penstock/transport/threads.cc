@@ -208,7 +208,7 @@ void all_reduce(std::vector<Contribution>& contributions) {
   for (std::size_t i = 0; i < contributions.front().tensors.size(); ++i) {
     at::Tensor sum = contributions.front().tensors[i];
     for (std::size_t member = 1; member < contributions.size(); ++member) {
-      sum.add_(copied_to(contributions[member].tensors[i], sum.device()).view_as(sum));
+      sum.add_(internal::copied_to(contributions[member].tensors[i], sum.device()).view_as(sum));
     }
     for (std::size_t member = 1; member < contributions.size(); ++member) {
       contributions[member].tensors[i].copy_(sum.view_as(contributions[member].tensors[i]));
@@ -238,7 +238,7 @@ void reduce_scatter(std::vector<Contribution>& contributions) {
     at::Tensor part = contributions[member].tensors[0].view(-1);
     part.copy_(part_of(contributions.front().tensors[1], member, part.numel()));
     for (std::size_t from = 1; from < contributions.size(); ++from) {
-      part.add_(copied_to(part_of(contributions[from].tensors[1], member, part.numel()), part.device()));
+      part.add_(internal::copied_to(part_of(contributions[from].tensors[1], member, part.numel()), part.device()));
     }
   }
 }

@@ -118,8 +118,8 @@ void Pipelined::copy_to_host(TensorsByName& tensors, const char* what) const {
   HostCopies copies;
   for (auto& [name, tensor] : tensors) tensor = copies.start(tensor);
   if (copies.wait(deadline_after(options_.timeout_in_milliseconds()))) return;
-  throw std::runtime_error(concat("a device has not computed the ", what, " within the timeout of ", options_.timeout,
-                                  " s.\n  Hint: raise --timeout, or see whether the device hangs."));
+  throw std::runtime_error(concat("a device has not computed the ", what,
+                                  " within the timeout.\n  Hint: raise --timeout, or see whether the device hangs."));
 }
 
 TensorsByName Pipelined::run(const TensorsByName& batch) {
