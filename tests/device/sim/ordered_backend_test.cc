@@ -62,6 +62,14 @@ c10::intrusive_ptr<c10d::Work> receive(const Backend& backend, const at::Tensor&
   Tensors tensors{tensor};
   return backend->recv(tensors, peer, tag);
 }
+// Returns a connected backend of ranks 0 and 1, which have exchanged their first message.
+Backend connected(const Rank& self, const std::string& name = "all") {
+  Backend backend = self.backend(2, name);
+  backend->eagerConnectSingleDevice(self.device);
+  const at::Tensor byte = at::zeros({1}, self.options().dtype(at::kByte));
+  (self.rank == 0 ? send(backend, byte, 1) : receive(backend, byte, 0))->wait(kLong);
+  return backend;
+}
 std::string message_of(const std::function<void()>& function) {
   try {
     function();
@@ -91,8 +99,7 @@ TEST_F(OrderedBackend, MatchesByOrderAndIgnoresTags) {
 TEST_F(OrderedBackend, DoesNotBlockTheHostInWait) {
   std::promise<void> waited;
   run(2, [&](const Rank& self) {
-    const Backend backend = self.backend(2);
-    backend->eagerConnectSingleDevice(self.device);
+    const Backend backend = connected(self);
     const at::Tensor tensor = at::full({8}, 1.0 * self.rank, self.options());
     if (self.rank == 0) {
       waited.get_future().wait();
@@ -110,10 +117,11 @@ TEST_F(OrderedBackend, DoesNotBlockTheHostInWait) {
   });
 }
 
-class PostedAhead : public OrderedBackend, public testing::WithParamInterface<bool> {};
+// Connected eagerly, or at the first use.
+class OrderedBackendConnected : public OrderedBackend, public testing::WithParamInterface<bool> {};
 
 // Both ranks post a receive and then a send: neither send gets its turn.
-TEST_P(PostedAhead, ReceivesBlockSendsOfTheirCommunicator) {
+TEST_P(OrderedBackendConnected, ReceivesBlockSendsOfTheirCommunicator) {
   run(2, [](const Rank& self) {
     const Backend backend = self.backend(2);
     if (GetParam()) backend->eagerConnectSingleDevice(self.device);
@@ -129,15 +137,32 @@ TEST_P(PostedAhead, ReceivesBlockSendsOfTheirCommunicator) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Connected, PostedAhead, testing::Bool(),
+// Two ranks connect at their first message, whatever the backend has connected before.
+TEST_P(OrderedBackendConnected, BlocksTheFirstMessageUntilThePeerComes) {
+  std::promise<void> ended;
+  run(2, [&](const Rank& self) {
+    const Backend backend = self.backend(2);
+    if (GetParam()) backend->eagerConnectSingleDevice(self.device);
+    if (self.rank == 1) {
+      ended.get_future().wait();
+      return;
+    }
+    // Rank 1 sends nothing, so that only abort() ends the send.
+    std::future<std::string> sending = std::async(
+        std::launch::async, [&] { return message_of([&] { send(backend, at::ones({8}, self.options()), 1); }); });
+    backend->abort();
+    EXPECT_TRUE(contains(sending.get(), "abort() was called"));
+    ended.set_value();
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Backends, OrderedBackendConnected, testing::Bool(),
                          [](const auto& test) { return test.param ? "Eagerly" : "AtFirstUse"; });
 
 TEST_F(OrderedBackend, LetsReceivesBePostedAheadOnABackendForEachDirection) {
   run(2, [](const Rank& self) {
-    const Backend up = self.backend(2, "up");
-    const Backend down = self.backend(2, "down");
-    up->eagerConnectSingleDevice(self.device);
-    down->eagerConnectSingleDevice(self.device);
+    const Backend up = connected(self, "up");
+    const Backend down = connected(self, "down");
     const at::Tensor in = at::empty({8}, self.options());
     const at::Tensor out = at::full({8}, 1.0 * self.rank, self.options());
     const auto receiving = receive(self.rank == 0 ? down : up, in, 1 - self.rank);
@@ -145,23 +170,6 @@ TEST_F(OrderedBackend, LetsReceivesBePostedAheadOnABackendForEachDirection) {
     EXPECT_TRUE(receiving->wait(kLong));
     EXPECT_TRUE(sending->wait(kLong));
     EXPECT_TRUE(same_bits({in}, {at::full({8}, 1.0 - self.rank)}));
-  });
-}
-
-TEST_F(OrderedBackend, BlocksTheFirstUseUntilThePeerComes) {
-  std::promise<void> ended;
-  run(2, [&](const Rank& self) {
-    const Backend backend = self.backend(2);
-    if (self.rank == 1) {
-      ended.get_future().wait();
-      return;
-    }
-    // Rank 1 does not use the communicator, so that only abort() ends the send.
-    std::future<std::string> sending = std::async(
-        std::launch::async, [&] { return message_of([&] { send(backend, at::ones({8}, self.options()), 1); }); });
-    backend->abort();
-    EXPECT_TRUE(contains(sending.get(), "abort() was called"));
-    ended.set_value();
   });
 }
 
