@@ -43,7 +43,7 @@ struct DeviceOperation {
   bool is_receive = false;
 };
 
-// What may be in flight at a time.
+// Limits the tensors that are in flight at a time.
 struct SendLimit {
   // Number of tensors that may be in flight whatever their size, and whatever their number.
   std::size_t least = 0;
