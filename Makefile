@@ -6,6 +6,8 @@ SHELL := /bin/bash
 MAKEFLAGS += --no-print-directory
 
 JOBS ?= $(shell nproc)
+# Tests wait for other processes and threads, so that each takes less than a core.
+TEST_JOBS ?= $(shell expr $(JOBS) + 1)
 BENCHES = schedule microbatch attention runtime program
 # Number of inputs that `make fuzz` gives each fuzzer; `make soak` uses more.
 FUZZ_RUNS ?= 100000
@@ -32,7 +34,7 @@ test: setup ## run all tests, and those of the schedule layer under sanitizers t
 	@$(call quietly,cmake --build --preset asan-schedule -j $(JOBS))
 	@$(call quietly,ctest --preset asan-schedule --output-on-failure --no-tests=error -j $(JOBS))
 	@echo "The schedule layer's tests pass under the address and undefined-behaviour sanitizers."
-	@ctest --preset release --output-on-failure --no-tests=error -j $(JOBS)
+	@ctest --preset release --output-on-failure --no-tests=error -j $(TEST_JOBS)
 
 # Without tests, benchmarks, fuzzers and examples.
 build: setup ## build the library and the command into build/release
@@ -87,7 +89,7 @@ CPU_SETTINGS = ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_I
 cpus: setup ## run all tests with the kernels of other CPUs
 	$(call build,release)
 	@for setting in $(CPU_SETTINGS); do \
-	  echo "$$setting"; env $$setting ctest --preset release --output-on-failure --no-tests=error -j $(JOBS); \
+	  echo "$$setting"; env $$setting ctest --preset release --output-on-failure --no-tests=error -j $(TEST_JOBS); \
 	done
 
 # Downloads gigabytes, so that it is no part of `make test`.
