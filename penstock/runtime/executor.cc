@@ -135,9 +135,9 @@ void Executor::run(const StepInputs& inputs, StepOutputs& outputs, std::vector<A
 }
 
 void Executor::wait_for_device(const TimedEvent& end, const Action& action, Progress& progress) {
-  computed_.emplace_back(end, to_string(action));
+  computed_.emplace_back(end, action);
   if (computed_.size() <= kMostAhead) return;
-  const auto [oldest, text] = std::move(computed_.front());
+  const auto [oldest, late] = std::move(computed_.front());
   computed_.pop_front();
   // A device may wait for a message, whose own deadline comes first and names the rank that is late.
   progress.waits_for_device = true;
@@ -145,7 +145,7 @@ void Executor::wait_for_device(const TimedEvent& end, const Action& action, Prog
   progress.waits_for_device = false;
   if (is_reached) return;
   throw TransportError(TransportError::Why::Timeout, transport_->rank(),
-                       concat("the device has not finished ", text, " within the deadline"));
+                       concat("the device has not finished ", to_string(late), " within the deadline"));
 }
 
 std::optional<at::Device> Executor::timed_device(const Action& action) const {

@@ -126,8 +126,8 @@ class Executor {
   // Orders of the schedules that have been run, if the transport needs them.
   std::map<const Schedule*, std::shared_ptr<const MessageOrder>> orders_;
 
-  // Computations that the devices may not have finished, also of earlier steps: their ends and texts.
-  std::deque<std::pair<TimedEvent, std::string>> computed_;
+  // Computations that the devices may not have finished, also of earlier steps, with their ends.
+  std::deque<std::pair<TimedEvent, Action>> computed_;
 
   // State of the current step.
   const StepInputs* inputs_ = nullptr;
